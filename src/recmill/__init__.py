@@ -1,0 +1,24 @@
+"""Recmill trains recommenders with very large embedding tables, from a laptop to a cluster.
+
+>>> from recmill import prepare, train, evaluate, recommend
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["evaluate", "prepare", "recommend", "train"]
+
+if TYPE_CHECKING:
+    from recmill.commands.evaluate import evaluate
+    from recmill.commands.prepare import prepare
+    from recmill.commands.recommend import recommend
+    from recmill.commands.train import train
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use, so that `import recmill` is instant and needs no torch.
+    if name in __all__:
+        import importlib
+
+        return getattr(importlib.import_module(f"recmill.commands.{name}"), name)
+    raise AttributeError(f"module 'recmill' has no attribute '{name}'")

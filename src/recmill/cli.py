@@ -1,0 +1,221 @@
+"""The command line: flags only. Every body calls the function of the same name in `commands/`."""
+
+import json
+import sys
+import types
+import typing
+from typing import Any
+
+import click
+
+from recmill import __version__, registry
+from recmill.errors import as_user_error
+
+_DEBUG = "--debug"  # understood anywhere on the line
+
+
+def main() -> None:
+    """Ends with 0, or with the exit code of the error's kind; one clear message and no traceback unless asked for."""
+    arguments = [argument for argument in sys.argv[1:] if argument != _DEBUG]
+    try:
+        code = commands.main(args=arguments, prog_name="recmill", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _tell("stopped at once; nothing after the last committed checkpoint was kept")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)  # the reader of our output went away, as `| head` does
+    except Exception as error:
+        known = as_user_error(error)
+        if _DEBUG in sys.argv:
+            _tell("".join([*getattr(error, "__notes__", []), getattr(error, "traceback", "")]))
+            raise
+        if known is None:
+            _tell(f"recmill: a defect, not your mistake: {type(error).__name__}: {error}\nRun again with {_DEBUG} to see where.")
+            sys.exit(1)
+        hint = f"\nRun again with {_DEBUG} to see where." if hasattr(error, "traceback") else ""
+        _tell(f"recmill: {known.kind}: {known}{hint}")
+        sys.exit(known.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _tell(text: str) -> None:
+    from recmill.launch.local import rank_prefix
+
+    print(f"{rank_prefix()}{text}", file=sys.stderr)
+
+
+class _Datasets(click.Group):
+    """One sub-command per registered dataset; its flags are the fields of its Options."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(registry.DATASETS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        module = registry.load(registry.DATASETS, cmd_name, "dataset")
+        options = [_option(name, field) for name, field in module.Options.model_fields.items()]
+        output = click.Option(["--output"], required=True, help="Directory to write; it appears when it is whole.")
+        overwrite = click.Option(["--overwrite"], is_flag=True, help="Replace the dataset that is there.")
+
+        def body(output: str, overwrite: bool, **values: Any) -> None:
+            from recmill.commands.prepare import prepare
+
+            _print_dataset(prepare(cmd_name, output, overwrite=overwrite, **values))
+
+        summary = (module.__doc__ or "").strip().splitlines()[0]
+        return click.Command(cmd_name, callback=body, params=[output, *options, overwrite], help=module.__doc__, short_help=summary)
+
+
+def _option(name: str, field: Any) -> click.Option:
+    annotation = field.annotation
+    is_list = typing.get_origin(annotation) is list
+    kind: Any = _IntList() if is_list else annotation
+    if isinstance(annotation, types.UnionType):
+        kind = typing.get_args(annotation)[0]
+    default = ",".join(map(str, field.default)) if is_list else field.default
+    return click.Option([f"--{name.replace('_', '-')}"], type=kind, default=default, show_default=True, help=field.description)
+
+
+class _IntList(click.ParamType):
+    name = "INTEGERS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        try:
+            return [int(part) for part in str(value).split(",")]
+        except ValueError:
+            self.fail(f"{value!r}: expected whole numbers with commas between them, like 10,1000,50000.", param, ctx)
+
+
+_procs = click.option("--procs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
+_verify = click.option("--verify", is_flag=True, help="Check every byte of the dataset before starting.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(_DEBUG, is_flag=True, help="Show tracebacks; may stand anywhere on the line.")
+@click.version_option(__version__, prog_name="recmill")
+def commands(debug: bool) -> None:
+    """Train recommenders with very large embedding tables, from a laptop to a cluster."""
+    from recmill.observe.log import set_up_console
+
+    set_up_console()
+
+
+@commands.group("prepare", cls=_Datasets)
+def prepare_command() -> None:
+    """Make a prepared dataset."""
+
+
+@commands.command("train")
+@click.argument("config", type=click.Path())
+@click.option("--run", required=True, type=click.Path(), help="Run directory; an interrupted one goes on where it stopped.")
+@_procs
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a config key, like optim.dense.lr=0.02.")
+@_verify
+def train_command(config: str, run: str, procs: int, overrides: tuple[str, ...], verify: bool) -> None:
+    """Train the model of CONFIG (a TOML file) and test it."""
+    from recmill.commands.train import train
+
+    results = train(config, run, procs=procs, overrides=overrides, verify=verify)
+    if results:
+        _print_results([run])
+
+
+@commands.command("evaluate")
+@click.argument("run", type=click.Path())
+@click.option("--split", type=click.Choice(["val", "test"]), default="test", show_default=True, help="What to evaluate on.")
+@_procs
+@_verify
+@_json
+def evaluate_command(run: str, split: Any, procs: int, verify: bool, as_json: bool) -> None:
+    """Evaluate the newest checkpoint of RUN."""
+    from recmill.commands.evaluate import evaluate
+    from recmill.commands.results import best_of_run
+
+    values = evaluate(run, split=split, procs=procs, verify=verify)
+    if as_json:
+        print(json.dumps(values))
+    else:
+        _table([split, "value", "best reachable"], _value_rows(values, best_of_run(run, split)))
+
+
+@commands.command("recommend")
+@click.argument("run", type=click.Path())
+@click.option("--history", required=True, help="Original item ids, oldest first, with commas between them.")
+@click.option("--k", type=int, default=10, show_default=True, help="How many items.")
+@_json
+def recommend_command(run: str, history: str, k: int, as_json: bool) -> None:
+    """The K items that RUN's model puts next after a history."""
+    from recmill.commands.recommend import recommend
+
+    items = recommend(run, [item.strip() for item in history.split(",") if item.strip()], k=k)
+    if as_json:
+        print(json.dumps(items))
+    else:
+        _table(["item", "title", "score"], [[i["item"], i["title"], f"{i['score']:.3f}"] for i in items])
+
+
+@commands.command("results")
+@click.argument("runs", nargs=-1, required=True, type=click.Path())
+def results_command(runs: tuple[str, ...]) -> None:
+    """What RUNS have reached on their test split, and where their files are."""
+    _print_results(list(runs))
+
+
+@commands.command("doctor")
+def doctor_command() -> int:
+    """What is installed, does it fit together, what to run if not. Ends with 0 if training would work, else 5."""
+    from recmill.commands.doctor import doctor, would_work
+
+    checks = doctor()
+    marks = {True: "ok", False: "PROBLEM"}
+    _table(["check", "", "found"], [[check.name, marks[check.is_good], check.found] for check in checks])
+    for check in checks:
+        if not check.is_good:
+            print(f"{check.name}: {check.remedy}")
+    print("Training would work." if would_work(checks) else "Training would not work before the problems above are mended.")
+    return 0 if would_work(checks) else 5
+
+
+def _print_dataset(about: dict[str, Any]) -> None:
+    size = sum(file["bytes"] for file in about["files"].values()) / 1e6
+    if about["kind"] == "clicks":
+        rows = {split: sum(r["stop"] - r["start"] for r in ranges) for split, ranges in about["splits"].items()}
+        counts = ", ".join(f"{split} {count:,}" for split, count in rows.items())
+        print(f"{about['name']}: rows {counts}; {len(about['dense'])} dense, {len(about['sparse'])} sparse features; {size:,.1f} MB")
+    else:
+        print(
+            f"{about['name']}: {about['num_users']:,} users, {about['num_items']:,} items, "
+            f"{about['num_interactions']:,} interactions; {size:,.1f} MB"
+        )
+    for split, values in about["truth"].items():
+        print(f"best reachable, {split}: " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+
+
+def _print_results(runs: list[str]) -> None:
+    from recmill.commands.results import results
+
+    rows = []
+    for reached in results(*runs):
+        for name, value, best in _value_rows(reached.values, reached.best):
+            rows.append([reached.run, reached.model, name, value, best])
+    _table(["run", "model", "test metric", "reached", "best reachable"], rows)
+    for run in runs:
+        print(f"{run}/: config.toml env.json status.json log.txt metrics.jsonl results.json checkpoints/")
+
+
+def _value_rows(values: dict[str, Any], best: dict[str, float]) -> list[list[str]]:
+    def shown(value: Any) -> str:
+        return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+    return [[name, shown(value), shown(best[name]) if name in best else ""] for name, value in values.items()]
+
+
+def _table(header: list[str], rows: list[list[str]]) -> None:
+    """Plain aligned columns: read by people, cut by awk."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, ["-" * width for width in widths], *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+

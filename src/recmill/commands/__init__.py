@@ -1,0 +1,1 @@
+"""One narrative per command."""

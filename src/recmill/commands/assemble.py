@@ -1,0 +1,88 @@
+"""Config -> the parts that train, evaluate and recommend work with."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from recmill import registry
+from recmill.config import Config, load_config
+from recmill.errors import CheckpointError, ConfigError
+from recmill.observe.run_dir import RunDirectory
+from recmill.schema import Dataset, open_dataset
+
+
+def open_matching_dataset(config: Config, verify: Any = "sizes") -> Dataset:
+    """The config's dataset, which must be of the kind that its model learns from."""
+    dataset = open_dataset(config.run.data.path, verify)
+    kind = model_module(config).KIND
+    if dataset.about.kind != kind:
+        raise ConfigError(
+            f"model '{config.model_name}' learns from {kind}, but {dataset.path} holds {dataset.about.kind}. "
+            "Change model.name or data.path."
+        )
+    return dataset
+
+
+def model_module(config: Config) -> ModuleType:
+    return registry.load(registry.MODELS, config.model_name, "model")
+
+
+def task_module(config: Config) -> ModuleType:
+    return registry.load(registry.TASKS, model_module(config).TASK, "task")
+
+
+def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> Any:
+    """This rank's batches."""
+    run = config.run
+    common: dict[str, Any] = {
+        "order": run.data.order,
+        "seed": run.train.seed,
+        "train_batch_size": run.train.global_batch_size,
+        "eval_batch_size": run.eval.global_batch_size,
+        "rank": rank,
+        "size": size,
+    }
+    if dataset.about.kind == "clicks":
+        from recmill.data.clicks import ClickSource
+
+        return ClickSource(dataset, **common)
+    from recmill.data.histories import HistorySource, Masking
+
+    masking = Masking(**model_module(config).masking(config.model))
+    return HistorySource(dataset, masking=masking, protocols=list(run.eval.protocols), **common)
+
+
+def build_sharded(config: Config, dataset: Dataset, world: Any) -> Any:
+    """The model with its tables cut over the ranks, their rows not yet set. All ranks take part."""
+    import torch
+
+    from recmill.training.shard import shard
+
+    module = model_module(config)
+    torch.manual_seed(config.run.train.seed)  # dense layers: the same on every rank and for every world size
+    network = module.build(config.model, dataset.about, torch.device("meta"))
+    return shard(
+        network,
+        module.tables(config.model, dataset.about),
+        sharding=config.run.tables.sharding,
+        kernels=registry.load(registry.STORES, config.run.tables.store, "store").COMPUTE_KERNELS,
+        optimizer=config.run.optim.tables,
+        batch_size_per_rank=-(-config.run.train.global_batch_size // world.size),
+        world=world,
+    )
+
+
+def open_run(path: str | Path) -> tuple[RunDirectory, Config]:
+    run = RunDirectory(path)
+    if not run.config.is_file():
+        raise CheckpointError(f"{run.path}: no config.toml, so this is no run directory. Train first: recmill train.")
+    return run, load_config(run.config)
+
+
+def newest_checkpoint(run: RunDirectory) -> Any:
+    from recmill.training import checkpoint
+
+    found = checkpoint.newest(run.checkpoints)
+    if found is None:
+        raise CheckpointError(f"{run.path}: no complete checkpoint yet. Train first: recmill train ... --run {run.path}.")
+    return found

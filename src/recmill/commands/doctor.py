@@ -1,0 +1,120 @@
+"""`recmill doctor`: what is installed, does it fit together, what to run if not."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from recmill.errors import UserError
+from recmill.launch.local import run_job
+from recmill.observe.run_dir import cpu_name, installed_version, memory_bytes
+
+if TYPE_CHECKING:
+    from recmill.world import World
+
+# The trio is built together: any other combination fails at import or, worse, later.
+TORCH, TORCHREC, FBGEMM = "2.13.0", "1.8.0", "1.8.0"
+MEND = (
+    f"pip install torch=={TORCH} fbgemm-gpu-cpu=={FBGEMM} tensordict torchmetrics==1.0.3 tqdm pyre-extensions "
+    f"&& pip install --no-deps torchrec=={TORCHREC}"
+)
+MEND_TWO_FBGEMMS = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install fbgemm-gpu-cpu=={FBGEMM}"
+MIN_MEMORY_GB = 2
+
+_FBGEMM_PROBE = """
+import torch, fbgemm_gpu, torchrec
+sums = torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 2, 3]))
+assert sums.tolist() == [0, 1, 3, 6], sums
+print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    found: str
+    is_good: bool = True
+    is_needed: bool = True  # training cannot work without it
+    remedy: str = ""
+
+
+def doctor() -> list[Check]:
+    """Every check in order; training would work if none that `is_needed` is bad."""
+    checks = [_python(), *_versions()]
+    trio_is_there = all(check.is_good for check in checks)
+    checks += _real_operations() if trio_is_there else []
+    return [*checks, _compiler(), *_hardware()]
+
+
+def would_work(checks: list[Check]) -> bool:
+    return all(check.is_good or not check.is_needed for check in checks)
+
+
+def work(world: "World") -> bool:
+    """In each of two processes: an all-to-all over gloo, the way sharded tables talk."""
+    from recmill.world import exchange
+
+    received = exchange(world, [10 * world.rank + to for to in range(world.size)])
+    assert received == [10 * sender + world.rank for sender in range(world.size)], received
+    return True
+
+
+def _python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Check("python", version, sys.version_info >= (3, 11), remedy="Use Python 3.11 or newer.")
+
+
+def _versions() -> list[Check]:
+    checks = [_version("torch", TORCH), _version("torchrec", TORCHREC)]
+    cpu, cuda = installed_version("fbgemm-gpu-cpu"), installed_version("fbgemm-gpu")
+    if cpu and cuda:
+        found = f"fbgemm-gpu {cuda} and fbgemm-gpu-cpu {cpu} overwrite each other's files"
+        return [*checks, Check("fbgemm", found, is_good=False, remedy=MEND_TWO_FBGEMMS)]
+    return [*checks, _version("fbgemm-gpu" if cuda else "fbgemm-gpu-cpu", FBGEMM)]
+
+
+def _version(package: str, wanted: str) -> Check:
+    found = installed_version(package)
+    if found is None:
+        return Check(package, f"not installed, {wanted} wanted", is_good=False, remedy=MEND)
+    fits = found.split("+")[0] == wanted
+    return Check(package, found if fits else f"{found}, {wanted} wanted", is_good=fits, remedy=MEND)
+
+
+def _real_operations() -> list[Check]:
+    # In a process of its own: libraries that do not fit together may end it without an exception.
+    probe = subprocess.run([sys.executable, "-c", _FBGEMM_PROBE], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        return [Check("FBGEMM operation", reason, is_good=False, remedy=MEND)]
+    gpu = probe.stdout.strip()
+    try:
+        run_job("doctor", {"device": "cpu"}, procs=2)
+        exchange = Check("gloo all-to-all", "2 processes exchanged values")
+    except UserError as error:
+        remedy = "Check that 127.0.0.1 is up and not firewalled: ip addr show lo"
+        exchange = Check("gloo all-to-all", str(error), is_good=False, remedy=remedy)
+    return [
+        Check("FBGEMM operation", "works"),
+        exchange,
+        Check("GPU", gpu or "none: training runs on the CPU", is_needed=False),
+    ]
+
+
+def _compiler() -> Check:
+    path = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    if path:
+        return Check("C++ compiler", path)
+    found = "none: everything works but torch.compile"
+    return Check("C++ compiler", found, is_good=False, is_needed=False, remedy="apt-get install g++")
+
+
+def _hardware() -> list[Check]:
+    gigabytes = memory_bytes() / 1e9
+    enough = gigabytes >= MIN_MEMORY_GB
+    return [
+        Check("cores", f"{len(os.sched_getaffinity(0))} ({cpu_name()})"),
+        Check("memory", f"{gigabytes:.1f} GB", enough, remedy=f"Training needs {MIN_MEMORY_GB} GB or more."),
+    ]

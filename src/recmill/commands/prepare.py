@@ -1,0 +1,51 @@
+"""`recmill prepare`: raw or synthetic data -> a prepared dataset."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from recmill import registry
+from recmill.datasets.writing import already_there, dataset_directory
+from recmill.errors import ConfigError
+from recmill.observe.progress import Progress
+from recmill.schema import open_dataset
+
+log = logging.getLogger(__name__)
+
+
+def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options: Any) -> dict[str, Any]:
+    """Write dataset `name` to `output` and return its description. The same call again does nothing.
+
+    Options are those of `recmill prepare NAME --help`, with underscores: prepare("synthetic-clicks", "d", rows=1000).
+    """
+    module = registry.load(registry.DATASETS, name, "dataset")
+    checked = checked_options(name, module.Options, options)
+    output = Path(output).absolute()
+    if not overwrite and already_there(output, name, checked.model_dump()):
+        log.info("%s is already prepared: nothing to do", output)
+    else:
+        with Progress(f"preparing {name}", total=1, unit="rows") as progress, dataset_directory(output) as partial:
+            module.write(partial, checked, progress.callback())
+        log.info("prepared %s in %s", name, output)
+    about = open_dataset(output).about
+    for note in about.notes:
+        log.info("note: %s", note)
+    return about.model_dump(mode="json")
+
+
+def checked_options(name: str, options_class: Any, options: dict[str, Any]) -> Any:
+    try:
+        return options_class.model_validate_json(json.dumps(options))
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            key = str(problem["loc"][0]) if problem["loc"] else "options"
+            if problem["type"] == "extra_forbidden":
+                lines.append(registry.unknown(f"option of {name}", key, options_class.model_fields))
+            else:
+                message = problem["msg"].replace("Input should be", "should be")
+                lines.append(f"--{key.replace('_', '-')}: {message}, got {problem['input']!r}.")
+        raise ConfigError("\n".join(lines)) from None

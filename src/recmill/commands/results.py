@@ -1,0 +1,45 @@
+"""`recmill results`: what runs have reached, beside the best that can be, and where their files are."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recmill.commands.assemble import open_run
+from recmill.errors import DataError, UserError
+from recmill.schema import open_dataset
+
+
+@dataclass(frozen=True)
+class Reached:
+    run: str
+    model: str
+    state: str  # of status.json
+    values: dict[str, Any]
+    best: dict[str, float]  # known for synthetic data alone
+
+
+def results(*runs: str | Path, split: str = "test") -> list[Reached]:
+    return [_reached(run, split) for run in runs]
+
+
+def _reached(path: str | Path, split: str) -> Reached:
+    run, config = open_run(path)
+    state = run.read_status().get("state", "unknown")
+    if not run.results.is_file():
+        raise UserError(f"{run.path}: no results yet (it is {state}). Train to the end: recmill train {run.config} --run {path}.")
+    values = json.loads(run.results.read_text(encoding="utf-8"))[split]
+    return Reached(str(path), config.model_name, state, values, best_reachable(config.run.data.path, split))
+
+
+def best_of_run(run: str | Path, split: str) -> dict[str, float]:
+    _, config = open_run(run)
+    return best_reachable(config.run.data.path, split)
+
+
+def best_reachable(data: str, split: str) -> dict[str, float]:
+    """Empty where it is not known, or where the dataset is no longer there."""
+    try:
+        return open_dataset(data).about.truth.get(split, {})
+    except DataError:
+        return {}

@@ -1,0 +1,192 @@
+"""`recmill train`: config + prepared dataset -> a run directory. On an existing one it goes on where it stopped."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recmill.commands.assemble import (
+    build_sharded,
+    build_source,
+    model_module,
+    open_matching_dataset,
+    task_module,
+)
+from recmill.config import Config, differences, load_config, to_toml
+from recmill.errors import CheckpointError, ConfigError, UserError
+from recmill.launch.local import is_launched, run_job
+from recmill.observe.run_dir import RunDirectory, environment, write_json, write_text
+
+if TYPE_CHECKING:
+    from recmill.world import World
+
+log = logging.getLogger(__name__)
+
+Results = dict[str, dict[str, Any]]
+
+
+def train(
+    config: str | Path | Mapping[str, Any],
+    run: str | Path,
+    *,
+    procs: int = 1,
+    overrides: Sequence[str] = (),
+    verify: bool = False,
+) -> Results:
+    """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ...}}; {} if it was interrupted.
+
+    `config`: a TOML file or the same as a mapping; `overrides`: ["optim.dense.lr=0.02", ...]; `procs`: processes on
+    this machine (under torchrun: what torchrun started); `verify`: also check every byte of the dataset.
+    """
+    checked = _at_absolute_path(load_config(config, overrides))
+    run_directory = RunDirectory(Path(run).absolute())
+    _check_continuation(run_directory, checked)
+    open_matching_dataset(checked, "digests" if verify else "sizes")
+    arguments = {"config": checked.as_dict(), "run": str(run_directory.path)}
+    device = checked.run.train.device
+    if is_launched():
+        from recmill.world import join_world
+
+        with join_world(device) as world:
+            return work(world, **arguments)
+    run_directory.path.mkdir(parents=True, exist_ok=True)
+    try:
+        return run_job("train", {"device": device, **arguments}, procs)
+    except UserError as error:
+        _note_failure(run_directory, error)
+        raise
+
+
+def work(world: "World", config: dict[str, Any], run: str) -> Results:
+    """What each process does, from an empty or interrupted run directory to its results."""
+    run_directory = RunDirectory(run)
+    if world.is_main:
+        with run_directory.locked():
+            return _work(world, load_config(config), run_directory)
+    return _work(world, load_config(config), run_directory)
+
+
+def _work(world: "World", config: Config, run: RunDirectory) -> Results:
+    from recmill.observe.log import log_to_file
+    from recmill.training import checkpoint
+    from recmill.training.checkpoint import Position
+    from recmill.training.evaluate import evaluate_split
+    from recmill.training.loop import fit
+    from recmill.training.optim import build_optimizer
+    from recmill.training.tables import fill_tables
+
+    # The run directory: who runs what, and where
+    if world.is_main:
+        write_text(run.config, to_toml(config))
+        write_json(run.path / "env.json", environment(world.size, str(world.device)))
+        run.write_status("running")
+    world.broadcast(None)  # nobody logs before rank 0 holds the lock
+    log_to_file(run.path, world.rank)
+
+    # The parts
+    dataset = open_matching_dataset(config)
+    task, source = task_module(config), build_source(config, dataset, world.rank, world.size)
+    tables = model_module(config).tables(config.model, dataset.about)
+    model = build_sharded(config, dataset, world)
+    optimizer = build_optimizer(model, config.run.optim.dense)
+    _log_facts(world, config, dataset.path, tables, source)
+
+    # The start: a checkpoint's weights, or the seed's
+    found = checkpoint.newest(run.checkpoints)
+    position = Position()
+    if found is not None:
+        if found.dataset != dataset.fingerprint:
+            raise CheckpointError(
+                f"{found.path} was trained on another dataset than {dataset.path}. Choose another --run, or the old data."
+            )
+        checkpoint.load(found, model, optimizer)
+        position = found.position
+        log.info("going on from step %s: %s", f"{position.step:,}", found.path)
+    else:
+        fill_tables(model, tables, config.run.train.seed)
+    if world.is_main:
+        run.forget_metrics_after(position.step)
+
+    # The training
+    def validate(at: Position) -> None:
+        report("val", at)
+
+    def report(split: str, at: Position) -> dict[str, Any]:
+        values = evaluate_split(model, task, source, split, config.run.eval, world)
+        if world.is_main:
+            run.append_metrics({"step": at.step, "epoch": at.epoch, "split": split, **values})
+            log.info("step %s  %s  %s", f"{at.step:,}", split, short(values))
+        return values
+
+    def save(at: Position) -> None:
+        checkpoint.save(run.checkpoints, model, optimizer, at, dataset.fingerprint, config.run.checkpoint.keep, world)
+        if world.is_main:
+            run.write_status("running", step=at.step)
+
+    started = time.monotonic()
+    fitted = fit(model, optimizer, task, source, config.run, world, run, position, validate, save)
+    if fitted.was_stopped:
+        if world.is_main:
+            run.write_status("interrupted", step=fitted.position.step)
+            log.info("stopped at step %s as asked; run the same command to go on", f"{fitted.position.step:,}")
+        return {}
+
+    # The results
+    results = {split: report(split, fitted.position) for split in ("val", "test")}
+    if world.is_main:
+        write_json(run.results, results)
+        run.write_status("done", step=fitted.position.step, seconds=round(time.monotonic() - started, 1))
+    return results
+
+
+def short(values: Mapping[str, Any]) -> str:
+    shown = (f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
+    return "  ".join(shown)
+
+
+def _log_facts(world: "World", config: Config, data: Path, tables: Sequence[Any], source: Any) -> None:
+    if not world.is_main:
+        return
+    values = sum(table.rows * table.dim for table in tables)
+    log.info(
+        "%s on %s: %d tables, %s rows, %s MB; %s batches of %s per epoch; %d process(es) on %s",
+        config.model_name,
+        data,
+        len(tables),
+        f"{sum(table.rows for table in tables):,}",
+        f"{values * 4 / 1e6:,.1f}",
+        f"{source.batches_per_epoch:,}",
+        f"{config.run.train.global_batch_size:,}",
+        world.size,
+        world.device,
+    )
+
+
+def _at_absolute_path(config: Config) -> Config:
+    """The saved config must mean the same from any directory."""
+    values = config.as_dict()
+    values["data"]["path"] = str(Path(config.run.data.path).absolute())
+    return load_config(values)
+
+
+def _check_continuation(run: RunDirectory, config: Config) -> None:
+    if not run.config.is_file() or not any(run.checkpoints.glob("step-*")):
+        return
+    changed = differences(load_config(run.config), config)
+    if changed:
+        raise ConfigError(
+            f"{run.path} was started with another config:\n"
+            + "\n".join(f"  {line}" for line in changed)
+            + "\nChoose another --run, or train from its own config.toml."
+        )
+
+
+def _note_failure(run: RunDirectory, error: UserError) -> None:
+    """So that the run directory tells the story too, unless another process is at work in it."""
+    try:
+        with run.locked():
+            if run.read_status().get("state") == "running":
+                run.write_status("failed", error=str(error))
+    except UserError:
+        return

@@ -1,0 +1,1 @@
+"""Prepared dataset -> this rank's batches."""

@@ -1,0 +1,184 @@
+"""Prepared histories -> this rank's batches of masked windows (training) or last places (ranking).
+
+Windows, masks and order are made while loading, from (seed, epoch, window): new each epoch, the same for any
+world size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from recmill import rng
+from recmill.batch import RankingBatch, SequenceBatch
+from recmill.data.share import Share, num_batches, shares
+from recmill.errors import DataError
+from recmill.metrics.ranking import POP100_NEGATIVES, PopularNegatives
+from recmill.schema import PAD_ITEM, Dataset, HistoriesDescription
+
+_SORTED_BATCHES = 32  # so many batches' windows are sorted by length together: little padding, still random
+
+
+@dataclass(frozen=True)
+class Masking:
+    """How training examples are made from a history.
+
+    Windows of `max_length` items, cut backwards from the history's end every `stride` items. In a share
+    `last_only` of them just the last item is hidden, as at evaluation; in the rest each with `probability`.
+    """
+
+    max_length: int
+    stride: int
+    probability: float
+    last_only: float
+
+
+class HistorySource:
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        masking: Masking,
+        protocols: list[str],
+        order: str,
+        seed: int,
+        train_batch_size: int,
+        eval_batch_size: int,
+        rank: int,
+        size: int,
+    ) -> None:
+        assert isinstance(dataset.about, HistoriesDescription)
+        self._dataset, self._masking, self._order, self._seed = dataset, masking, order, seed
+        self._train_batch_size, self._eval_batch_size = train_batch_size, eval_batch_size
+        self._rank, self._size = rank, size
+        self._mask_token = dataset.about.num_items + 1
+        self._items = dataset.array("items.npy")
+        self._offsets = np.asarray(dataset.array("offsets.npy"))
+        self._starts, self._lengths = train_windows(self._offsets, masking)
+        self._negatives: PopularNegatives | None = None
+        if "pop100" in protocols:
+            self._negatives = _popular_negatives(dataset, self._items, self._offsets)
+        self._drawn: dict[tuple[str, int], np.ndarray] = {}
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return num_batches(len(self._starts), self._train_batch_size)
+
+    def train_batches(self, epoch: int, first: int) -> Iterator[SequenceBatch]:
+        """Batch `first` and all after it; order and masks depend on the seed and the epoch alone."""
+        order = self._epoch_order(epoch)
+        for share in shares(len(order), self._train_batch_size, first, self._rank, self._size):
+            yield self._masked(epoch, order[share.positions], share)
+
+    def num_eval_batches(self, split: str) -> int:
+        return num_batches(len(self._offsets) - 1, self._eval_batch_size)
+
+    def eval_batches(self, split: str) -> Iterator[RankingBatch]:
+        """Every user once. Test histories hold the validation item."""
+        for share in shares(len(self._offsets) - 1, self._eval_batch_size, 0, self._rank, self._size):
+            yield self._ranking(split, share)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order == "file":
+            return np.arange(len(self._starts))
+        order = rng.Permutation(len(self._starts), rng.stream_key(self._seed, "order", epoch))(np.arange(len(self._starts)))
+        block = self._train_batch_size * _SORTED_BATCHES
+        batches: list[np.ndarray] = []
+        for start in range(0, len(order), block):
+            rows = order[start : start + block]
+            rows = rows[np.argsort(self._lengths[rows], kind="stable")]
+            batches += [rows[i : i + self._train_batch_size] for i in range(0, len(rows), self._train_batch_size)]
+        # Only the last batch may be short, and it stays last: batch k is always rows k*size and on.
+        full = [b for b in batches if len(b) == self._train_batch_size]
+        rest = [b for b in batches if len(b) < self._train_batch_size]
+        shuffled = rng.Permutation(len(full), rng.stream_key(self._seed, "batches", epoch))(np.arange(len(full)))
+        return np.concatenate([full[i] for i in shuffled] + rest)
+
+    def _masked(self, epoch: int, windows: np.ndarray, share: Share) -> SequenceBatch:
+        keys = rng.bits(rng.stream_key(self._seed, "window", epoch), windows)
+        lengths = self._lengths[windows]
+        tokens, real = _left_padded(self._items, self._starts[windows], lengths)
+        from_end = np.arange(tokens.shape[1])[::-1]  # place 0 is the last item, whatever the padding
+        chance = rng.uniform(keys[:, None], np.broadcast_to(from_end, tokens.shape))
+        hidden = real & (chance < self._masking.probability)
+        last_only = rng.uniform(keys, np.full(len(keys), 1 << 20)) < self._masking.last_only
+        hidden[last_only] = False
+        hidden[:, -1] |= last_only | ~hidden.any(axis=1)  # a window always asks for something
+        answers = tokens[hidden]
+        tokens[hidden] = self._mask_token
+        return SequenceBatch(
+            tokens_BT=torch.from_numpy(tokens),
+            queries_M=torch.from_numpy(np.flatnonzero(hidden)),
+            answers_M=torch.from_numpy(answers),
+            weights_M=torch.full((len(answers),), 0.0 if share.is_filler else 1.0),
+            row_keys_B=torch.from_numpy(keys.view(np.int64)),
+        )
+
+    def _ranking(self, split: str, share: Share) -> RankingBatch:
+        users = share.positions
+        places = self._offsets[users + 1] - (1 if split == "test" else 2)  # where the targets are
+        lengths = np.minimum(places - self._offsets[users], self._masking.max_length - 1)
+        tokens, _ = _left_padded(self._items, places - lengths, lengths, room_at_end=1)
+        tokens[:, -1] = self._mask_token
+        seen = [np.asarray(self._items[self._offsets[u] : p], dtype=np.int64) for u, p in zip(users, places, strict=True)]
+        rows, width = tokens.shape
+        return RankingBatch(
+            tokens_BT=torch.from_numpy(tokens),
+            queries_M=torch.arange(1, rows + 1) * width - 1,
+            answers_M=torch.from_numpy(self._items[places].astype(np.int64)),
+            weights_M=torch.full((rows,), 0.0 if share.is_filler else 1.0),
+            row_keys_B=torch.zeros(rows, dtype=torch.int64),
+            seen_rows=torch.from_numpy(np.repeat(np.arange(rows), [len(s) for s in seen])),
+            seen_items=torch.from_numpy(np.concatenate(seen)),
+            negatives_BC=torch.from_numpy(self._negatives_of(split, users)),
+        )
+
+    def _negatives_of(self, split: str, users: np.ndarray) -> np.ndarray:
+        if self._negatives is None:
+            return np.empty((len(users), 0), dtype=np.int64)
+        for user in users.tolist():
+            if (split, user) not in self._drawn:
+                met = self._items[self._offsets[user] : self._offsets[user + 1]]
+                self._drawn[split, user] = self._negatives.draw(split, user, met)
+        return np.stack([self._drawn[split, user] for user in users.tolist()])
+
+
+def train_windows(offsets: np.ndarray, masking: Masking) -> tuple[np.ndarray, np.ndarray]:
+    """(start, length) of every training window, in items.npy. The last two items of a history are never in one."""
+    starts, lengths = [], []
+    for begin, end in zip(offsets[:-1].tolist(), (offsets[1:] - 2).tolist(), strict=True):
+        stop = end
+        while True:
+            start = max(begin, stop - masking.max_length)
+            starts.append(start)
+            lengths.append(stop - start)
+            if start == begin:
+                break
+            stop -= masking.stride
+    return np.array(starts), np.array(lengths)
+
+
+def _left_padded(
+    items: np.ndarray, starts: np.ndarray, lengths: np.ndarray, room_at_end: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """items[start : start+length] of each row, ending at the same column (`room_at_end` before the last)."""
+    width = int(lengths.max())
+    columns = np.arange(width) - (width - lengths)[:, None]
+    real = columns >= 0
+    tokens = np.where(real, items[np.where(real, starts[:, None] + columns, 0)], PAD_ITEM).astype(np.int64)
+    return np.pad(tokens, ((0, 0), (0, room_at_end))), real
+
+
+def _popular_negatives(dataset: Dataset, items: np.ndarray, offsets: np.ndarray) -> PopularNegatives:
+    assert isinstance(dataset.about, HistoriesDescription)
+    counts = np.bincount(items, minlength=dataset.about.num_items + 1)[1:]
+    available = int(np.count_nonzero(counts))
+    longest = int(np.argmax(np.diff(offsets)))
+    met = len(np.unique(items[offsets[longest] : offsets[longest + 1]]))
+    if available - met < POP100_NEGATIVES:
+        raise DataError(
+            f"{dataset.path}: protocol 'pop100' needs {POP100_NEGATIVES} items a user has never met; user {longest} has met "
+            f"{met} of {available}. Use --set 'eval.protocols=[\"full\"]'."
+        )
+    return PopularNegatives(counts)

@@ -1,0 +1,1 @@
+"""Raw or synthetic data -> prepared datasets. No torch in here."""

@@ -1,0 +1,58 @@
+"""What a user can cause, one class per exit code. Anything else that escapes is a defect of ours."""
+
+import errno
+
+
+class UserError(Exception):
+    """One sentence of fact with the place and the value, one of remedy."""
+
+    exit_code = 1
+    kind = "error"
+
+
+class ConfigError(UserError):
+    exit_code = 2
+    kind = "config error"
+
+
+class DataError(UserError):
+    exit_code = 3
+    kind = "data error"
+
+
+class CheckpointError(UserError):
+    exit_code = 4
+    kind = "checkpoint error"
+
+
+class ResourceError(UserError):
+    """Memory, disk, permissions, a run directory that somebody else uses."""
+
+    exit_code = 5
+    kind = "resource error"
+
+
+KINDS = {kind.__name__: kind for kind in (UserError, ConfigError, DataError, CheckpointError, ResourceError)}
+
+_REMEDIES = {
+    errno.EACCES: "Choose a place you may write to, or change its permissions.",
+    errno.EPERM: "Choose a place you may write to, or change its permissions.",
+    errno.EROFS: "The file system is read-only: choose another place.",
+    errno.ENOSPC: "The disk is full: free some space or choose another disk, then run the same command again.",
+    errno.EDQUOT: "Your quota is used up: free some space or choose another disk, then run the same command again.",
+    errno.ENOTDIR: "A part of this path is a file: choose another place.",
+    errno.EISDIR: "This is a directory where a file was expected.",
+    errno.ENOMEM: "There is not enough memory: use fewer processes, smaller tables or a smaller batch.",
+}
+
+
+def as_user_error(error: BaseException) -> UserError | None:
+    """The same fact as a UserError, if a user or a machine can cause it; None for our own defects."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        place = f"{error.filename}: " if error.filename else ""
+        return ResourceError(f"{place}{error.strerror}. {_REMEDIES[error.errno]}")
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return ResourceError(f"Out of memory ({error}). {_REMEDIES[errno.ENOMEM]}")
+    return None

@@ -1,0 +1,1 @@
+"""Starting processes. No torch in here."""

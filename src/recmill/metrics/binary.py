@@ -1,0 +1,62 @@
+"""Metrics of predicted probabilities: AUROC, log loss, normalised entropy, calibration."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from recmill.metrics.auc import auroc
+
+if TYPE_CHECKING:
+    from recmill.world import World
+
+UNDEFINED = "undefined"  # what a metric says of a set it has no value for, such as AUROC of one class
+
+Value = float | int | str
+Values = dict[str, Value]
+
+
+def log_loss_sum(logits: np.ndarray, labels: np.ndarray) -> float:
+    """Sum of -log p(label), from logits, in float64: exact where a rounded probability would be 0 or 1."""
+    logits = logits.astype(np.float64)
+    return float(np.sum(np.logaddexp(0.0, logits) - labels * logits))
+
+
+class BinaryMetrics:
+    """Keeps every score, because AUROC is exact; everything else is a sum."""
+
+    def __init__(self) -> None:
+        self._logits: list[np.ndarray] = []
+        self._labels: list[np.ndarray] = []
+
+    def update(self, logits: np.ndarray, labels: np.ndarray) -> None:
+        self._logits.append(logits.astype(np.float32))
+        self._labels.append(labels.astype(np.bool_))
+
+    def compute(self, world: "World") -> Values:
+        """All ranks take part and all get the same values."""
+        logits = np.concatenate(self._logits) if self._logits else np.empty(0, np.float32)
+        labels = np.concatenate(self._labels) if self._labels else np.empty(0, np.bool_)
+        probability_sum = float(np.sum(1.0 / (1.0 + np.exp(-logits.astype(np.float64)))))
+        loss, predicted, clicks, rows = world.sum(
+            [log_loss_sum(logits, labels), probability_sum, float(labels.sum()), float(len(labels))]
+        )
+        parts = world.gather((logits, labels))
+        area = None
+        if parts is not None:  # rank 0 alone has all the scores
+            area = auroc(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]))
+        return values_of(world.broadcast(area), loss, predicted, clicks, rows)
+
+
+def values_of(area: float | None, loss: float, predicted: float, clicks: float, rows: float) -> Values:
+    if not rows or not np.isfinite(loss):  # no rows, or a model that answers NaN
+        return dict.fromkeys(("auroc", "logloss", "normalised_entropy", "calibration"), UNDEFINED) | {"rows": int(rows)}
+    rate = clicks / rows
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)) if 0 < rate < 1 else 0.0
+    return {
+        "auroc": UNDEFINED if area is None else area,
+        "logloss": loss / rows,
+        # Log loss over that of always predicting the click rate: below 1 means something was learnt.
+        "normalised_entropy": float(loss / rows / entropy) if entropy else UNDEFINED,
+        "calibration": predicted / clicks if clicks else UNDEFINED,  # predicted clicks per click
+        "rows": int(rows),
+    }

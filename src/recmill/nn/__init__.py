@@ -1,0 +1,1 @@
+"""Layers and networks. One device; nothing distributed."""

@@ -1,0 +1,37 @@
+"""Logging: the main rank speaks on stderr and in log.txt; every other rank has a file of its own."""
+
+import logging
+from pathlib import Path
+
+from recmill.observe.progress import CONSOLE
+
+_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+# Chatter about the libraries' own insides, which no user can act on.
+_NOISY = ("torch", "torchrec", "fbgemm_gpu")
+
+
+class _ConsoleHandler(logging.Handler):
+    """Through rich's console, so that lines go above a running progress bar. Lines marked file_only are left out."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "file_only", False):
+            CONSOLE.print(self.format(record))
+
+
+def set_up_console() -> None:
+    root = logging.getLogger()
+    if not any(isinstance(handler, _ConsoleHandler) for handler in root.handlers):
+        handler = _ConsoleHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        root.addHandler(handler)
+    logging.getLogger("recmill").setLevel(logging.INFO)
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def log_to_file(directory: Path, rank: int) -> logging.Handler:
+    name = "log.txt" if rank == 0 else f"log.rank-{rank}.txt"
+    handler = logging.FileHandler(directory / name, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    logging.getLogger().addHandler(handler)
+    return handler

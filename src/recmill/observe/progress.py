@@ -1,0 +1,76 @@
+"""Progress of long work: a bar with rate and remaining time on a terminal, nothing elsewhere (logs tell there)."""
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+if TYPE_CHECKING:
+    from recmill.world import World
+
+CONSOLE = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+class Progress:
+    """Only the main rank shows a bar. `per_item` turns items into the unit whose rate is shown."""
+
+    def __init__(
+        self, label: str, total: int, unit: str, world: "World | None" = None, done: int = 0, per_item: int = 1
+    ) -> None:
+        self._bar: Bar | None = None
+        self._per_item = per_item
+        if sys.stderr.isatty() and (world is None or world.is_main):
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[rate]}"),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+            )
+            self._bar = Bar(*columns, console=CONSOLE, transient=True)
+            self._task = self._bar.add_task(label, total=total, completed=done, rate="", note="")
+        self._unit = unit
+
+    def __enter__(self) -> "Progress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    @property
+    def is_shown(self) -> bool:
+        return self._bar is not None
+
+    def advance(self, items: int, note: str | None = None) -> None:
+        if not self._bar:
+            return
+        self._bar.advance(self._task, items)
+        speed = self._bar.tasks[self._task].speed
+        rate = f"{human_rate(speed * self._per_item)} {self._unit}/s" if speed else ""
+        self._bar.update(self._task, rate=rate, **({"note": note} if note is not None else {}))
+
+    def callback(self) -> Callable[[int, int], None]:
+        """For code that reports (done, total) itself."""
+
+        def report(done: int, total: int) -> None:
+            if self._bar:
+                self._bar.update(self._task, completed=done, total=total)
+
+        return report
+
+
+def human_rate(value: float) -> str:
+    for size, suffix in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:.3g}"

@@ -1,0 +1,128 @@
+"""The run directory: what was asked for, where it ran, how it goes and what came out."""
+
+import fcntl
+import json
+import os
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from recmill import __version__
+from recmill.errors import ResourceError
+
+State = Literal["running", "done", "interrupted", "failed"]
+_PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "polars", "pydantic")
+
+
+class RunDirectory:
+    """Paths and small files. Only the main rank writes."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.checkpoints = self.path / "checkpoints"
+        self.results = self.path / "results.json"
+        self.status = self.path / "status.json"
+        self.metrics = self.path / "metrics.jsonl"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One writer at a time. The lock dies with the process that holds it; who that is stands in the file."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise ResourceError(
+                    f"{self.path} is in use by {file.read().strip() or 'another process'}. "
+                    "Wait for it, stop it, or choose another --run."
+                ) from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}")
+            file.flush()
+            yield
+
+    def write_status(self, state: State, **facts: Any) -> None:
+        write_json(self.status, {"state": state, "updated_at": _now(), "pid": os.getpid(), **facts})
+
+    def read_status(self) -> dict[str, Any]:
+        return json.loads(self.status.read_text(encoding="utf-8")) if self.status.is_file() else {}
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def forget_metrics_after(self, step: int) -> None:
+        """A resumed run repeats the steps after its checkpoint: their lines would stand twice."""
+        if self.metrics.is_file():
+            lines = self.metrics.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+            write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+
+
+def environment(world_size: int, device: str) -> dict[str, Any]:
+    """Versions, hardware, commit and world; no environment variables, so never a secret."""
+    return {
+        "recmill": __version__,
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory_bytes() / 1e9, 1),
+        "device": device,
+        "world_size": world_size,
+        "git_commit": _git_commit(),
+        "started_at": _now(),
+    }
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _git_commit() -> str | None:
+    """Of the code that runs, not of the directory the user happens to be in."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

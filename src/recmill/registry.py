@@ -1,0 +1,39 @@
+"""Every plug-in: its name and its module, loaded when it is used. Adding one is a file and a line here."""
+
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+
+from recmill.errors import ConfigError
+
+MODELS = {
+    "dlrm": "recmill.models.dlrm",
+    "bert4rec": "recmill.models.bert4rec",
+}
+DATASETS = {
+    "synthetic-clicks": "recmill.datasets.synthetic_clicks",
+    "synthetic-histories": "recmill.datasets.synthetic_histories",
+    "random-clicks": "recmill.datasets.random_clicks",
+    "random-histories": "recmill.datasets.random_histories",
+}
+STORES = {
+    "device_mem": "recmill.stores.device_mem",
+}
+TASKS = {
+    "ctr": "recmill.tasks.ctr",
+    "next_item": "recmill.tasks.next_item",
+}
+
+
+def load(registry: Mapping[str, str], name: str, what: str) -> ModuleType:
+    if name not in registry:
+        raise ConfigError(unknown(what, name, registry))
+    return importlib.import_module(registry[name])
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    hint = f"Did you mean '{near[0]}'? " if near else ""
+    return f"unknown {what} '{name}'. {hint}Known: {', '.join(names)}."

@@ -1,0 +1,74 @@
+"""Counter-based random numbers: a value depends on its key and its counter alone.
+
+So any process can make any part of a table, an epoch's order or a mask, and all agree, whatever the world size.
+"""
+
+import numpy as np
+import xxhash
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def stream_key(*parts: int | str) -> np.uint64:
+    """A 64-bit key for a named stream, such as stream_key(seed, "mask", epoch)."""
+    return np.uint64(xxhash.xxh3_64_intdigest("\0".join(map(str, parts)).encode()))
+
+
+def bits(key: np.uint64 | np.ndarray, counters: np.ndarray) -> np.ndarray:
+    """64 random bits per counter (splitmix64); `key` may be one per counter."""
+    with np.errstate(over="ignore"):
+        z = counters.astype(np.uint64)
+        z *= _GOLDEN
+        z += key
+        z ^= z >> np.uint64(30)
+        z *= _M1
+        z ^= z >> np.uint64(27)
+        z *= _M2
+        z ^= z >> np.uint64(31)
+    return z
+
+
+def uniform(key: np.uint64 | np.ndarray, counters: np.ndarray) -> np.ndarray:
+    """float64 in [0, 1)."""
+    return (bits(key, counters) >> np.uint64(11)) * 2.0**-53
+
+
+def normal(key: np.uint64, counters: np.ndarray) -> np.ndarray:
+    """float64, mean 0, variance 1 (Box-Muller)."""
+    doubled = counters.astype(np.uint64) * np.uint64(2)
+    radius = np.sqrt(-2.0 * np.log1p(-uniform(key, doubled)))
+    return radius * np.cos(2.0 * np.pi * uniform(key, doubled + np.uint64(1)))
+
+
+def uniform_floats(key: np.uint64, first: int, count: int, bound: float) -> np.ndarray:
+    """float32 in [-bound, bound): values first..first+count-1 of the stream. Two per 64 bits."""
+    start, stop = first // 2, (first + count + 1) // 2
+    halves = bits(key, np.arange(start, stop, dtype=np.uint64)).view(np.uint32)
+    halves = halves[first - 2 * start : first - 2 * start + count] >> np.uint32(8)
+    out = halves.astype(np.float32)
+    out *= np.float32(bound * 2.0**-23)
+    out -= np.float32(bound)
+    return out
+
+
+class Permutation:
+    """A permutation of range(size) that needs no memory: a Feistel network with cycle walking."""
+
+    def __init__(self, size: int, key: np.uint64) -> None:
+        self.size = size
+        self._half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
+        self._mask = np.uint64((1 << int(self._half)) - 1)
+        self._keys = bits(key, np.arange(4, dtype=np.uint64))
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        rows = self._encrypt(positions.astype(np.uint64))
+        while len(outside := np.flatnonzero(rows >= self.size)):  # the domain is at most 4 x size
+            rows[outside] = self._encrypt(rows[outside])
+        return rows.astype(np.int64)
+
+    def _encrypt(self, x: np.ndarray) -> np.ndarray:
+        left, right = x >> self._half, x & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (bits(key, right) & self._mask)
+        return (left << self._half) | right

@@ -1,0 +1,39 @@
+"""Next item: cross-entropy over the catalogue at the hidden places; HR@K and NDCG@K by named protocol."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recmill.batch import RankingBatch, SequenceBatch
+from recmill.config.sections import EvalSection
+from recmill.metrics.ranking import RankingMetrics
+
+
+
+def loss_sum(logits_MV: Tensor, batch: SequenceBatch) -> Tensor:
+    """Sum over this rank's hidden items; the caller divides by the weight of the whole global batch."""
+    losses_M = F.cross_entropy(logits_MV, batch.answers_M - 1, reduction="none")
+    return (losses_M * batch.weights_M).sum()
+
+
+def new_metrics(section: EvalSection) -> RankingMetrics:
+    return RankingMetrics(list(section.protocols), list(section.ks))
+
+
+def update(metrics: RankingMetrics, logits_BV: Tensor, batch: RankingBatch) -> None:
+    real = batch.weights_M > 0
+    answers_B1 = batch.answers_M[:, None] - 1
+    target_B1 = logits_BV.gather(1, answers_B1)
+    if "pop100" in metrics.protocols:
+        others_BC = logits_BV.gather(1, batch.negatives_BC - 1)
+        metrics.update("pop100", (~(others_BC < target_B1)).sum(1)[real].cpu().numpy())
+    if "full" in metrics.protocols:
+        metrics.update("full", full_ranks(logits_BV, target_B1, answers_B1, batch)[real].cpu().numpy())
+
+
+def full_ranks(logits_BV: Tensor, target_B1: Tensor, answers_B1: Tensor, batch: RankingBatch) -> Tensor:
+    """Other items of the whole catalogue, not met before, that score at least as high as the target."""
+    beats_BV = ~(logits_BV < target_B1)  # so a NaN counts against the model
+    beats_BV[batch.seen_rows, batch.seen_items - 1] = False
+    beats_BV.scatter_(1, answers_B1, torch.zeros_like(answers_B1, dtype=torch.bool))
+    return beats_BV.sum(1)

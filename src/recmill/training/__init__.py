@@ -1,0 +1,1 @@
+"""Sharding, optimizers, the loop, evaluation and checkpoints."""

@@ -1,0 +1,198 @@
+"""Checkpoints that are whole or not there, open at any world size, and run no code when read.
+
+A step is saved into a hidden directory, digested, synced and only then renamed to `step-N`: a kill at any moment
+leaves the checkpoints before it as they were.
+"""
+
+import io
+import json
+import logging
+import os
+import pickle
+import shutil
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torchrec.optim.keyed import CombinedOptimizer
+
+from recmill.errors import CheckpointError
+from recmill.schema import digest
+from recmill.world import World
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "MANIFEST.json"
+STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands: `step` steps done, the next batch is `batch` of `epoch`."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    position: Position
+    dataset: str  # fingerprint of what it was trained on
+
+
+def save(
+    directory: Path, model: nn.Module, optimizer: CombinedOptimizer, position: Position, dataset: str, keep: int, world: World
+) -> None:
+    """All ranks take part; rank 0 commits."""
+    started = time.monotonic()
+    final = directory / f"step-{position.step:08d}"
+    partial = directory / f".saving-{final.name}"
+    if world.is_main:
+        directory.mkdir(exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed save
+        partial.mkdir()
+    world.broadcast(None)  # nobody writes before the directory is there
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ShardedTensor's deprecation, inside TorchRec
+        state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, sync_files=True))
+    if world.is_main:
+        _commit(partial, final, {"position": asdict(position), "dataset": dataset})
+        for old in committed(directory)[:-keep]:
+            shutil.rmtree(old)
+        log.info("checkpoint committed: step %s in %.1f s, %s", f"{position.step:,}", time.monotonic() - started, final)
+    world.broadcast(None)  # nobody goes on, or leaves, before it is committed
+
+
+def _commit(partial: Path, final: Path, state: dict[str, Any]) -> None:
+    _write_synced(partial / STATE, json.dumps(state, indent=1))
+    files = {f.name: {"bytes": f.stat().st_size, "xxh3": digest(f)} for f in sorted(partial.iterdir())}
+    _write_synced(partial / MANIFEST, json.dumps({"format": 1, "files": files}, indent=1))
+    _sync_directory(partial)
+    shutil.rmtree(final, ignore_errors=True)  # the same step, saved before and then resumed from
+    os.rename(partial, final)
+    _sync_directory(final.parent)
+
+
+def committed(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path.parent for path in directory.glob(f"step-*/{MANIFEST}"))
+
+
+def newest(directory: Path) -> Checkpoint | None:
+    """The newest complete checkpoint, its manifest and every digest checked; None if there is none at all."""
+    found = committed(directory)
+    return verified(found[-1]) if found else None
+
+
+def verified(path: Path) -> Checkpoint:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        for name, expected in manifest["files"].items():
+            file = path / name
+            if not file.is_file():
+                raise CheckpointError(f"{file}: missing. {_remedy(path)}")
+            if file.stat().st_size != expected["bytes"]:
+                raise CheckpointError(
+                    f"{file}: {file.stat().st_size:,} bytes, expected {expected['bytes']:,}. {_remedy(path)}"
+                )
+            if digest(file) != expected["xxh3"]:
+                raise CheckpointError(f"{file}: its content changed since it was saved. {_remedy(path)}")
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        return Checkpoint(path, Position(**state["position"]), state["dataset"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: unreadable manifest or state ({error!r}). {_remedy(path)}") from error
+
+
+def _remedy(path: Path) -> str:
+    return f"Remove {path} to go on from the checkpoint before it, or copy it again from where it was whole."
+
+
+def load(checkpoint: Checkpoint, model: nn.Module, optimizer: CombinedOptimizer | None = None) -> None:
+    """Into any sharding and world size. Without an optimizer: weights only. A plain network needs no process group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if optimizer is not None:
+            _create_dense_state(optimizer)
+        state: dict[str, Any] = {"model": model.state_dict()}
+        if optimizer is not None:
+            state["optim"] = optimizer.state_dict()
+        try:
+            dcp.load(state, storage_reader=SafeReader(checkpoint.path), no_dist=not dist.is_initialized())
+        except (RuntimeError, ValueError, dcp.CheckpointException) as error:
+            raise CheckpointError(
+                f"{checkpoint.path} does not fit this model: {str(error).strip().splitlines()[-1]}. "
+                "Was it made with another config?"
+            ) from error
+        model.load_state_dict(state["model"])
+        if optimizer is not None:
+            optimizer.load_state_dict(state["optim"])
+
+
+def _create_dense_state(optimizer: CombinedOptimizer) -> None:
+    """Adam's moments exist only after a first step: one with zero gradients makes room for the saved ones."""
+    for _, part in optimizer.optimizers:
+        if hasattr(part, "init_state"):
+            part.init_state()
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch reads `.metadata` with plain pickle, which runs whatever the file says. This one admits data only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            metadata = _DataUnpickler(io.BytesIO(path.read_bytes())).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+            raise CheckpointError(f"{path}: {error}. Do not load checkpoints from people you do not trust.") from error
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = dcp.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _DataUnpickler(pickle.Unpickler):
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _NAMES = frozenset(
+        [
+            ("torch", "Size"),
+            ("torch", "device"),
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.planner", "WriteItemType"),
+            ("collections", "OrderedDict"),
+            ("pathlib", "PosixPath"),
+            ("pathlib", "Path"),
+        ]
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in self._NAMES or (module in self._MODULES and name[0].isupper() | name.startswith("_")):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"asks for {module}.{name}, which is not data")
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

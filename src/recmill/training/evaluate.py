@@ -1,0 +1,29 @@
+"""Exact evaluation of a split: every sample once, sums over ranks."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from recmill.config.sections import EvalSection
+from recmill.metrics.binary import Values
+from recmill.observe.progress import Progress
+from recmill.world import World
+
+
+@torch.no_grad()
+def evaluate_split(
+    model: nn.Module, task: ModuleType, source: Any, split: str, section: EvalSection, world: World
+) -> Values:
+    """All ranks take part and all get the same values."""
+    was_training = model.training
+    model.eval()
+    metrics = task.new_metrics(section)
+    with Progress(f"evaluating {split}", source.num_eval_batches(split), unit="batches", world=world) as progress:
+        for batch in source.eval_batches(split):
+            batch = batch.to(world.device)
+            task.update(metrics, model(*batch.inputs()), batch)
+            progress.advance(1)
+    model.train(was_training)
+    return metrics.compute(world)

@@ -1,0 +1,152 @@
+"""fit(): the training loop. One function, read from top to bottom."""
+
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torchrec.optim.keyed import CombinedOptimizer
+
+from recmill.config.sections import RunSections
+from recmill.errors import UserError
+from recmill.observe.progress import Progress, human_rate
+from recmill.observe.run_dir import RunDirectory
+from recmill.training.checkpoint import Position
+from recmill.world import World
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    position: Position
+    was_stopped: bool
+
+
+class StopRequest:
+    """SIGINT or SIGTERM asks once for a clean stop after the current step; a second SIGINT ends the process."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._ask)
+            signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.is_set = True
+
+
+def fit(
+    model: nn.Module,
+    optimizer: CombinedOptimizer,
+    task: ModuleType,
+    source: Any,
+    settings: RunSections,
+    world: World,
+    run: RunDirectory,
+    start: Position,
+    validate: Callable[[Position], None],
+    save: Callable[[Position], None],
+) -> Fitted:
+    """Train from `start` to the end of the last epoch, or to max_steps, or until asked to stop."""
+    train, position = settings.train, start
+    stop = StopRequest()
+    num_steps = train.num_epochs * source.batches_per_epoch
+    if train.max_steps:
+        num_steps = min(num_steps, train.max_steps)
+    saved_step = start.step
+    meter = _Meter(train.global_batch_size)
+    model.train()
+    progress = Progress(
+        "training", num_steps, unit="samples", world=world, done=start.step, per_item=train.global_batch_size
+    )
+    with progress:
+        while position.step < num_steps:
+            for batch in source.train_batches(position.epoch, first=position.batch):
+                # One small reduction: the loss is a mean over the *global* batch, and all ranks stop together.
+                weight, stops = world.sum([batch.weight(), float(stop.is_set)])
+                if stops:
+                    break
+                batch = batch.to(world.device)
+                optimizer.zero_grad()
+                loss_sum = task.loss_sum(model(*batch.inputs()), batch)
+                # Ranks' gradients are averaged, so times their number over the global weight: a global mean.
+                (loss_sum * (world.size / weight)).backward()
+                optimizer.step()
+                position = _next(position, source.batches_per_epoch)
+                meter.add(loss_sum.detach(), weight)
+
+                is_last = position.step == num_steps
+                if position.step % train.log_every_steps == 0 or is_last:
+                    _report(meter.take(world), position, world, run, progress)
+                else:
+                    progress.advance(1)
+                if _is_due(settings.eval.every_steps, position, is_last):
+                    validate(position)
+                if _is_due(settings.checkpoint.every_steps, position, is_last):
+                    save(position)
+                    saved_step = position.step
+                if is_last:
+                    break
+            else:
+                continue
+            break
+    was_stopped = position.step < num_steps
+    if saved_step != position.step:
+        save(position)
+    return Fitted(position, was_stopped)
+
+
+def _next(position: Position, batches_per_epoch: int) -> Position:
+    if position.batch + 1 < batches_per_epoch:
+        return Position(position.step + 1, position.epoch, position.batch + 1)
+    return Position(position.step + 1, position.epoch + 1, 0)
+
+
+def _is_due(every_steps: int, position: Position, is_last: bool) -> bool:
+    """0 means after each epoch. The end of training is always due."""
+    return is_last or (position.step % every_steps == 0 if every_steps else position.batch == 0)
+
+
+class _Meter:
+    """Mean loss and speed since the last report. The loss stays on its device, unsummed over ranks, until then."""
+
+    def __init__(self, global_batch_size: int) -> None:
+        self._global_batch_size = global_batch_size
+        self._reset()
+
+    def _reset(self) -> None:
+        self._loss: Tensor | float = 0.0
+        self._weight, self._steps, self._since = 0.0, 0, time.monotonic()
+
+    def add(self, loss_sum: Tensor, global_weight: float) -> None:
+        self._loss, self._weight, self._steps = self._loss + loss_sum, self._weight + global_weight, self._steps + 1
+
+    def take(self, world: World) -> dict[str, float]:
+        (loss,) = world.sum([float(self._loss)])
+        seconds = time.monotonic() - self._since
+        values = {"loss": loss / self._weight, "samples_per_s": self._steps * self._global_batch_size / seconds}
+        self._reset()
+        return values
+
+
+def _report(values: dict[str, float], position: Position, world: World, run: RunDirectory, progress: Progress) -> None:
+    if not math.isfinite(values["loss"]):
+        raise UserError(
+            f"The loss became {values['loss']} by step {position.step:,}. Lower optim.dense.lr and optim.tables.lr; "
+            "the last checkpoint is from before."
+        )
+    if world.is_main:
+        run.append_metrics({"step": position.step, "epoch": position.epoch, "split": "train", **values})
+        rate = human_rate(values["samples_per_s"])
+        extra = {"file_only": progress.is_shown}  # the bar shows the same on a terminal
+        log.info("step %s  loss %.4f  %s samples/s", f"{position.step:,}", values["loss"], rate, extra=extra)
+    progress.advance(1, note=f"loss {values['loss']:.4f}")

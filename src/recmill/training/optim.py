@@ -1,0 +1,27 @@
+"""One optimizer over everything: the tables' fused one and an ordinary one for the dense layers."""
+
+from typing import Any
+
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from recmill.config.sections import DenseOptim
+
+_DENSE: dict[str, Any] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
+
+
+def build_optimizer(model: DistributedModelParallel, dense: DenseOptim) -> CombinedOptimizer:
+    """The tables' part already ran when backward ends; `step()` does the dense part."""
+    parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    make = _DENSE[dense.name]
+    wrapped = KeyedOptimizerWrapper(
+        parameters, lambda params: make(params, lr=dense.lr, weight_decay=dense.weight_decay)
+    )
+    return CombinedOptimizer([("tables", model.fused_optimizer), ("dense", wrapped)])

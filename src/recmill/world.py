@@ -1,0 +1,112 @@
+"""Who am I among the processes of this run, and the few collectives that are not about tables.
+
+`rank` is the global rank, `local_rank` the rank on this machine. Everything else receives a `World`.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from recmill.errors import ConfigError
+
+T = TypeVar("T")
+
+_TIMEOUT = timedelta(minutes=30)  # an evaluation on rank 0 may keep the others waiting
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise over all ranks, in float64, the same on each."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, value: T) -> list[T] | None:
+        """One value per rank, in rank order, on rank 0; None elsewhere."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(value, gathered)
+        return gathered
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, everywhere."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+
+@contextmanager
+def join_world(device: str) -> Iterator[World]:
+    """Join the process group that the environment describes: torchrun's, our launcher's, or a group of one."""
+    world = _read_environment(_resolve_device(device))
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=_store(world), rank=world.rank, world_size=world.size, timeout=_TIMEOUT
+    )
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def exchange(world: World, values: list[int]) -> list[int]:
+    """All-to-all, what sharded tables live on: value i goes to rank i."""
+    sent, received = torch.tensor(values), torch.empty(world.size, dtype=torch.int64)
+    dist.all_to_all_single(received, sent)
+    return received.tolist()
+
+
+def _resolve_device(device: str) -> str:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device = 'cuda', but torch sees no GPU here. Use 'auto' or 'cpu'; see: recmill doctor.")
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def _read_environment(device: str) -> World:
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    place = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
+    return World(rank, size, local_rank, local_size, place)
+
+
+def _store(world: World) -> dist.Store:
+    if world.size == 1:
+        return dist.HashStore()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if (listening := os.environ.get("RECMILL_STORE_FD")) is not None:
+        # Our launcher bound this socket to loopback: a plain TCPStore would listen on every interface.
+        return dist.TCPStore(
+            host, port, world.size, is_master=True, timeout=_TIMEOUT, master_listen_fd=int(listening), use_libuv=True
+        )
+    # Under torchrun its agent holds the store; with plain MASTER_ADDR, rank 0 does.
+    is_master = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "RECMILL_JOB" not in os.environ
+    store = dist.TCPStore(host, port, world.size, is_master=is_master, timeout=_TIMEOUT)
+    # A restarted torchrun group meets its predecessor's keys: each attempt gets its own.
+    return dist.PrefixStore(f"recmill/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
