@@ -12,6 +12,7 @@ from recmill import __version__, registry
 from recmill.errors import as_user_error
 
 _DEBUG = "--debug"  # understood anywhere on the line
+_SEE_WHERE = f"\nRun again with {_DEBUG} to see where."
 
 
 def main() -> None:
@@ -33,10 +34,9 @@ def main() -> None:
             _tell("".join([*getattr(error, "__notes__", []), getattr(error, "traceback", "")]))
             raise
         if known is None:
-            _tell(f"recmill: a defect, not your mistake: {type(error).__name__}: {error}\nRun again with {_DEBUG} to see where.")
+            _tell(f"recmill: a defect, not your mistake: {type(error).__name__}: {error}{_SEE_WHERE}")
             sys.exit(1)
-        hint = f"\nRun again with {_DEBUG} to see where." if hasattr(error, "traceback") else ""
-        _tell(f"recmill: {known.kind}: {known}{hint}")
+        _tell(f"recmill: {known.kind}: {known}{_SEE_WHERE if hasattr(error, 'traceback') else ''}")
         sys.exit(known.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -65,7 +65,9 @@ class _Datasets(click.Group):
             _print_dataset(prepare(cmd_name, output, overwrite=overwrite, **values))
 
         summary = (module.__doc__ or "").strip().splitlines()[0]
-        return click.Command(cmd_name, callback=body, params=[output, *options, overwrite], help=module.__doc__, short_help=summary)
+        return click.Command(
+            cmd_name, callback=body, params=[output, *options, overwrite], help=module.__doc__, short_help=summary
+        )
 
 
 def _option(name: str, field: Any) -> click.Option:
@@ -75,7 +77,9 @@ def _option(name: str, field: Any) -> click.Option:
     if isinstance(annotation, types.UnionType):
         kind = typing.get_args(annotation)[0]
     default = ",".join(map(str, field.default)) if is_list else field.default
-    return click.Option([f"--{name.replace('_', '-')}"], type=kind, default=default, show_default=True, help=field.description)
+    return click.Option(
+        [f"--{name.replace('_', '-')}"], type=kind, default=default, show_default=True, help=field.description
+    )
 
 
 class _IntList(click.ParamType):
@@ -88,7 +92,9 @@ class _IntList(click.ParamType):
             self.fail(f"{value!r}: expected whole numbers with commas between them, like 10,1000,50000.", param, ctx)
 
 
-_procs = click.option("--procs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
+_procs = click.option(
+    "--procs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine."
+)
 _verify = click.option("--verify", is_flag=True, help="Check every byte of the dataset before starting.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -110,9 +116,13 @@ def prepare_command() -> None:
 
 @commands.command("train")
 @click.argument("config", type=click.Path())
-@click.option("--run", required=True, type=click.Path(), help="Run directory; an interrupted one goes on where it stopped.")
+@click.option(
+    "--run", required=True, type=click.Path(), help="Run directory; an interrupted one goes on where it stopped."
+)
 @_procs
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a config key, like optim.dense.lr=0.02.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a config key, like optim.dense.lr=0.02."
+)
 @_verify
 def train_command(config: str, run: str, procs: int, overrides: tuple[str, ...], verify: bool) -> None:
     """Train the model of CONFIG (a TOML file) and test it."""
@@ -125,7 +135,9 @@ def train_command(config: str, run: str, procs: int, overrides: tuple[str, ...],
 
 @commands.command("evaluate")
 @click.argument("run", type=click.Path())
-@click.option("--split", type=click.Choice(["val", "test"]), default="test", show_default=True, help="What to evaluate on.")
+@click.option(
+    "--split", type=click.Choice(["val", "test"]), default="test", show_default=True, help="What to evaluate on."
+)
 @_procs
 @_verify
 @_json
@@ -175,7 +187,11 @@ def doctor_command() -> int:
     for check in checks:
         if not check.is_good:
             print(f"{check.name}: {check.remedy}")
-    print("Training would work." if would_work(checks) else "Training would not work before the problems above are mended.")
+    print(
+        "Training would work."
+        if would_work(checks)
+        else "Training would not work before the problems above are mended."
+    )
     return 0 if would_work(checks) else 5
 
 
@@ -184,7 +200,8 @@ def _print_dataset(about: dict[str, Any]) -> None:
     if about["kind"] == "clicks":
         rows = {split: sum(r["stop"] - r["start"] for r in ranges) for split, ranges in about["splits"].items()}
         counts = ", ".join(f"{split} {count:,}" for split, count in rows.items())
-        print(f"{about['name']}: rows {counts}; {len(about['dense'])} dense, {len(about['sparse'])} sparse features; {size:,.1f} MB")
+        features = f"{len(about['dense'])} dense, {len(about['sparse'])} sparse features"
+        print(f"{about['name']}: rows {counts}; {features}; {size:,.1f} MB")
     else:
         print(
             f"{about['name']}: {about['num_users']:,} users, {about['num_items']:,} items, "
@@ -218,4 +235,3 @@ def _table(header: list[str], rows: list[list[str]]) -> None:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, ["-" * width for width in widths], *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-

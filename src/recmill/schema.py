@@ -260,9 +260,8 @@ def first_bad_id(ids: np.ndarray, sparse: list[SparseFeature]) -> tuple[int, int
 
 
 def bad_id_text(file: str, row: int, feature: SparseFeature, value: int) -> str:
-    return (
-        f"{file}: row {row:,}, column {feature.name}: id {value} is not in 0..{feature.rows - 1} (table of {feature.rows:,} rows)"
-    )
+    fact = f"id {value} is not in 0..{feature.rows - 1} (table of {feature.rows:,} rows)"
+    return f"{file}: row {row:,}, column {feature.name}: {fact}"
 
 
 def to_json(about: Description) -> str:

@@ -64,9 +64,7 @@ def join_world(device: str) -> Iterator[World]:
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=_store(world), rank=world.rank, world_size=world.size, timeout=_TIMEOUT
-    )
+    dist.init_process_group(backend, store=_store(world), rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
     try:
         yield world
     finally:
@@ -82,7 +80,9 @@ def exchange(world: World, values: list[int]) -> list[int]:
 
 def _resolve_device(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("train.device = 'cuda', but torch sees no GPU here. Use 'auto' or 'cpu'; see: recmill doctor.")
+        raise ConfigError(
+            "train.device = 'cuda', but torch sees no GPU here. Use 'auto' or 'cpu'; see: recmill doctor."
+        )
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
@@ -105,8 +105,9 @@ def _store(world: World) -> dist.Store:
         return dist.TCPStore(
             host, port, world.size, is_master=True, timeout=_TIMEOUT, master_listen_fd=int(listening), use_libuv=True
         )
-    # Under torchrun its agent holds the store; with plain MASTER_ADDR, rank 0 does.
-    is_master = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "RECMILL_JOB" not in os.environ
-    store = dist.TCPStore(host, port, world.size, is_master=is_master, timeout=_TIMEOUT)
-    # A restarted torchrun group meets its predecessor's keys: each attempt gets its own.
-    return dist.PrefixStore(f"recmill/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # Our launcher's rank 0 and torchrun's agent hold the store themselves; otherwise rank 0 does.
+    is_held = "RECMILL_JOB" in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(host, port, world.size, is_master=world.is_main and not is_held, timeout=_TIMEOUT)
+    # A group that torchrun restarts meets its predecessor's keys: each attempt gets its own.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    return store if attempt is None else dist.PrefixStore(f"recmill/{attempt}", store)

@@ -2,13 +2,17 @@
 
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recmill import registry
 from recmill.config import Config, load_config
 from recmill.errors import CheckpointError, ConfigError
 from recmill.observe.run_dir import RunDirectory
 from recmill.schema import Dataset, open_dataset
+
+if TYPE_CHECKING:
+    from recmill.training.checkpoint import Checkpoint
+    from recmill.world import World
 
 
 def open_matching_dataset(config: Config, verify: Any = "sizes") -> Dataset:
@@ -52,7 +56,7 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> Any:
     return HistorySource(dataset, masking=masking, protocols=list(run.eval.protocols), **common)
 
 
-def build_sharded(config: Config, dataset: Dataset, world: Any) -> Any:
+def build_sharded(config: Config, dataset: Dataset, world: "World") -> Any:
     """The model with its tables cut over the ranks, their rows not yet set. All ranks take part."""
     import torch
 
@@ -79,10 +83,21 @@ def open_run(path: str | Path) -> tuple[RunDirectory, Config]:
     return run, load_config(run.config)
 
 
-def newest_checkpoint(run: RunDirectory) -> Any:
+def newest_checkpoint(run: RunDirectory, dataset: Dataset) -> "Checkpoint":
     from recmill.training import checkpoint
 
     found = checkpoint.newest(run.checkpoints)
     if found is None:
-        raise CheckpointError(f"{run.path}: no complete checkpoint yet. Train first: recmill train ... --run {run.path}.")
+        raise CheckpointError(
+            f"{run.path}: no complete checkpoint yet. Train first: recmill train ... --run {run.path}."
+        )
+    check_same_data(found, dataset)
     return found
+
+
+def check_same_data(found: "Checkpoint", dataset: Dataset) -> None:
+    if found.dataset != dataset.fingerprint:
+        raise CheckpointError(
+            f"{found.path} was trained on other data than what is now in {dataset.path}. "
+            "Put the old data back (the same recipe and seed give the same bytes), or choose another --run."
+        )

@@ -39,7 +39,7 @@ def work(world: "World", run: str, split: str) -> dict[str, Any]:
 
     directory, config = open_run(run)
     dataset = open_matching_dataset(config)
-    found = newest_checkpoint(directory)
+    found = newest_checkpoint(directory, dataset)
     model = build_sharded(config, dataset, world)
     checkpoint.load(found, model)
     source = build_source(config, dataset, world.rank, world.size)

@@ -20,16 +20,20 @@ def recommend(run: str | Path, history: Sequence[str | int], *, k: int = 10) -> 
 
     directory, config = open_run(run)
     if model_module(config).KIND != "histories":
-        raise ConfigError(f"{directory.path}: '{config.model_name}' is not a sequence model, so it has nothing to recommend.")
+        raise ConfigError(
+            f"{directory.path}: '{config.model_name}' is not a sequence model, so it has nothing to recommend."
+        )
     dataset = open_matching_dataset(config)
     assert isinstance(dataset.about, HistoriesDescription)
     names = _item_names(dataset.path)
     ids = _known_ids(history, names, dataset.path)
     num_candidates = dataset.about.num_items - len(set(ids))
     if not 1 <= k <= num_candidates:
-        raise ConfigError(f"--k {k}: {num_candidates} items are left outside this history; ask for 1 to {num_candidates}.")
+        raise ConfigError(
+            f"--k {k}: {num_candidates} items are left outside this history; ask for 1 to {num_candidates}."
+        )
     network = model_module(config).build(config.model, dataset.about, torch.device("cpu"))
-    checkpoint.load(newest_checkpoint(directory), network)
+    checkpoint.load(newest_checkpoint(directory, dataset), network)
     network.eval()
     max_length = model_module(config).masking(config.model)["max_length"]
     tokens = torch.tensor([[*ids[-(max_length - 1) :], dataset.about.num_items + 1]])

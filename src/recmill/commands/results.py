@@ -27,7 +27,9 @@ def _reached(path: str | Path, split: str) -> Reached:
     run, config = open_run(path)
     state = run.read_status().get("state", "unknown")
     if not run.results.is_file():
-        raise UserError(f"{run.path}: no results yet (it is {state}). Train to the end: recmill train {run.config} --run {path}.")
+        raise UserError(
+            f"{run.path}: no results yet (it is {state}). Train to the end: recmill train {run.config} --run {path}."
+        )
     values = json.loads(run.results.read_text(encoding="utf-8"))[split]
     return Reached(str(path), config.model_name, state, values, best_reachable(config.run.data.path, split))
 

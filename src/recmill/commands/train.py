@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from recmill.commands.assemble import (
     build_sharded,
     build_source,
+    check_same_data,
     model_module,
     open_matching_dataset,
     task_module,
 )
 from recmill.config import Config, differences, load_config, to_toml
-from recmill.errors import CheckpointError, ConfigError, UserError
+from recmill.errors import ConfigError, UserError
 from recmill.launch.local import is_launched, run_job
 from recmill.observe.run_dir import RunDirectory, environment, write_json, write_text
 
@@ -43,7 +44,7 @@ def train(
     run_directory = RunDirectory(Path(run).absolute())
     _check_continuation(run_directory, checked)
     open_matching_dataset(checked, "digests" if verify else "sizes")
-    arguments = {"config": checked.as_dict(), "run": str(run_directory.path)}
+    arguments: dict[str, Any] = {"config": checked.as_dict(), "run": str(run_directory.path)}
     device = checked.run.train.device
     if is_launched():
         from recmill.world import join_world
@@ -96,10 +97,7 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     found = checkpoint.newest(run.checkpoints)
     position = Position()
     if found is not None:
-        if found.dataset != dataset.fingerprint:
-            raise CheckpointError(
-                f"{found.path} was trained on another dataset than {dataset.path}. Choose another --run, or the old data."
-            )
+        check_same_data(found, dataset)
         checkpoint.load(found, model, optimizer)
         position = found.position
         log.info("going on from step %s: %s", f"{position.step:,}", found.path)

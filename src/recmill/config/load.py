@@ -16,9 +16,21 @@ from recmill.errors import ConfigError
 
 # What may differ between a run and its continuation without making it another run.
 MAY_CHANGE_ON_RESUME = frozenset(
-    "train.num_epochs train.max_steps train.log_every_steps train.device data.path "
-    "tables.store tables.sharding "
-    "eval.global_batch_size eval.every_steps eval.protocols eval.ks checkpoint.every_steps checkpoint.keep".split()
+    [
+        "data.path",  # the data itself is compared by its digest
+        "tables.store",
+        "tables.sharding",
+        "train.device",
+        "train.num_epochs",
+        "train.max_steps",
+        "train.log_every_steps",
+        "eval.global_batch_size",
+        "eval.every_steps",
+        "eval.protocols",
+        "eval.ks",
+        "checkpoint.every_steps",
+        "checkpoint.keep",
+    ]
 )
 
 
@@ -92,7 +104,9 @@ def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> tuple[
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not key:
-            problems.append(_Problem(override, f"--set {override}: expected key=value, like --set optim.dense.lr=0.02."))
+            problems.append(
+                _Problem(override, f"--set {override}: expected key=value, like --set optim.dense.lr=0.02.")
+            )
             continue
         *parents, last = key.split(".")
         place = values
@@ -135,7 +149,9 @@ def _check(values: dict[str, Any]) -> tuple[Config | None, list[_Problem]]:
     tables = values.get("tables")
     store = tables.get("store") if isinstance(tables, dict) else None
     if isinstance(store, str) and store not in registry.STORES:
-        problems.append(_Problem("tables.store", f"'tables.store': {registry.unknown('store', store, registry.STORES)}"))
+        problems.append(
+            _Problem("tables.store", f"'tables.store': {registry.unknown('store', store, registry.STORES)}")
+        )
     if run is None or model is None or problems:
         return None, problems
     return Config(model_name=str(name), model=model, run=run), []

@@ -88,7 +88,9 @@ class ClickSource:
         rows = self._train
         permutation = rng.Permutation(len(rows), rng.stream_key(self._seed, "order", epoch))
         for share in shares(len(rows), self._train_batch_size, first, self._rank, self._size):
-            yield self._batch(rows, share, permutation(share.positions) if self._order == "shuffled" else share.positions)
+            yield self._batch(
+                rows, share, permutation(share.positions) if self._order == "shuffled" else share.positions
+            )
 
     def eval_batches(self, split: str) -> Iterator[CtrBatch]:
         rows = SplitRows(self._dataset, split)

@@ -82,7 +82,9 @@ class HistorySource:
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order == "file":
             return np.arange(len(self._starts))
-        order = rng.Permutation(len(self._starts), rng.stream_key(self._seed, "order", epoch))(np.arange(len(self._starts)))
+        order = rng.Permutation(len(self._starts), rng.stream_key(self._seed, "order", epoch))(
+            np.arange(len(self._starts))
+        )
         block = self._train_batch_size * _SORTED_BATCHES
         batches: list[np.ndarray] = []
         for start in range(0, len(order), block):
@@ -121,7 +123,9 @@ class HistorySource:
         lengths = np.minimum(places - self._offsets[users], self._masking.max_length - 1)
         tokens, _ = _left_padded(self._items, places - lengths, lengths, room_at_end=1)
         tokens[:, -1] = self._mask_token
-        seen = [np.asarray(self._items[self._offsets[u] : p], dtype=np.int64) for u, p in zip(users, places, strict=True)]
+        seen = [
+            np.asarray(self._items[self._offsets[u] : p], dtype=np.int64) for u, p in zip(users, places, strict=True)
+        ]
         rows, width = tokens.shape
         return RankingBatch(
             tokens_BT=torch.from_numpy(tokens),
@@ -178,7 +182,7 @@ def _popular_negatives(dataset: Dataset, items: np.ndarray, offsets: np.ndarray)
     met = len(np.unique(items[offsets[longest] : offsets[longest + 1]]))
     if available - met < POP100_NEGATIVES:
         raise DataError(
-            f"{dataset.path}: protocol 'pop100' needs {POP100_NEGATIVES} items a user has never met; user {longest} has met "
-            f"{met} of {available}. Use --set 'eval.protocols=[\"full\"]'."
+            f"{dataset.path}: protocol 'pop100' needs {POP100_NEGATIVES} items a user has never met; "
+            f"user {longest} has met {met} of {available}. Use --set 'eval.protocols=[\"full\"]'."
         )
     return PopularNegatives(counts)

@@ -1,4 +1,4 @@
-"""Plain random click logs: uniform ids, normal dense values, labels by a fair coin. Nothing to learn: for speed runs."""
+"""Plain random click logs: uniform ids, normal dense values, labels by a fair coin. For speed runs."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Plain random histories: uniform (user, item) pairs in order of time. Nothing to learn: for speed runs and trials."""
+"""Plain random histories: uniform (user, item) pairs in order of time. For speed runs and trials."""
 
 from pathlib import Path
 

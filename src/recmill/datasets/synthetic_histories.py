@@ -44,7 +44,10 @@ class Chain:
     def planted(cls, options: Options) -> "Chain":
         generator = np.random.default_rng([options.seed, 0])
         successors = np.stack(
-            [generator.choice(options.items - 1, len(SUCCESSOR_PROBABILITIES), replace=False) for _ in range(options.items)]
+            [
+                generator.choice(options.items - 1, len(SUCCESSOR_PROBABILITIES), replace=False)
+                for _ in range(options.items)
+            ]
         )
         successors += successors >= np.arange(options.items)[:, None]  # never itself
         popularity = 1.0 / np.arange(5, options.items + 5)
@@ -148,7 +151,7 @@ def _blocks(lengths: np.ndarray, num_items: int) -> Iterator[np.ndarray]:
 def best_reachable(
     chain: Chain, items: np.ndarray, lengths: np.ndarray, counts: np.ndarray, split: str
 ) -> dict[str, float]:
-    """HR@K of the planted distribution itself on this split, by protocol."""
+    """HR@K and NDCG@K of the planted distribution itself on this split, by protocol."""
     ends = np.cumsum(lengths)
     has_pop100 = np.count_nonzero(counts) - lengths.max() >= POP100_NEGATIVES
     negatives = PopularNegatives(counts)
@@ -164,4 +167,10 @@ def best_reachable(
         if has_pop100:
             others = negatives.draw(split, user, history) - 1
             ranks["pop100"].append(int(np.sum(scores[others] >= scores[target])))
-    return {f"{p}/hr@{k}": float(np.mean(np.array(found) < k)) for p, found in ranks.items() for k in KS}
+    truth: dict[str, float] = {}
+    for protocol, found in ranks.items():
+        places = np.array(found)
+        gains = 1.0 / np.log2(places + 2.0)
+        truth |= {f"{protocol}/hr@{k}": float(np.mean(places < k)) for k in KS}
+        truth |= {f"{protocol}/ndcg@{k}": float(np.mean(gains * (places < k))) for k in KS}
+    return truth

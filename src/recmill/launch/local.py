@@ -30,7 +30,7 @@ _END_SECONDS = 10.0
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 
 
-class WorkerCrash(UserError):
+class WorkerError(UserError):
     """A worker ended in a way that no user can cause: its traceback is the story."""
 
     def __init__(self, message: str, traceback: str) -> None:
@@ -163,7 +163,7 @@ def _first_error(job: Path, failed: dict[int, int]) -> BaseException:
     if not reports:
         rank, code = next(iter(failed.items()))
         output = (job / f"out-{rank}.txt").read_text(encoding="utf-8", errors="replace")
-        return WorkerCrash(f"Process {rank} of the job ended with code {code} without a word.", output)
+        return WorkerError(f"Process {rank} of the job ended with code {code} without a word.", output)
     first = min(reports, key=lambda report: report.at)
     if first.kind == "KeyboardInterrupt":
         return KeyboardInterrupt()
@@ -171,4 +171,4 @@ def _first_error(job: Path, failed: dict[int, int]) -> BaseException:
         error = KINDS[first.kind](first.message)
         error.__notes__ = [first.traceback]
         return error
-    return WorkerCrash(f"Process {first.rank} of the job failed: {first.message}", first.traceback)
+    return WorkerError(f"Process {first.rank} of the job failed: {first.message}", first.traceback)

@@ -49,7 +49,7 @@ class Config(Section):
 
 def tables(config: Config, about: HistoriesDescription) -> list[TableSpec]:
     """One table: padding (row 0), the items, the mask (last row)."""
-    return [TableSpec("items", "item", about.num_items + 2, config.embedding_dim, init_bound=0.05)]
+    return [TableSpec("item", "item", about.num_items + 2, config.embedding_dim, init_bound=0.05)]
 
 
 def masking(config: Config) -> dict[str, float]:

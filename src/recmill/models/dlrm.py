@@ -23,7 +23,9 @@ class Config(Section):
     bottom_mlp: list[PositiveInt] = Field(
         [64, 16], min_length=1, description="Layers over the dense features; the last equals embedding_dim."
     )
-    top_mlp: list[PositiveInt] = Field([64, 32], min_length=1, description="Layers over the interactions, before the logit.")
+    top_mlp: list[PositiveInt] = Field(
+        [64, 32], min_length=1, description="Layers over the interactions, before the logit."
+    )
 
     @model_validator(mode="after")
     def ends_at_the_tables_width(self) -> "Config":

@@ -11,7 +11,7 @@ _M1, _M2, _STEP = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B9 - (1 << 32)
 
 
 class RowDropout(nn.Module):
-    """`site` tells the dropouts of a network apart. Elements are counted from a row's end, so padding on the left is free."""
+    """`site` tells a network's dropouts apart. Elements count from a row's end, so left padding changes nothing."""
 
     def __init__(self, probability: float, site: int) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from recmill.observe.progress import CONSOLE
 
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 # Chatter about the libraries' own insides, which no user can act on.
-_NOISY = ("torch", "torchrec", "fbgemm_gpu")
+_NOISY = ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace", "torch.distributed")
 
 
 class _ConsoleHandler(logging.Handler):

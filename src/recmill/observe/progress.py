@@ -57,7 +57,9 @@ class Progress:
         self._bar.advance(self._task, items)
         speed = self._bar.tasks[self._task].speed
         rate = f"{human_rate(speed * self._per_item)} {self._unit}/s" if speed else ""
-        self._bar.update(self._task, rate=rate, **({"note": note} if note is not None else {}))
+        self._bar.update(self._task, rate=rate)
+        if note is not None:
+            self._bar.update(self._task, note=note)
 
     def callback(self) -> Callable[[int, int], None]:
         """For code that reports (done, total) itself."""

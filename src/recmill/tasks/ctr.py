@@ -8,7 +8,6 @@ from recmill.config.sections import EvalSection
 from recmill.metrics.binary import BinaryMetrics
 
 
-
 def loss_sum(logits_B: Tensor, batch: CtrBatch) -> Tensor:
     """Sum over this rank's rows; the caller divides by the weight of the whole global batch."""
     return F.binary_cross_entropy_with_logits(logits_B, batch.labels_B, weight=batch.weights_B, reduction="sum")

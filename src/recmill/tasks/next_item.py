@@ -9,7 +9,6 @@ from recmill.config.sections import EvalSection
 from recmill.metrics.ranking import RankingMetrics
 
 
-
 def loss_sum(logits_MV: Tensor, batch: SequenceBatch) -> Tensor:
     """Sum over this rank's hidden items; the caller divides by the weight of the whole global batch."""
     losses_M = F.cross_entropy(logits_MV, batch.answers_M - 1, reduction="none")

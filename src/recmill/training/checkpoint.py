@@ -49,7 +49,13 @@ class Checkpoint:
 
 
 def save(
-    directory: Path, model: nn.Module, optimizer: CombinedOptimizer, position: Position, dataset: str, keep: int, world: World
+    directory: Path,
+    model: nn.Module,
+    optimizer: CombinedOptimizer,
+    position: Position,
+    dataset: str,
+    keep: int,
+    world: World,
 ) -> None:
     """All ranks take part; rank 0 commits."""
     started = time.monotonic()

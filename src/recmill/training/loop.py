@@ -5,7 +5,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
@@ -89,11 +90,13 @@ def fit(
                     _report(meter.take(world), position, world, run, progress)
                 else:
                     progress.advance(1)
-                if _is_due(settings.eval.every_steps, position, is_last):
-                    validate(position)
-                if _is_due(settings.checkpoint.every_steps, position, is_last):
-                    save(position)
-                    saved_step = position.step
+                with meter.paused():
+                    # The end of training is validated and saved by what follows it.
+                    if not is_last and _is_due(settings.eval.every_steps, position):
+                        validate(position)
+                    if not is_last and _is_due(settings.checkpoint.every_steps, position):
+                        save(position)
+                        saved_step = position.step
                 if is_last:
                     break
             else:
@@ -111,9 +114,9 @@ def _next(position: Position, batches_per_epoch: int) -> Position:
     return Position(position.step + 1, position.epoch + 1, 0)
 
 
-def _is_due(every_steps: int, position: Position, is_last: bool) -> bool:
-    """0 means after each epoch. The end of training is always due."""
-    return is_last or (position.step % every_steps == 0 if every_steps else position.batch == 0)
+def _is_due(every_steps: int, position: Position) -> bool:
+    """0 means after each epoch."""
+    return position.step % every_steps == 0 if every_steps else position.batch == 0
 
 
 class _Meter:
@@ -129,6 +132,13 @@ class _Meter:
 
     def add(self, loss_sum: Tensor, global_weight: float) -> None:
         self._loss, self._weight, self._steps = self._loss + loss_sum, self._weight + global_weight, self._steps + 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent in here is not training."""
+        started = time.monotonic()
+        yield
+        self._since += time.monotonic() - started
 
     def take(self, world: World) -> dict[str, float]:
         (loss,) = world.sum([float(self._loss)])

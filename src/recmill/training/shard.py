@@ -57,7 +57,8 @@ def shard(
     """`network` has its tables on 'meta'; each rank gets memory for its own shards only. All ranks take part."""
     if optimizer.name == "adam" and world.device.type == "cpu":
         raise ConfigError(
-            "optim.tables.name = 'adam' needs CUDA: FBGEMM has no fused Adam on CPU. Use 'rowwise_adagrad' or 'adagrad'."
+            "optim.tables.name = 'adam' needs CUDA: FBGEMM has no fused Adam on CPU. "
+            "Use 'rowwise_adagrad' or 'adagrad'."
         )
     fused: dict[str, Any] = {
         "optimizer": _FUSED_OPTIMIZERS[optimizer.name],
