@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 @dataclass
 class CtrBatch:
-    """Rows of a click log. A row of weight 0 fills up a rank that got none: it must not count anywhere."""
+    """Rows of a click log. A row of weight 0 fills up a rank that got fewer: it must not count anywhere."""
 
     dense_BF: Tensor
     sparse: KeyedJaggedTensor
@@ -35,7 +35,7 @@ class CtrBatch:
 class SequenceBatch:
     """Histories, padded on the left with 0, and the places (flat in B x T) whose item is asked for.
 
-    `row_keys_B` names each row for dropout. A query of weight 0 fills up a rank that got no rows.
+    `row_keys_B` names each row for dropout. Queries of weight 0 belong to rows that fill up a rank.
     """
 
     tokens_BT: Tensor

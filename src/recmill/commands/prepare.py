@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from recmill import registry
-from recmill.datasets.writing import already_there, dataset_directory
+from recmill.datasets.writing import dataset_directory, is_to_be_written
 from recmill.errors import ConfigError
 from recmill.observe.progress import Progress
 from recmill.schema import open_dataset
@@ -24,7 +24,7 @@ def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options
     module = registry.load(registry.DATASETS, name, "dataset")
     checked = checked_options(name, module.Options, options)
     output = Path(output).absolute()
-    if not overwrite and already_there(output, name, checked.model_dump()):
+    if not is_to_be_written(output, name, checked.model_dump(), overwrite):
         log.info("%s is already prepared: nothing to do", output)
     else:
         with Progress(f"preparing {name}", total=1, unit="rows") as progress, dataset_directory(output) as partial:

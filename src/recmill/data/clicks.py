@@ -110,5 +110,4 @@ class ClickSource:
             offsets=torch.arange(count * tables + 1, dtype=torch.int32),
             stride=count,
         )
-        weight = 0.0 if share.is_filler else 1.0
-        return CtrBatch(torch.from_numpy(dense), sparse, torch.from_numpy(labels), torch.full((count,), weight))
+        return CtrBatch(torch.from_numpy(dense), sparse, torch.from_numpy(labels), torch.from_numpy(share.weights()))

@@ -113,7 +113,7 @@ class HistorySource:
             tokens_BT=torch.from_numpy(tokens),
             queries_M=torch.from_numpy(np.flatnonzero(hidden)),
             answers_M=torch.from_numpy(answers),
-            weights_M=torch.full((len(answers),), 0.0 if share.is_filler else 1.0),
+            weights_M=torch.from_numpy(share.weights()[hidden.nonzero()[0]]),
             row_keys_B=torch.from_numpy(keys.view(np.int64)),
         )
 
@@ -131,7 +131,7 @@ class HistorySource:
             tokens_BT=torch.from_numpy(tokens),
             queries_M=torch.arange(1, rows + 1) * width - 1,
             answers_M=torch.from_numpy(self._items[places].astype(np.int64)),
-            weights_M=torch.full((rows,), 0.0 if share.is_filler else 1.0),
+            weights_M=torch.from_numpy(share.weights()),
             row_keys_B=torch.zeros(rows, dtype=torch.int64),
             seen_rows=torch.from_numpy(np.repeat(np.arange(rows), [len(s) for s in seen])),
             seen_items=torch.from_numpy(np.concatenate(seen)),

@@ -8,10 +8,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Share:
-    """Positions of the global order; an empty share gets one position that must weigh nothing."""
+    """Positions of the global order. Those after the first `num_real` are fillers that must weigh nothing.
+
+    Every rank gets equally many, because row-wise sharded tables exchange blocks of equal size.
+    """
 
     positions: np.ndarray
-    is_filler: bool
+    num_real: int
+
+    def weights(self) -> np.ndarray:
+        """float32: 1 for what counts, 0 for fillers."""
+        return (np.arange(len(self.positions)) < self.num_real).astype(np.float32)
 
 
 def num_batches(samples: int, global_batch_size: int) -> int:
@@ -20,12 +27,10 @@ def num_batches(samples: int, global_batch_size: int) -> int:
 
 
 def shares(samples: int, global_batch_size: int, first: int, rank: int, size: int) -> Iterator[Share]:
-    """This rank's slice of batch `first`, `first + 1`, ...: equal counts on all ranks, sizes equal but for one."""
+    """This rank's slice of batch `first`, `first + 1`, ...: the same number of batches on all ranks."""
     for batch in range(first, num_batches(samples, global_batch_size)):
         start = batch * global_batch_size
         count = min(global_batch_size, samples - start)
         low, high = start + count * rank // size, start + count * (rank + 1) // size
-        if low == high:
-            yield Share(np.array([start]), is_filler=True)
-        else:
-            yield Share(np.arange(low, high), is_filler=False)
+        fillers = -(-count // size) - (high - low)
+        yield Share(np.concatenate([np.arange(low, high), np.full(fillers, start)]), num_real=high - low)

@@ -32,15 +32,17 @@ MIN_HISTORY = 3  # leave-one-out: one item each for training, validation and tes
 Progress = Callable[[int, int], None]  # rows done, rows in all
 
 
-def already_there(output: Path, name: str, recipe: dict[str, Any]) -> bool:
-    """True if `output` holds exactly this dataset; an error if it holds anything else."""
+def is_to_be_written(output: Path, name: str, recipe: dict[str, Any], overwrite: bool) -> bool:
+    """False if `output` holds exactly this dataset already; an error if writing would destroy anything else."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return False
+        return True
     if not (output / DESCRIPTION_FILE).is_file():
         raise DataError(f"{output} exists and is not a prepared dataset. Choose another --output, or move it away.")
+    if overwrite:
+        return True
     about = open_dataset(output).about
     if about.name == name and about.recipe == recipe and about.made_by == MADE_BY:
-        return True
+        return False
     raise DataError(
         f"{output} holds another dataset ({about.name}, {about.recipe}, {about.made_by}). "
         "Choose another --output, or replace it with --overwrite."

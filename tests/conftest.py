@@ -1,0 +1,75 @@
+"""Small real datasets and configs that many tests share."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recmill import prepare
+
+REPO = Path(__file__).parent.parent
+
+Config = dict[str, Any]
+RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """2,003 rows (1,501 for training), 4 tables; sizes chosen so that nothing divides evenly."""
+    path = tmp_path_factory.mktemp("data") / "clicks"
+    prepare("synthetic-clicks", path, rows=2003, days=4, dense=3, tables=[5, 50, 300, 2000])
+    return path
+
+
+@pytest.fixture(scope="session")
+def histories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """101 users, 200 items."""
+    path = tmp_path_factory.mktemp("data") / "histories"
+    prepare("synthetic-histories", path, users=101, items=200, interactions=1500)
+    return path
+
+
+@pytest.fixture
+def dlrm(clicks: Path) -> Config:
+    """13 batches an epoch, the last one of 1 row: fewer than any world has ranks."""
+    return {
+        "data": {"path": str(clicks)},
+        "model": {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [16, 8], "top_mlp": [16]},
+        "train": {"device": "cpu", "global_batch_size": 125, "log_every_steps": 1},
+        "eval": {"global_batch_size": 300, "every_steps": 5},
+        "checkpoint": {"every_steps": 5},
+    }
+
+
+@pytest.fixture
+def bert4rec(histories: Path) -> Config:
+    return {
+        "data": {"path": str(histories)},
+        "model": {"name": "bert4rec", "embedding_dim": 16, "num_layers": 1, "max_length": 10},
+        "train": {"device": "cpu", "global_batch_size": 25, "log_every_steps": 1},
+        "eval": {"global_batch_size": 40, "ks": [1, 10]},
+        "checkpoint": {"every_steps": 3},
+    }
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path) -> RunCli:
+    """The installed command, in a directory of its own."""
+
+    def run(*arguments: str | Path, **options: Any) -> "subprocess.CompletedProcess[str]":
+        command = [str(Path(sys.executable).parent / "recmill"), *map(str, arguments)]
+        options = {"cwd": tmp_path, "timeout": 200, **options}
+        return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+    return run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def not_under_a_launcher() -> None:
+    """The commands would take the place of a worker."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)

@@ -1,0 +1,27 @@
+"""What the tests of this folder read from run directories."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Lines = list[dict[str, Any]]
+
+
+def metric_lines(run: Path) -> Lines:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metric_lines(run) if line["split"] == "train"]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Every logged loss and metric, step by step; speeds differ, of course."""
+    ours, theirs = metric_lines(one), metric_lines(other)
+    assert [(a["step"], a["split"]) for a in ours] == [(b["step"], b["split"]) for b in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        numbers = [name for name, value in a.items() if isinstance(value, float) and name != "samples_per_s"]
+        assert numbers
+        assert [a[n] for n in numbers] == pytest.approx([b[n] for n in numbers], rel=2e-5), f"step {a['step']}"

@@ -1,0 +1,161 @@
+"""Interrupted, killed, continued with other processes: nothing lost, nothing changed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from recmill import train
+from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
+from recmill.launch import local
+
+from .runs import assert_same_run, losses
+
+
+@pytest.mark.parametrize("model", ["dlrm", "bert4rec"])
+def test_a_run_continued_with_other_numbers_of_processes_equals_an_unbroken_one(
+    model: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    config = request.getfixturevalue(model)
+    config["train"]["num_epochs"] = 2
+    unbroken = train(config, tmp_path / "unbroken")
+    train(config, tmp_path / "broken", procs=2, overrides=["train.max_steps=4"])
+    assert len(losses(tmp_path / "broken")) == 4
+    resumed = train(config, tmp_path / "broken", procs=3)
+    assert losses(tmp_path / "broken") == pytest.approx(losses(tmp_path / "unbroken"), rel=2e-5)
+    assert resumed["test"] == pytest.approx(unbroken["test"], rel=2e-5)
+
+
+def start(config: dict[str, Any], folder: Path, procs: int) -> "subprocess.Popen[str]":
+    file = folder / "run.toml"
+    file.write_text(tomli_w.dumps(config), encoding="utf-8")
+    command = [sys.executable, "-m", "recmill", "train", str(file), "--run", str(folder / "run"), "--procs", str(procs)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (run / "metrics.jsonl").is_file() and len((run / "metrics.jsonl").read_text().splitlines()) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError("training did not get there in a minute")
+
+
+def endless(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "train": {**config["train"], "num_epochs": 100_000}, "checkpoint": {"every_steps": 10}}
+
+
+def status(run: Path) -> dict[str, Any]:
+    return json.loads((run / "status.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_finishes_the_step_saves_and_ends_well(dlrm: dict[str, Any], tmp_path: Path, number: int) -> None:
+    process = start(endless(dlrm), tmp_path, procs=2)
+    wait_for_step(tmp_path / "run", 3)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "run the same command to go on" in output
+    assert "Traceback" not in output
+    stopped_at = status(tmp_path / "run")["step"]
+    assert status(tmp_path / "run")["state"] == "interrupted"
+    assert (tmp_path / "run" / "checkpoints" / f"step-{stopped_at:08d}" / "MANIFEST.json").is_file()
+    # Continued for two more steps, it is the run that never stopped.
+    steps = [f"train.max_steps={stopped_at + 2}"]
+    train(tmp_path / "run" / "config.toml", tmp_path / "run", overrides=steps)
+    train(tmp_path / "run" / "config.toml", tmp_path / "unbroken", overrides=steps)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "unbroken"), rel=2e-5)
+
+
+def test_a_killed_worker_is_named_and_the_run_goes_on_later(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    process = start(endless(dlrm), tmp_path, procs=2)
+    wait_for_step(tmp_path / "run", 12)  # beyond the first checkpoint
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == ResourceError.exit_code, output
+    assert "killed by SIGKILL" in output
+    assert status(tmp_path / "run")["state"] == "failed"
+    results = train(tmp_path / "run" / "config.toml", tmp_path / "run", overrides=["train.max_steps=30"])
+    train(tmp_path / "run" / "config.toml", tmp_path / "unbroken", overrides=["train.max_steps=30"])
+    assert 0 < results["test"]["logloss"] < 1
+    assert_same_run(tmp_path / "run", tmp_path / "unbroken")
+
+
+def test_workers_whose_launcher_is_killed_save_and_leave(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    process = start(endless(dlrm), tmp_path, procs=2)
+    wait_for_step(tmp_path / "run", 3)
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while status(tmp_path / "run")["state"] == "running" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert status(tmp_path / "run")["state"] == "interrupted"
+
+
+def test_a_run_in_use_says_by_whom_and_is_not_damaged(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    process = start(endless(dlrm), tmp_path, procs=1)
+    wait_for_step(tmp_path / "run", 3)
+    with pytest.raises(ResourceError, match=r"is in use by process \d+ on .* since"):
+        train(tmp_path / "run" / "config.toml", tmp_path / "run", procs=2)
+    assert status(tmp_path / "run")["state"] == "running"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert status(tmp_path / "run")["state"] == "interrupted"
+
+
+def test_the_first_failing_rank_s_own_error_is_what_the_user_sees(
+    dlrm: dict[str, Any], clicks: Path, tmp_path: Path
+) -> None:
+    """A bad id that only rank 1 reads; rank 0 then sees nothing but a closed connection."""
+    import shutil
+
+    import numpy as np
+
+    copy = Path(shutil.copytree(clicks, tmp_path / "clicks"))
+    ids = np.load(copy / "day_0_sparse.npy", mmap_mode="r+")
+    ids[200, 1] = 50
+    ids.flush()
+    dlrm["data"] = {"path": str(copy), "order": "file"}
+    with pytest.raises(DataError) as caught:
+        train(dlrm, tmp_path / "run", procs=2)
+    text = str(caught.value)
+    assert f"{copy / 'day_0_sparse.npy'}: row 200, column C2: id 50 is not in 0..49" in text
+    assert status(tmp_path / "run") == pytest.approx(status(tmp_path / "run") | {"state": "failed", "error": text})
+
+
+def test_another_config_on_an_existing_run_is_refused(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])
+    with pytest.raises(ConfigError, match=r"train.seed: 1 -> 2"):
+        train(dlrm, tmp_path / "run", overrides=["train.seed=2"])
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])
+    shard = next((tmp_path / "run" / "checkpoints" / "step-00000001").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="its content changed since it was saved"):
+        train(dlrm, tmp_path / "run", overrides=["train.max_steps=2"])
+
+
+def test_a_finished_run_is_not_trained_again(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    first = train(dlrm, tmp_path / "run", overrides=["train.max_steps=2"])
+    assert train(dlrm, tmp_path / "run", overrides=["train.max_steps=2"]) == first
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_crash_of_ours_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(local.WorkerError, match=r"Process \d of the job failed: TypeError") as caught:
+        local.run_job("doctor", {"device": "cpu", "surprise": 1}, procs=2)
+    assert "Traceback" in caught.value.traceback

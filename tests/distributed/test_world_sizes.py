@@ -1,0 +1,73 @@
+"""The same run for any world size and any sharding."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recmill import evaluate, rng, train
+from recmill.commands.assemble import build_source, model_module, task_module
+from recmill.config import load_config
+from recmill.schema import TableSpec, open_dataset
+
+from .runs import assert_same_run, losses
+
+
+@pytest.mark.parametrize("model", ["dlrm", "bert4rec"])
+def test_one_two_and_three_processes_give_the_same_losses_and_metrics(
+    model: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    config = request.getfixturevalue(model)
+    results = [train(config, tmp_path / str(procs), procs=procs) for procs in (1, 2, 3)]
+    assert len(losses(tmp_path / "1")) > 4
+    assert losses(tmp_path / "1")[-2] < losses(tmp_path / "1")[0]  # the last batch may be a single row
+    assert_same_run(tmp_path / "1", tmp_path / "2")
+    assert_same_run(tmp_path / "1", tmp_path / "3")
+    for split in ("val", "test"):
+        assert results[1][split] == pytest.approx(results[0][split], rel=2e-5)
+        assert results[2][split] == pytest.approx(results[0][split], rel=2e-5)
+    # The metrics of one checkpoint, summed over one rank and over two
+    assert evaluate(tmp_path / "3", split="test", procs=1) == pytest.approx(results[2]["test"], rel=1e-6)
+    assert evaluate(tmp_path / "1", split="val", procs=2) == pytest.approx(results[0]["val"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "sharding"), [("dlrm", "row_wise"), ("dlrm", "column_wise"), ("bert4rec", "row_wise")]
+)
+def test_two_sharded_processes_equal_plain_torch(
+    model: str, sharding: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The reference: an unsharded network, torch's own SGD on everything, one process, no launcher."""
+    config = request.getfixturevalue(model)
+    config["optim"] = {"dense": {"name": "sgd", "lr": 0.1}, "tables": {"name": "sgd", "lr": 0.1}}
+    config["train"]["max_steps"] = 6
+    train(config, tmp_path / "run", procs=2, overrides=[f"tables.sharding={sharding}"])
+    assert losses(tmp_path / "run") == pytest.approx(plain_losses(config, steps=6), rel=2e-5)
+
+
+def plain_losses(values: dict[str, Any], steps: int) -> list[float]:
+    config = load_config(values)
+    dataset = open_dataset(config.run.data.path)
+    module, task = model_module(config), task_module(config)
+    torch.manual_seed(config.run.train.seed)
+    network = module.build(config.model, dataset.about, torch.device("meta"))
+    give_tables_memory(network, module.tables(config.model, dataset.about), config.run.train.seed)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    out = []
+    for _, batch in zip(range(steps), build_source(config, dataset, rank=0, size=1).train_batches(0, 0), strict=False):
+        loss = task.loss_sum(network(*batch.inputs()), batch) / batch.weight()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(float(loss.detach()))
+    return out
+
+
+def give_tables_memory(network: torch.nn.Module, tables: list[TableSpec], seed: int) -> None:
+    """Ordinary parameters, by the documented formula: stream (seed, table), value number row * dim + column."""
+    for table in tables:
+        key = rng.stream_key(seed, "table", table.name)
+        values = rng.uniform_floats(key, 0, table.rows * table.dim, table.init_bound).reshape(table.rows, table.dim)
+        (holder,) = [module for name, module in network.named_modules() if name.endswith(f".{table.name}")]
+        holder.weight = torch.nn.Parameter(torch.from_numpy(values.copy()))

@@ -1,0 +1,120 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recmill.config import differences, load_config, to_toml
+from recmill.errors import ConfigError
+
+GOOD: dict[str, Any] = {"data": {"path": "data/clicks"}, "model": {"name": "dlrm"}}
+
+
+def problem(values: dict[str, Any], overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(values, overrides)
+    return str(caught.value)
+
+
+def test_three_mistakes_are_reported_at_once_with_file_key_and_nearest_name(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[data]\npath = "d"\n[model]\nname = "dlmr"\n[train]\nnum_epoch = 3\nglobal_batch_size = "many"\n',
+        encoding="utf-8",
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    text = str(caught.value)
+    assert text.startswith("3 problems")
+    assert f"{file}: unknown key 'train.num_epoch'. Did you mean 'train.num_epochs'?" in text
+    assert f"{file}: 'train.global_batch_size': should be a valid integer, got 'many'." in text
+    assert f"{file}: 'model.name': unknown model 'dlmr'. Did you mean 'dlrm'?" in text
+
+
+def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None:
+    text = problem({"data": {"path": "d", "ordre": 1}, "model": {"name": "dlrm", "embeding_dim": 8}})
+    assert "unknown key 'model.embeding_dim'. Did you mean 'model.embedding_dim'?" in text
+    assert "unknown key 'data.ordre'. Did you mean 'data.order'?" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"model": {"name": "dlrm"}}, "'data' is missing"),
+        ({**GOOD, "tables": {"store": "device_men"}}, "unknown store 'device_men'. Did you mean 'device_mem'?"),
+        ({**GOOD, "tables": {"sharding": "rowwise"}}, "unknown value 'rowwise'. Did you mean 'row_wise'?"),
+        ({**GOOD, "eval": {"protocols": ["full", "pop10"]}}, "unknown value 'pop10'. Did you mean 'pop100'?"),
+        ({**GOOD, "optim": {"dense": {"lr": 0}}}, "'optim.dense.lr': should be greater than 0, got 0."),
+        ({**GOOD, "optim": {"dense": {"lr": "fast"}}}, "should be a valid number, got 'fast'"),
+        ({**GOOD, "train": {"seed": True}}, "'train.seed': should be a valid integer, got True"),
+        ({**GOOD, "train": 3}, "'train': should be an object, got 3"),
+        ({"data": {"path": "d"}}, "a [model] section with a name is missing. Known: bert4rec, dlrm."),
+        ({**GOOD, "modle": {}}, "unknown key 'modle'. Did you mean 'model'?"),
+        ({**GOOD, "checkpoint": {"keep": 1}}, "'checkpoint.keep': should be greater than or equal to 2, got 1"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: str) -> None:
+    assert expected in problem(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({**GOOD, "model": {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [16]}}, "model.bottom_mlp ends with 16"),
+        (
+            {**GOOD, "model": {"name": "bert4rec", "embedding_dim": 8, "num_heads": 3}},
+            "not a multiple of model.num_heads",
+        ),
+        ({**GOOD, "model": {"name": "bert4rec", "max_length": 5, "window_stride": 6}}, "would never be trained on"),
+        ({**GOOD, "optim": {"tables": {"name": "adam"}}, "train": {"device": "cpu"}}, "no fused Adam on CPU"),
+    ],
+)
+def test_contradictions_are_errors(values: dict[str, Any], expected: str) -> None:
+    assert expected in problem(values)
+
+
+def test_defaults_then_file_then_set(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[data]\npath = "d"\n[model]\nname = "dlrm"\n[optim.dense]\nlr = 0.5\n', encoding="utf-8")
+    config = load_config(file, ["optim.dense.lr=0.25", "model.top_mlp=[4, 2]", "data.order=file"])
+    assert config.run.optim.dense.lr == 0.25
+    assert config.run.optim.dense.name == "adam"  # the default
+    assert config.as_dict()["model"]["top_mlp"] == [4, 2]
+    assert config.run.data.order == "file"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.dense.lr", "--set optim.dense.lr: expected key=value"),
+        ("train.sead=3", "--set: unknown key 'train.sead'. Did you mean 'train.seed'?"),
+        ("data.path.x=3", "'path' in '--set data.path.x=3' is a value, not a section"),
+    ],
+)
+def test_a_wrong_set_says_so(override: str, expected: str) -> None:
+    assert expected in problem(GOOD, (override,))
+
+
+@pytest.mark.parametrize("text", ["[data", "\udcff"])
+def test_a_file_that_is_not_toml_is_a_config_error(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(file)
+
+
+def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "nope.toml")
+
+
+def test_the_written_config_is_read_back_the_same(tmp_path: Path) -> None:
+    config = load_config(GOOD, ["train.seed=7", "model.bottom_mlp=[32, 16]"])
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(file) == config
+
+
+def test_what_makes_another_run_is_told_apart_from_what_does_not() -> None:
+    old = load_config(GOOD)
+    assert differences(old, load_config(GOOD, ["train.num_epochs=9", "tables.sharding=row_wise"])) == []
+    assert differences(old, load_config(GOOD, ["train.seed=9"])) == ["train.seed: 1 -> 9"]

@@ -1,0 +1,349 @@
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recmill import prepare
+from recmill.batch import CtrBatch, RankingBatch, SequenceBatch
+from recmill.data.clicks import ClickSource
+from recmill.data.histories import HistorySource, Masking, train_windows
+from recmill.data.share import num_batches, shares
+from recmill.errors import DataError
+from recmill.schema import open_dataset
+
+Row = tuple[Any, ...]
+
+
+@settings(derandomize=True, deadline=None)
+@given(samples=st.integers(0, 300), batch=st.integers(1, 40), size=st.integers(1, 9), first=st.integers(0, 5))
+def test_shares_cover_every_position_once_in_equally_many_batches(
+    samples: int, batch: int, size: int, first: int
+) -> None:
+    by_rank = [list(shares(samples, batch, first, rank, size)) for rank in range(size)]
+    assert {len(parts) for parts in by_rank} == {max(0, num_batches(samples, batch) - first)}
+    covered: list[int] = []
+    for parts in zip(*by_rank, strict=True):
+        assert len({len(part.positions) for part in parts}) == 1, "equally many rows, fillers included"
+        assert len(parts[0].positions) <= -(-batch // size), "no more fillers than needed"
+        covered += [int(p) for part in parts for p in part.positions[part.weights() > 0]]
+    assert covered == list(range(first * batch, samples))
+
+
+def test_a_rank_that_got_fewer_positions_is_filled_up_with_some_that_weigh_nothing() -> None:
+    """23 samples in batches of 10, over 4 ranks: the last batch has 3."""
+    by_rank = [list(shares(23, 10, 1, rank, 4)) for rank in range(4)]
+    assert [part.weights().tolist() for part, _ in by_rank] == [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]]
+    assert [part.weights().tolist() for _, part in by_rank] == [[0], [1], [1], [1]]
+    assert all(part.positions[0] in (20, 21, 22) for _, part in by_rank), "a filler is a row that exists"
+
+
+def click_source(path: Path, rank: int = 0, size: int = 1, **options: Any) -> ClickSource:
+    chosen: dict[str, Any] = {"order": "shuffled", "seed": 1, "train_batch_size": 125, "eval_batch_size": 300} | options
+    return ClickSource(open_dataset(path), rank=rank, size=size, **chosen)
+
+
+def click_rows(batch: CtrBatch) -> list[Row]:
+    """(dense values, ids, label) of the rows that count."""
+    ids_NB = batch.sparse.values().view(len(batch.sparse.keys()), -1).numpy()
+    rows = zip(batch.dense_BF.tolist(), ids_NB.T.tolist(), batch.labels_B.tolist(), batch.weights_B, strict=True)
+    return [(*dense, *ids, label) for dense, ids, label, weight in rows if weight]
+
+
+def click_epoch(path: Path, size: int = 1, epoch: int = 0, first: int = 0, **options: Any) -> list[list[Row]]:
+    """Rows of each global batch, rank after rank."""
+    ranks = [click_source(path, rank, size, **options).train_batches(epoch, first) for rank in range(size)]
+    return [[row for part in parts for row in click_rows(part)] for parts in zip(*ranks, strict=True)]
+
+
+def click_file_rows(path: Path, *days: int) -> list[Row]:
+    rows: list[Row] = []
+    for day in days:
+        dense, ids, labels = (np.load(path / f"day_{day}_{part}.npy") for part in ("dense", "sparse", "labels"))
+        rows += [(*d, *i, float(y[0])) for d, i, y in zip(dense.tolist(), ids.tolist(), labels, strict=True)]
+    return rows
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_an_epoch_holds_every_training_row_exactly_once(clicks: Path, size: int) -> None:
+    """The last of 13 batches has fewer rows than the largest world has ranks."""
+    rows = click_file_rows(clicks, 0, 1, 2)
+    batches = click_epoch(clicks, size)
+    assert [len(batch) for batch in batches] == [125] * 12 + [len(rows) - 12 * 125]
+    assert sorted(row for batch in batches for row in batch) == sorted(rows)
+    assert click_source(clicks, size=size).batches_per_epoch == 13
+
+
+def test_a_global_batch_is_the_same_for_any_world_size(clicks: Path) -> None:
+    assert click_epoch(clicks, size=1) == click_epoch(clicks, size=2) == click_epoch(clicks, size=3)
+
+
+@pytest.mark.parametrize("change", [{"epoch": 1}, {"seed": 2}])
+def test_the_shuffled_order_depends_on_epoch_and_seed(clicks: Path, change: dict[str, int]) -> None:
+    one, other = click_epoch(clicks), click_epoch(clicks, **change)
+    assert len(set(one[0]) & set(other[0])) < 40  # 10 by chance
+    assert one == click_epoch(clicks)
+
+
+def test_file_order_is_the_order_of_the_files(clicks: Path) -> None:
+    for epoch in (0, 1):
+        batches = click_epoch(clicks, size=2, epoch=epoch, order="file")
+        assert [row for batch in batches for row in batch] == click_file_rows(clicks, 0, 1, 2)
+
+
+@pytest.mark.parametrize(("first", "order"), [(1, "shuffled"), (12, "shuffled"), (13, "shuffled"), (5, "file")])
+def test_click_batches_from_the_middle_are_the_tail_of_the_epoch(clicks: Path, first: int, order: str) -> None:
+    options: dict[str, Any] = {"size": 2, "epoch": 3, "order": order}
+    assert click_epoch(clicks, first=first, **options) == click_epoch(clicks, **options)[first:]
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_validation_and_test_are_the_halves_of_the_last_day_in_order(clicks: Path, split: str) -> None:
+    ranks = [list(click_source(clicks, rank, 2, eval_batch_size=100).eval_batches(split)) for rank in range(2)]
+    found = [row for parts in zip(*ranks, strict=True) for part in parts for row in click_rows(part)]
+    last_day = click_file_rows(clicks, 3)
+    assert found == (last_day[:251] if split == "val" else last_day[251:])
+    assert len(last_day) in (501, 502)
+    assert len(ranks[0]) == click_source(clicks, eval_batch_size=100).num_eval_batches(split) == 3
+
+
+@pytest.mark.parametrize("order", ["file", "shuffled"])
+@pytest.mark.parametrize(("column", "value"), [(2, 300), (0, -1), (3, 2000)])
+def test_a_bad_id_is_an_error_that_names_its_place(
+    clicks: Path, tmp_path: Path, order: str, column: int, value: int
+) -> None:
+    path = shutil.copytree(clicks, tmp_path / "copy")
+    ids = np.load(path / "day_1_sparse.npy", mmap_mode="r+")
+    ids[7, column] = value
+    ids.flush()
+    with pytest.raises(DataError) as caught:
+        click_epoch(path, order=order)
+    assert f"{path}/day_1_sparse.npy: row 7, column C{column + 1}: id {value} is not in 0.." in str(caught.value)
+
+
+MASKING = Masking(max_length=10, stride=10, probability=0.3, last_only=0.2)
+MASK = 201  # the histories have 200 items
+
+
+def history_source(path: Path, rank: int = 0, size: int = 1, **options: Any) -> HistorySource:
+    chosen: dict[str, Any] = {
+        "masking": MASKING,
+        "protocols": ["full", "pop100"],
+        "order": "shuffled",
+        "seed": 1,
+        "train_batch_size": 25,
+        "eval_batch_size": 40,
+    }
+    return HistorySource(open_dataset(path), rank=rank, size=size, **(chosen | options))
+
+
+def windows_of(batch: SequenceBatch) -> list[Row]:
+    """(tokens without padding, {place from the end: answer}, key) of each window that counts."""
+    _, width = batch.tokens_BT.shape
+    tokens = batch.tokens_BT.tolist()
+    hidden: list[dict[int, int]] = [{} for _ in tokens]
+    weights: list[set[float]] = [set() for _ in tokens]
+    for query, answer, weight in zip(batch.queries_M.tolist(), batch.answers_M.tolist(), batch.weights_M, strict=True):
+        hidden[query // width][width - query % width] = answer
+        weights[query // width].add(float(weight))
+    found = []
+    for row, answers, weight, key in zip(tokens, hidden, weights, batch.row_keys_B.tolist(), strict=True):
+        assert weight in ({0.0}, {1.0}), "all of a window counts, or nothing of it"
+        padding = row.count(0)
+        assert row[:padding] == [0] * padding, "padding is on the left"
+        if weight == {1.0}:
+            found.append((tuple(row[padding:]), tuple(sorted(answers.items())), key))
+    return found
+
+
+def history_epoch(path: Path, size: int = 1, epoch: int = 0, first: int = 0, **options: Any) -> list[list[Row]]:
+    ranks = [history_source(path, rank, size, **options).train_batches(epoch, first) for rank in range(size)]
+    return [[row for part in parts for row in windows_of(part)] for parts in zip(*ranks, strict=True)]
+
+
+def unmasked(window: Row) -> tuple[int, ...]:
+    tokens, answers, _ = window
+    items = list(tokens)
+    for from_end, answer in answers:
+        assert items[-from_end] == MASK
+        items[-from_end] = answer
+    return tuple(items)
+
+
+def all_histories(path: Path) -> list[list[int]]:
+    items, offsets = np.load(path / "items.npy"), np.load(path / "offsets.npy")
+    return [items[a:b].tolist() for a, b in pairwise(offsets)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "stride", "expected"),
+    [
+        ([3], 4, [(0, 1)]),  # one item is left for training
+        ([6], 4, [(0, 4)]),  # exactly a window
+        ([7], 4, [(1, 4), (0, 1)]),  # the oldest window takes what is left
+        ([10], 4, [(4, 4), (0, 4)]),
+        ([10], 3, [(4, 4), (1, 4), (0, 2)]),
+        ([10], 1, [(4, 4), (3, 4), (2, 4), (1, 4), (0, 4)]),
+        ([5, 3, 8], 4, [(0, 3), (5, 1), (10, 4), (8, 2)]),  # never across two users
+    ],
+)
+def test_windows_are_cut_backwards_from_the_last_training_item(
+    lengths: list[int], stride: int, expected: list[tuple[int, int]]
+) -> None:
+    offsets = np.cumsum([0, *lengths])
+    starts, counts = train_windows(offsets, Masking(max_length=4, stride=stride, probability=0.2, last_only=0.0))
+    assert list(zip(starts.tolist(), counts.tolist(), strict=True)) == expected
+
+
+@settings(derandomize=True, deadline=None)
+@given(lengths=st.lists(st.integers(3, 40), min_size=1, max_size=6), max_length=st.integers(2, 12), data=st.data())
+def test_windows_hold_every_training_item_and_never_the_last_two(
+    lengths: list[int], max_length: int, data: st.DataObject
+) -> None:
+    stride = data.draw(st.integers(1, max_length))
+    offsets = np.cumsum([0, *lengths])
+    starts, counts = train_windows(offsets, Masking(max_length, stride, probability=0.2, last_only=0.0))
+    assert counts.min() >= 1
+    assert counts.max() <= max_length
+    covered = {int(p) for start, count in zip(starts, counts, strict=True) for p in range(start, start + count)}
+    held_out = {int(end) - place for end in offsets[1:] for place in (1, 2)}
+    assert covered == set(range(int(offsets[-1]))) - held_out
+
+
+@pytest.mark.parametrize("order", ["shuffled", "file"])
+def test_an_epoch_holds_every_window_once_with_its_original_items_as_answers(histories: Path, order: str) -> None:
+    windows = [window for batch in history_epoch(histories, size=2, order=order) for window in batch]
+    assert all(answers for _, answers, _ in windows), "every window asks for something"
+    expected = []
+    for history in all_histories(histories):
+        items = history[:-2]
+        while items:
+            expected.append(tuple(items[-10:]))
+            items = items[:-10]
+    found = [unmasked(window) for window in windows]
+    assert Counter(found) == Counter(expected)
+    assert (found == expected) == (order == "file")
+
+
+def test_a_batch_of_windows_and_its_masks_are_the_same_for_any_world_size(histories: Path) -> None:
+    assert history_epoch(histories, size=1) == history_epoch(histories, size=2) == history_epoch(histories, size=3)
+
+
+def test_a_rank_without_windows_gets_a_filler_of_weight_0(histories: Path) -> None:
+    first, *_ = history_source(histories, rank=0, size=30, train_batch_size=25).train_batches(0, 0)
+    assert first.tokens_BT.shape[0] == 1
+    assert len(first.queries_M) >= 1
+    assert first.weight() == 0.0
+
+
+@pytest.mark.parametrize("first", [1, 5])
+def test_history_batches_from_the_middle_are_the_tail_of_the_epoch(histories: Path, first: int) -> None:
+    whole = history_epoch(histories, epoch=2)
+    assert len(whole) == history_source(histories).batches_per_epoch > 5
+    assert history_epoch(histories, epoch=2, first=first) == whole[first:]
+
+
+@pytest.mark.parametrize("change", [{"epoch": 1}, {"seed": 2}])
+def test_masks_and_keys_are_new_for_each_epoch_and_seed(histories: Path, change: dict[str, int]) -> None:
+    one, other = (
+        {unmasked(w): w for batch in history_epoch(histories, order="file", **options) for w in batch}
+        for options in ({}, change)
+    )
+    assert one.keys() == other.keys()
+    long = [items for items in one if len(items) == 10]
+    assert np.mean([one[items][1] != other[items][1] for items in long]) > 0.8
+    assert not {w[2] for w in one.values()} & {w[2] for w in other.values()}
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_each_place_is_hidden_with_the_mask_probability(histories: Path, probability: float) -> None:
+    masking = Masking(max_length=50, stride=50, probability=probability, last_only=0.0)
+    items = hidden = 0
+    for epoch in range(5):
+        for window in (w for batch in history_epoch(histories, epoch=epoch, masking=masking) for w in batch):
+            # The last place is left out: it is also hidden where nothing else would be.
+            items += len(window[0]) - 1
+            hidden += sum(from_end > 1 for from_end, _ in window[1])
+    assert hidden / items == pytest.approx(probability, abs=0.02)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_share_of_the_windows_hides_the_last_item_only(histories: Path, share: float) -> None:
+    """With a mask probability of 1 all others hide everything."""
+    masking = Masking(max_length=10, stride=10, probability=1.0, last_only=share)
+    windows = [
+        w for epoch in range(4) for batch in history_epoch(histories, epoch=epoch, masking=masking) for w in batch
+    ]
+    places = [(len(items), [from_end for from_end, _ in answers]) for items, answers, _ in windows if len(items) > 1]
+    assert all(hidden in ([1], list(range(1, count + 1))) for count, hidden in places)
+    assert np.mean([hidden == [1] for _, hidden in places]) == pytest.approx(share, abs=0.08)
+
+
+def test_shuffled_batches_hold_windows_of_like_length(histories: Path) -> None:
+    """Little padding: all the windows of 32 batches are sorted by length together."""
+    *batches, last = (
+        [len(tokens) for tokens, _, _ in batch] for batch in history_epoch(histories, train_batch_size=10)
+    )
+    ranges = sorted((min(lengths), max(lengths)) for lengths in [*batches, last])
+    assert all(one[1] <= other[0] for one, other in pairwise(ranges))
+    assert [len(lengths) for lengths in batches] == [10] * len(batches)
+    firsts = [lengths[0] for lengths in batches]
+    assert firsts != sorted(firsts), "the batches themselves are in random order"
+
+
+def ranking_rows(path: Path, split: str, size: int = 1, **options: Any) -> Iterator[Row]:
+    """(tokens, answer, seen items, negatives) of every user, in order."""
+    ranks = [history_source(path, rank, size, **options).eval_batches(split) for rank in range(size)]
+    for batch in (part for parts in zip(*ranks, strict=True) for part in parts):
+        assert isinstance(batch, RankingBatch)
+        rows, width = batch.tokens_BT.shape
+        assert batch.queries_M.tolist() == [width * (row + 1) - 1 for row in range(rows)], "the last places"
+        for row in batch.weights_M.nonzero().flatten().tolist():
+            seen = batch.seen_items[batch.seen_rows == row].tolist()
+            yield batch.tokens_BT[row].tolist(), int(batch.answers_M[row]), seen, batch.negatives_BC[row].tolist()
+
+
+@pytest.mark.parametrize(("split", "from_end"), [("test", 1), ("val", 2)])
+@pytest.mark.parametrize("size", [1, 3])
+def test_evaluation_asks_each_user_for_the_item_after_the_history(
+    histories: Path, split: str, from_end: int, size: int
+) -> None:
+    users = all_histories(histories)
+    rows = list(ranking_rows(histories, split, size, eval_batch_size=25))
+    assert len(rows) == len(users)
+    for (tokens, answer, seen, _), history in zip(rows, users, strict=True):
+        before = history[:-from_end]
+        assert answer == history[-from_end]
+        assert seen == before
+        assert (history[-2] in seen) == (split == "test"), "the validation item"
+        expected = [*before[-9:], MASK]
+        assert tokens == [0] * (len(tokens) - len(expected)) + expected
+    assert history_source(histories, eval_batch_size=25).num_eval_batches(split) == 5
+
+
+def test_negatives_are_100_items_the_user_never_meets_and_the_same_for_any_world_size(histories: Path) -> None:
+    users = all_histories(histories)
+    val = [row[3] for row in ranking_rows(histories, "val")]
+    test = [row[3] for row in ranking_rows(histories, "test")]
+    for history, *drawn in zip(users, val, test, strict=True):
+        for negatives in drawn:
+            assert len(set(negatives)) == 100
+            assert not set(negatives) & set(history)
+        assert set(drawn[0]) != set(drawn[1])
+    assert test == [row[3] for row in ranking_rows(histories, "test", size=3, eval_batch_size=7)]
+
+
+def test_without_pop100_no_negatives_are_drawn(histories: Path) -> None:
+    assert all(row[3] == [] for row in ranking_rows(histories, "val", protocols=["full"]))
+
+
+def test_pop100_needs_enough_items_nobody_has_met(tmp_path: Path) -> None:
+    prepare("synthetic-histories", tmp_path / "d", users=20, items=105, interactions=200)
+    with pytest.raises(DataError, match=r"'pop100' needs 100 items a user has never met; user \d+ has met \d+ of"):
+        history_source(tmp_path / "d")

@@ -1,0 +1,201 @@
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import log_loss, roc_auc_score
+
+from recmill.metrics import ranking
+from recmill.metrics.auc import auroc
+from recmill.metrics.binary import UNDEFINED, BinaryMetrics, Values, log_loss_sum
+from recmill.metrics.ranking import PopularNegatives, RankingMetrics
+from recmill.world import World
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def binary(*parts: tuple[list[float], list[int]]) -> Values:
+    metrics = BinaryMetrics()
+    for logits, labels in parts:
+        metrics.update(np.array(logits), np.array(labels))
+    return metrics.compute(ALONE)
+
+
+def logits_of(*probabilities: float) -> list[float]:
+    return [float(np.log(p / (1 - p))) for p in probabilities]
+
+
+def test_auroc_of_a_hand_worked_example_counts_a_tie_as_half() -> None:
+    """Positives .8 and .5, negatives .5, .3, .9: pairs 1 + 1 + 0 and half + 1 + 0, of 6."""
+    assert auroc(np.array([0.8, 0.5, 0.5, 0.3, 0.9]), np.array([1, 1, 0, 0, 0])) == 3.5 / 6
+
+
+@pytest.mark.parametrize("levels", [1, 2, 7, 10**9])
+def test_auroc_equals_scikit_learn(levels: int) -> None:
+    """From all scores equal, over heavy ties, to no ties."""
+    generator = np.random.default_rng(levels)
+    scores = (generator.integers(0, levels, 5000) / levels).astype(np.float64)
+    labels = generator.random(5000) < 0.2 + 0.3 * scores
+    assert auroc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.floats(-3, 3, width=16), st.booleans()), min_size=2, max_size=50))
+def test_auroc_equals_scikit_learn_on_any_rows(rows: list[tuple[float, bool]]) -> None:
+    scores, labels = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
+    if labels.all() or not labels.any():
+        assert auroc(scores, labels) is None
+    else:
+        assert auroc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+
+
+def test_log_loss_equals_scikit_learn() -> None:
+    generator = np.random.default_rng(5)
+    logits = generator.normal(size=1000) * 3
+    labels = generator.integers(0, 2, 1000)
+    assert log_loss_sum(logits, labels) / 1000 == pytest.approx(log_loss(labels, 1 / (1 + np.exp(-logits))), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_log_loss_is_exact_for_huge_logits() -> None:
+    """Two certain and right answers cost nothing, two certain and wrong ones 1000 each."""
+    values = binary(([1000.0, -1000.0, 1000.0, -1000.0], [1, 0, 0, 1]))
+    assert values["logloss"] == 500.0
+    assert values["calibration"] == 1.0
+    assert values["auroc"] == 0.5
+
+
+def test_binary_metrics_of_a_hand_worked_example() -> None:
+    values = binary((logits_of(0.8, 0.5, 0.4, 0.1), [1, 1, 0, 0]))
+    loss = -(np.log(0.8) + np.log(0.5) + np.log(0.6) + np.log(0.9)) / 4
+    assert values == {
+        "auroc": 1.0,
+        "logloss": pytest.approx(loss, rel=1e-6),
+        "normalised_entropy": pytest.approx(loss / np.log(2), rel=1e-6),  # half of the rows are clicks
+        "calibration": pytest.approx(1.8 / 2, rel=1e-6),
+        "rows": 4,
+    }
+
+
+def test_always_predicting_the_click_rate_has_a_normalised_entropy_of_one() -> None:
+    values = binary((logits_of(*[0.2] * 10), [1, 1] + [0] * 8))
+    assert values["normalised_entropy"] == pytest.approx(1.0, rel=1e-6)
+    assert values["calibration"] == pytest.approx(1.0, rel=1e-6)
+    assert values["auroc"] == 0.5
+
+
+@pytest.mark.parametrize(("label", "calibration"), [(1, 0.6), (0, UNDEFINED)])
+def test_one_class_alone_has_no_auroc_and_no_entropy(label: int, calibration: float | str) -> None:
+    values = binary((logits_of(0.4, 0.8), [label, label]))
+    assert (values["auroc"], values["normalised_entropy"]) == (UNDEFINED, UNDEFINED)
+    assert values["calibration"] == (calibration if calibration == UNDEFINED else pytest.approx(calibration, rel=1e-6))
+    assert values["logloss"] == pytest.approx(-np.mean(np.log([0.4, 0.8] if label else [0.6, 0.2])), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize(
+    "parts", [[], [([], [])], [([0.3, np.nan], [1, 0])], [([np.nan], [1]), ([0.0, 1.0, 2.0], [0, 1, 0])]]
+)
+def test_nan_answers_and_no_rows_make_every_metric_undefined(parts: list[tuple[list[float], list[int]]]) -> None:
+    names = ("auroc", "logloss", "normalised_entropy", "calibration")
+    assert binary(*parts) == dict.fromkeys(names, UNDEFINED) | {"rows": sum(len(labels) for _, labels in parts)}
+
+
+def test_binary_metrics_in_pieces_equal_those_of_all_rows_at_once() -> None:
+    generator = np.random.default_rng(3)
+    logits, labels = np.round(generator.normal(size=100), 1).tolist(), generator.integers(0, 2, 100).tolist()
+    pieces = [(logits[a:b], labels[a:b]) for a, b in ((0, 1), (1, 60), (60, 60), (60, 100))]
+    assert binary(*pieces) == binary((logits, labels))
+
+
+def ranked(ks: list[int], *batches: list[int]) -> Values:
+    metrics = RankingMetrics(["full"], ks)
+    for ranks in batches:
+        metrics.update("full", np.array(ranks, dtype=np.int64))
+    return metrics.compute(ALONE)
+
+
+def test_ranking_metrics_of_a_hand_worked_example() -> None:
+    """Targets at places 1, 3, 5 and 11 (ranks start at 0): gains 1, 1/log2(4), 1/log2(6), 1/log2(12)."""
+    assert ranked([1, 3, 10], [0, 2, 4, 10]) == {
+        "full/hr@1": 1 / 4,
+        "full/hr@3": 2 / 4,
+        "full/hr@10": 3 / 4,
+        "full/ndcg@1": 1 / 4,
+        "full/ndcg@3": 1.5 / 4,
+        "full/ndcg@10": pytest.approx((1.5 + 1 / np.log2(6)) / 4),
+        "users": 4,
+    }
+
+
+def test_ranking_metrics_are_sums_over_users_not_means_of_batch_means() -> None:
+    """A batch of one hit and a batch of three misses: 1/4, where the mean of means would be 1/2."""
+    values = ranked([5], [0], [9, 9, 9])
+    assert (values["full/hr@5"], values["full/ndcg@5"], values["users"]) == (0.25, 0.25, 4)
+
+
+def test_ranking_metrics_of_nobody_are_undefined() -> None:
+    assert (
+        ranked([1, 10], [])
+        == ranked([1, 10])
+        == {
+            "full/hr@1": UNDEFINED,
+            "full/hr@10": UNDEFINED,
+            "full/ndcg@1": UNDEFINED,
+            "full/ndcg@10": UNDEFINED,
+            "users": 0,
+        }
+    )
+
+
+def test_protocols_are_counted_apart() -> None:
+    metrics = RankingMetrics(["full", "pop100"], [1])
+    metrics.update("full", np.array([3, 0]))
+    metrics.update("pop100", np.array([0, 0]))
+    values = metrics.compute(ALONE)
+    assert (values["full/hr@1"], values["pop100/hr@1"], values["users"]) == (0.5, 1.0, 2)
+
+
+COUNTS = np.arange(300, 0, -1) ** 2
+SEEN = np.array([1, 2, 3, 50, 300], dtype=np.int32)
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_negatives_are_100_different_items_never_met(split: str) -> None:
+    for user in range(20):
+        drawn = PopularNegatives(COUNTS).draw(split, user, SEEN)
+        assert drawn.shape == (100,)
+        assert len(set(drawn.tolist())) == 100
+        assert set(drawn.tolist()) <= set(range(1, 301)) - set(SEEN.tolist())
+
+
+def test_negatives_are_the_same_each_time_and_differ_by_split_and_user() -> None:
+    negatives = PopularNegatives(COUNTS)
+    first = negatives.draw("test", 7, SEEN).tolist()
+    negatives.draw("test", 8, SEEN)
+    assert PopularNegatives(COUNTS).draw("test", 7, SEEN).tolist() == negatives.draw("test", 7, SEEN).tolist() == first
+    for split, user in (("val", 7), ("test", 8)):
+        assert set(negatives.draw(split, user, SEEN).tolist()) != set(first)
+
+
+def test_negatives_never_hold_an_item_nobody_met_and_may_be_all_that_is_left() -> None:
+    """100 unseen items of wildly different popularity: all must be found."""
+    counts = np.concatenate([np.zeros(10), np.geomspace(1, 10_000, 105)]).astype(int)
+    drawn = PopularNegatives(counts).draw("val", 0, np.arange(111, 116))
+    assert sorted(drawn.tolist()) == list(range(11, 111))
+
+
+def test_negatives_come_with_the_probability_of_drawing_without_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against all ordered pairs of the four unseen items; the most popular item of all is one the user has met."""
+    weights = {1: 8, 2: 4, 3: 2, 5: 1}
+    monkeypatch.setattr(ranking, "POP100_NEGATIVES", 2)
+    negatives = PopularNegatives(np.array([8, 4, 2, 20, 1]))
+    users = 3000
+    found = [tuple(negatives.draw("test", user, np.array([4])).tolist()) for user in range(users)]
+    total = sum(weights.values())
+    for one, other in permutations(weights, 2):
+        probability = weights[one] / total * weights[other] / (total - weights[one])
+        deviation = np.sqrt(probability * (1 - probability) / users)
+        assert found.count((one, other)) / users == pytest.approx(probability, abs=4 * deviation), (one, other)

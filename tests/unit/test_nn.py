@@ -1,0 +1,266 @@
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recmill.batch import CtrBatch, RankingBatch, SequenceBatch
+from recmill.config.sections import EvalSection
+from recmill.nn.bert4rec import Bert4Rec
+from recmill.nn.dlrm import Dlrm
+from recmill.nn.dropout import RowDropout
+from recmill.nn.interactions import DotInteraction
+from recmill.nn.mlp import mlp
+from recmill.schema import TableSpec
+from recmill.tasks import ctr, next_item
+from recmill.world import World
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, 1, CPU)
+KEYS = torch.tensor([1, 2, -3, 2**62 + 5, 2**40])
+
+
+def test_interactions_are_the_dense_vector_then_the_dot_products_row_by_row() -> None:
+    """Vectors a (dense), b, c, d: a.b, a.c, a.d, b.c, b.d, c.d."""
+    dense = torch.tensor([[1.0, 2.0]])
+    sparse = torch.tensor([[[3.0, -1.0], [0.5, 4.0], [-2.0, 1.0]]])
+    layer = DotInteraction(4, 2)
+    assert layer(dense, sparse).tolist() == [[1.0, 2.0, 1.0, 8.5, 0.0, -2.5, -7.0, 3.0]]
+    assert layer.out_features == 8
+
+
+def test_an_mlp_has_a_relu_after_every_layer() -> None:
+    layers = mlp(3, [5, 2])
+    assert [type(layer) for layer in layers] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU]
+    assert [layer.weight.shape for layer in layers if isinstance(layer, nn.Linear)] == [(5, 3), (2, 5)]
+
+
+def test_dlrm_equals_the_same_network_written_plainly() -> None:
+    torch.manual_seed(0)
+    tables = [TableSpec(f"t{i}", f"c{i}", rows, 4, 0.1) for i, rows in enumerate([5, 9])]
+    model = Dlrm(tables, num_dense=3, bottom_mlp=[6, 4], top_mlp=[8], device=CPU)
+    dense, ids = torch.randn(3, 3), torch.tensor([[0, 8], [4, 2], [0, 0]])
+    sparse = KeyedJaggedTensor(keys=["c0", "c1"], values=ids.T.flatten(), lengths=torch.ones(6, dtype=torch.int32))
+    weights = model.state_dict()
+    bottom = dense
+    for layer in (0, 2):
+        bottom = torch.relu(F.linear(bottom, weights[f"bottom.{layer}.weight"], weights[f"bottom.{layer}.bias"]))
+    one, other = (weights[f"tables.embedding_bags.t{i}.weight"][ids[:, i]] for i in range(2))
+    products = [(bottom * one).sum(1), (bottom * other).sum(1), (one * other).sum(1)]
+    top = F.linear(torch.cat([bottom, torch.stack(products, 1)], 1), weights["top.0.weight"], weights["top.0.bias"])
+    expected = F.linear(torch.relu(top), weights["logit.weight"], weights["logit.bias"])[:, 0]
+    torch.testing.assert_close(model(dense, sparse), expected)
+
+
+def dropped(probability: float, site: int, keys: Tensor, length: int = 200, dim: int = 16) -> Tensor:
+    return RowDropout(probability, site)(torch.ones(len(keys), length, dim), keys)
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("site", [0, 1, 7])
+def test_dropout_drops_its_share_of_every_row_and_scales_up_the_rest(probability: float, site: int) -> None:
+    out = dropped(probability, site, KEYS)
+    assert torch.unique(out).tolist() == pytest.approx([0.0, 1 / (1 - probability)])
+    assert (out == 0).float().mean(dim=(1, 2)).tolist() == pytest.approx([probability] * len(KEYS), abs=0.03)
+
+
+def test_dropout_does_nothing_in_evaluation_or_with_probability_0() -> None:
+    x = torch.randn(5, 3, 4)
+    assert RowDropout(0.5, site=1).eval()(x, KEYS) is x
+    assert RowDropout(0.0, site=1)(x, KEYS) is x
+
+
+def test_dropout_masks_of_two_keys_or_two_sites_are_unrelated() -> None:
+    """Independent masks of probability 1/2 agree in half of the 3,200 places."""
+    masks = [dropped(0.5, site, KEYS)[row] == 0 for site in range(4) for row in range(len(KEYS))]
+    for i, one in enumerate(masks):
+        for other in masks[:i]:
+            assert (one == other).float().mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_neighbouring_elements_are_dropped_independently() -> None:
+    mask = (dropped(0.5, 0, KEYS) == 0).flatten(1)
+    for distance in (1, 2, 16, 32):
+        agree = (mask[:, distance:] == mask[:, :-distance]).float().mean()
+        assert agree.item() == pytest.approx(0.5, abs=0.03)
+
+
+def test_dropout_repeats_itself_and_follows_its_row_through_any_batch() -> None:
+    out = dropped(0.5, 3, KEYS)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    assert torch.equal(dropped(0.5, 3, KEYS), out)
+    assert torch.equal(dropped(0.5, 3, KEYS[order]), out[order])
+    assert torch.equal(dropped(0.5, 3, KEYS[2:3]), out[2:3])
+
+
+def test_left_padding_does_not_change_what_is_dropped() -> None:
+    short, long = dropped(0.5, 2, KEYS, length=7), dropped(0.5, 2, KEYS, length=19)
+    assert torch.equal(long[:, -7:], short)
+
+
+NUM_ITEMS = 20
+MASK = NUM_ITEMS + 1
+
+
+@pytest.fixture(params=["eval", "train"])
+def logits(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    """Logits of the last place of each history, with and without dropout, from an untrained BERT4Rec."""
+    torch.manual_seed(0)
+    table = TableSpec("item", "item", NUM_ITEMS + 2, 8, 0.05)
+    model = Bert4Rec(table, NUM_ITEMS, max_length=12, num_layers=2, num_heads=2, dropout=0.3, device=CPU)
+    model.train(request.param == "train")
+
+    def compute(*rows: list[int], width: int, keys: list[int] | None = None) -> Tensor:
+        tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+        queries = torch.arange(1, len(rows) + 1) * width - 1
+        with torch.no_grad():
+            return model(tokens, queries, torch.tensor(keys or range(len(rows))))
+
+    return compute
+
+
+HISTORIES = [[4, 17, 3, MASK], [9, 1, 2, 20, 5, 6, MASK], [8, MASK]]
+
+
+def test_more_padding_does_not_change_the_logits(logits: Callable[..., Tensor]) -> None:
+    narrow = logits(*HISTORIES, width=7)
+    assert narrow.shape == (3, NUM_ITEMS)
+    for width in (8, 12):
+        torch.testing.assert_close(logits(*HISTORIES, width=width), narrow)
+
+
+def test_the_other_rows_of_a_batch_do_not_change_the_logits(logits: Callable[..., Tensor]) -> None:
+    together = logits(*HISTORIES, width=7, keys=[11, 12, 13])
+    for row, history in enumerate(HISTORIES):
+        alone = logits(history, width=len(history), keys=[11 + row])
+        torch.testing.assert_close(alone[0], together[row])
+
+
+def test_the_logits_depend_on_every_item_on_both_sides_and_on_their_order(logits: Callable[..., Tensor]) -> None:
+    reference = logits([4, 17, 3, MASK], width=4)
+    for changed in ([5, 17, 3, MASK], [4, 17, 5, MASK], [17, 4, 3, MASK], [17, 3, MASK]):
+        assert (logits(changed, width=4) - reference).abs().max() > 1e-4
+    hidden_inside = logits([4, MASK, 3, 17], width=4)
+    assert (logits([4, MASK, 9, 17], width=4) - hidden_inside).abs().max() > 1e-4
+
+
+def test_queries_choose_places_of_the_flat_batch() -> None:
+    torch.manual_seed(0)
+    table = TableSpec("item", "item", NUM_ITEMS + 2, 8, 0.05)
+    model = Bert4Rec(table, NUM_ITEMS, max_length=5, num_layers=1, num_heads=2, dropout=0.0, device=CPU)
+    tokens, keys = torch.tensor([[0, 3, MASK], [MASK, 5, 6]]), torch.zeros(2, dtype=torch.int64)
+    everywhere = model(tokens, torch.arange(6), keys)
+    torch.testing.assert_close(model(tokens, torch.tensor([3, 2]), keys), everywhere[[3, 2]])
+
+
+def ctr_batch(labels: list[float], weights: list[float]) -> CtrBatch:
+    nothing = KeyedJaggedTensor(keys=[], values=torch.empty(0), lengths=torch.empty(0, dtype=torch.int32))
+    return CtrBatch(torch.zeros(len(labels), 1), nothing, torch.tensor(labels), torch.tensor(weights))
+
+
+def test_click_loss_is_a_sum_that_ignores_fillers() -> None:
+    """Probabilities .8, .25 and one that must not count: -log .8 - log .75."""
+    logits = torch.log(torch.tensor([0.8 / 0.2, 0.25 / 0.75, 0.9 / 0.1])).requires_grad_()
+    loss = ctr.loss_sum(logits, ctr_batch([1.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
+    assert loss.item() == pytest.approx(-np.log(0.8) - np.log(0.75), rel=1e-6)
+    loss.backward()
+    assert logits.grad is not None
+    assert logits.grad.tolist() == pytest.approx([0.8 - 1, 0.25, 0.0], abs=1e-6)
+
+
+def test_click_metrics_ignore_fillers() -> None:
+    metrics = ctr.new_metrics(EvalSection())
+    ctr.update(metrics, torch.tensor([2.0, -1.0, 9.0]), ctr_batch([1.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
+    values = metrics.compute(ALONE)
+    assert (values["auroc"], values["rows"]) == (1.0, 2)
+
+
+def test_next_item_loss_is_torchs_cross_entropy_summed_and_ignores_fillers() -> None:
+    """Item i is column i - 1."""
+    logits = torch.randn(4, NUM_ITEMS, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    answers, weights = torch.tensor([1, 20, 7, 3]), torch.tensor([1.0, 1.0, 0.0, 1.0])
+    places = torch.arange(4)
+    batch = SequenceBatch(torch.ones(4, 1), places, answers, weights, row_keys_B=places)
+    loss = next_item.loss_sum(logits, batch)
+    kept = [0, 1, 3]
+    expected = F.cross_entropy(logits[kept], torch.tensor([0, 19, 2]), reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert logits.grad is not None
+    assert logits.grad.abs().sum(1).gt(0).tolist() == [True, True, False, True]
+
+
+NAN = float("nan")
+
+
+def ranking_batch(
+    answers: list[int], seen: list[list[int]], negatives: list[list[int]], weights: list[float] | None = None
+) -> RankingBatch:
+    rows = len(answers)
+    return RankingBatch(
+        tokens_BT=torch.full((rows, 1), MASK),
+        queries_M=torch.arange(rows),
+        answers_M=torch.tensor(answers),
+        weights_M=torch.tensor(weights or [1.0] * rows),
+        row_keys_B=torch.zeros(rows, dtype=torch.int64),
+        seen_rows=torch.tensor([row for row, items in enumerate(seen) for _ in items], dtype=torch.int64),
+        seen_items=torch.tensor([item for items in seen for item in items], dtype=torch.int64),
+        negatives_BC=torch.tensor(negatives, dtype=torch.int64).view(rows, -1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("scores", "answer", "seen", "rank"),
+    [
+        ([5.0, 4.0, 3.0, 2.0, 1.0], 1, [], 0),
+        ([5.0, 4.0, 3.0, 2.0, 1.0], 3, [], 2),
+        ([5.0, 4.0, 3.0, 2.0, 1.0], 5, [], 4),
+        ([5.0, 4.0, 3.0, 2.0, 1.0], 3, [1], 1),  # an item met before is no candidate
+        ([5.0, 4.0, 3.0, 2.0, 1.0], 3, [1, 2, 4], 0),
+        ([5.0, 4.0, 3.0, 2.0, 1.0], 3, [3], 2),  # met before, and the target all the same
+        ([1.0, 1.0, 1.0, 1.0, 1.0], 3, [], 4),  # ties count against the model
+        ([1.0, 1.0, 1.0, 1.0, 1.0], 3, [2, 5], 2),
+        ([5.0, 4.0, NAN, 2.0, 1.0], 3, [], 4),  # no score is the worst score
+        ([5.0, 4.0, NAN, 2.0, 1.0], 3, [1], 3),
+        ([NAN, 4.0, 3.0, 2.0, NAN], 2, [], 2),  # and another item's counts against the model
+    ],
+)
+def test_full_rank_is_the_number_of_other_unseen_items_that_score_at_least_as_high(
+    scores: list[float], answer: int, seen: list[int], rank: int
+) -> None:
+    """Between two other rows, of which one has met everything."""
+    logits = torch.tensor([[0.0] * 5, scores, [0.0] * 5])
+    batch = ranking_batch([1, answer, 1], [[1, 2, 3, 4, 5], seen, []], [[]] * 3)
+    answers = batch.answers_M[:, None] - 1
+    ranks = next_item.full_ranks(logits, logits.gather(1, answers), answers, batch)
+    assert ranks.tolist() == [0, rank, 4]
+
+
+def test_ranking_metrics_take_each_protocols_candidates_and_no_fillers() -> None:
+    """Target third of five. `full` without the seen item: 2nd; among the negatives 4 and 5: 1st; with a tie: 2nd."""
+    metrics = next_item.new_metrics(EvalSection(protocols=["full", "pop100"], ks=[1, 2]))
+    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0], [5.0, 4.0, 3.0, 3.0, 1.0], [9.0, 0.0, 0.0, 0.0, 0.0]])
+    batch = ranking_batch([3, 3, 1], [[1], [], []], [[4, 5], [4, 5], [4, 5]], weights=[1.0, 1.0, 0.0])
+    next_item.update(metrics, logits, batch)
+    values = metrics.compute(ALONE)
+    assert values == {
+        "full/hr@1": 0.0,
+        "full/hr@2": 0.5,
+        "full/ndcg@1": 0.0,
+        "full/ndcg@2": pytest.approx(0.5 / np.log2(3)),
+        "pop100/hr@1": 0.5,
+        "pop100/hr@2": 1.0,
+        "pop100/ndcg@1": 0.5,
+        "pop100/ndcg@2": pytest.approx((1 + 1 / np.log2(3)) / 2),
+        "users": 2,
+    }
+
+
+def test_a_nan_target_comes_last_among_the_negatives() -> None:
+    metrics = next_item.new_metrics(EvalSection(protocols=["pop100"], ks=[2, 3]))
+    next_item.update(metrics, torch.tensor([[0.0, NAN, 0.0]]), ranking_batch([2], [[]], [[1, 3]]))
+    values = metrics.compute(ALONE)
+    assert (values["pop100/hr@2"], values["pop100/hr@3"]) == (0.0, 1.0)

@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+
+from recmill import prepare
+from recmill.datasets import random_clicks
+from recmill.errors import ConfigError, DataError
+
+
+def test_preparing_the_same_again_does_nothing(tmp_path: Path) -> None:
+    first = prepare("random-histories", tmp_path / "d", seed=3)
+    before = (tmp_path / "d" / "items.npy").stat().st_mtime_ns
+    assert prepare("random-histories", tmp_path / "d", seed=3) == first
+    assert (tmp_path / "d" / "items.npy").stat().st_mtime_ns == before
+
+
+def test_another_recipe_is_refused_unless_told_to_overwrite(tmp_path: Path) -> None:
+    prepare("random-histories", tmp_path / "d", seed=3)
+    with pytest.raises(DataError, match="holds another dataset"):
+        prepare("random-histories", tmp_path / "d", seed=4)
+    assert prepare("random-histories", tmp_path / "d", seed=4, overwrite=True)["recipe"]["seed"] == 4
+
+
+def test_a_directory_of_something_else_is_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "thesis.tex").write_text("years of work")
+    with pytest.raises(DataError, match="not a prepared dataset"):
+        prepare("random-histories", tmp_path / "d")
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["thesis.tex"]
+
+
+def test_overwrite_does_not_replace_what_is_no_dataset(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "thesis.tex").write_text("years of work")
+    with pytest.raises(DataError, match="not a prepared dataset"):
+        prepare("random-histories", tmp_path / "d", overwrite=True)
+    assert (tmp_path / "d" / "thesis.tex").is_file()
+
+
+def test_a_failure_on_the_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(random_clicks, "seal_clicks", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        prepare("random-clicks", tmp_path / "d", rows=100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_datasets_and_options_name_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'random-clicks'"):
+        prepare("random-click", tmp_path / "d")
+    with pytest.raises(ConfigError, match="Did you mean 'rows'"):
+        prepare("random-clicks", tmp_path / "d", row=100)
+    with pytest.raises(ConfigError, match="--rows: should be a valid integer, got 'many'"):
+        prepare("random-clicks", tmp_path / "d", rows="many")
+
+
+def test_one_number_of_tables_is_a_count(tmp_path: Path) -> None:
+    about = prepare("random-clicks", tmp_path / "d", rows=100, tables=[3])
+    assert [feature["rows"] for feature in about["sparse"]] == [4, 283, 20000]

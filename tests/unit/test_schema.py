@@ -1,0 +1,143 @@
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recmill.errors import DataError
+from recmill.schema import open_dataset
+
+
+@pytest.fixture
+def broken(clicks: Path, histories: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a good dataset, for a test to damage."""
+
+    def copy(kind: str) -> Path:
+        return Path(shutil.copytree({"clicks": clicks, "histories": histories}[kind], tmp_path / kind))
+
+    return copy
+
+
+def problem(path: Path, verify: Any = "sizes") -> str:
+    with pytest.raises(DataError) as caught:
+        open_dataset(path, verify)
+    return str(caught.value)
+
+
+def change(path: Path, **changes: Any) -> None:
+    file = path / "dataset.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes), encoding="utf-8")
+
+
+@pytest.mark.parametrize("verify", ["sizes", "digests"])
+def test_good_datasets_open(clicks: Path, histories: Path, verify: Any) -> None:
+    assert open_dataset(clicks, verify).about.kind == "clicks"
+    assert open_dataset(histories, verify).about.kind == "histories"
+
+
+def test_a_directory_that_is_not_there_says_how_to_make_it(tmp_path: Path) -> None:
+    assert "recmill prepare" in problem(tmp_path / "nowhere")
+
+
+def test_without_its_description_it_is_not_a_dataset(broken: Callable[..., Path]) -> None:
+    path = broken("clicks")
+    (path / "dataset.json").unlink()
+    assert "no dataset.json, so this is not a whole prepared dataset" in problem(path)
+
+
+@pytest.mark.parametrize(("kind", "file"), [("clicks", "day_1_sparse.npy"), ("histories", "items.npy")])
+def test_a_truncated_file_is_named(broken: Callable[..., Path], kind: str, file: str) -> None:
+    path = broken(kind)
+    size = (path / file).stat().st_size
+    os.truncate(path / file, size - 1)
+    assert f"{file}: {size - 1:,} bytes, expected {size:,}: cut short or changed" in problem(path)
+
+
+def test_all_missing_files_are_named_at_once(broken: Callable[..., Path]) -> None:
+    path = broken("clicks")
+    (path / "day_0_dense.npy").unlink()
+    (path / "day_2_labels.npy").unlink()
+    text = problem(path)
+    assert "day_0_dense.npy: missing" in text
+    assert "day_2_labels.npy: missing" in text
+
+
+@pytest.mark.parametrize(("kind", "file"), [("clicks", "day_0_dense.npy"), ("histories", "users.parquet")])
+def test_a_flipped_bit_is_found_by_verify(broken: Callable[..., Path], kind: str, file: str) -> None:
+    path = broken(kind)
+    content = bytearray((path / file).read_bytes())
+    content[-1] ^= 1
+    (path / file).write_bytes(content)
+    open_dataset(path)  # sizes and counts still agree
+    assert f"{file}: its content changed" in problem(path, "digests")
+
+
+def test_an_array_of_another_shape_is_named(broken: Callable[..., Path]) -> None:
+    path = broken("clicks")
+    labels = np.load(path / "day_0_labels.npy")
+    np.save(path / "day_0_labels.npy", labels.reshape(1, -1))  # the same number of bytes
+    assert "day_0_labels.npy: int32 [1, 500], expected i4 [500, 1]" in problem(path)
+
+
+@pytest.mark.parametrize(("value", "fact"), [(-1, "item -1 is not in 1..200"), (0, "item 0"), (201, "item 201")])
+def test_an_item_outside_the_catalogue_is_named_with_its_row(
+    broken: Callable[..., Path], value: int, fact: str
+) -> None:
+    path = broken("histories")
+    items = np.load(path / "items.npy", mmap_mode="r+")
+    items[77] = value
+    items.flush()
+    text = problem(path)
+    assert "items.npy: row 77: " in text
+    assert fact in text
+
+
+def test_offsets_must_cover_the_items(broken: Callable[..., Path]) -> None:
+    path = broken("histories")
+    offsets = np.load(path / "offsets.npy", mmap_mode="r+")
+    offsets[-1] -= 1
+    offsets.flush()
+    assert "offsets.npy: runs from 0 to 1499, expected 0 to 1500" in problem(path)
+
+
+def test_a_history_too_short_for_leave_one_out_is_named(broken: Callable[..., Path]) -> None:
+    path = broken("histories")
+    offsets = np.load(path / "offsets.npy", mmap_mode="r+")
+    offsets[5] = offsets[4] + 2
+    offsets.flush()
+    assert "user 4 has 2 items; leave-one-out needs 3" in problem(path)
+
+
+def test_splits_beyond_the_rows_are_an_error(broken: Callable[..., Path]) -> None:
+    path = broken("clicks")
+    splits = json.loads((path / "dataset.json").read_text())["splits"]
+    splits["train"][0]["stop"] = 501
+    change(path, splits=splits)
+    assert "day_0: a split ends at row 501 but there are 500" in problem(path)
+
+
+def test_an_unknown_format_or_kind_is_an_error(broken: Callable[..., Path]) -> None:
+    path = broken("clicks")
+    change(path, format=2)
+    assert "format" in problem(path)
+    change(path, format=1, kind="clicksy")
+    assert "clicksy" in problem(path)
+
+
+@pytest.mark.parametrize(("value", "column"), [(300, 2), (-1, 0)])
+def test_verify_finds_a_bad_id_even_if_the_digest_agrees(broken: Callable[..., Path], value: int, column: int) -> None:
+    """As in a dataset prepared elsewhere with wrong table sizes."""
+    from recmill.schema import digest
+
+    path = broken("clicks")
+    ids = np.load(path / "day_1_sparse.npy", mmap_mode="r+")
+    ids[7, column] = value
+    ids.flush()
+    files = json.loads((path / "dataset.json").read_text())["files"]
+    files["day_1_sparse.npy"]["xxh3"] = digest(path / "day_1_sparse.npy")
+    change(path, files=files)
+    assert f"day_1_sparse.npy: row 7, column C{column + 1}: id {value} is not in 0.." in problem(path, "digests")
