@@ -117,7 +117,11 @@ def prepare_command() -> None:
 @commands.command("train")
 @click.argument("config", type=click.Path())
 @click.option(
-    "--run", required=True, type=click.Path(), help="Run directory; an interrupted one goes on where it stopped."
+    "--run",
+    "--run-dir",  # torchrun takes '--run' for a short form of its own '--run-path'
+    required=True,
+    type=click.Path(),
+    help="Run directory; an interrupted one goes on where it stopped.",
 )
 @_procs
 @click.option(

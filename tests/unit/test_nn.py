@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recmill import rng
 from recmill.batch import CtrBatch, RankingBatch, SequenceBatch
 from recmill.config.sections import EvalSection
 from recmill.nn.bert4rec import Bert4Rec
@@ -20,7 +21,7 @@ from recmill.world import World
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)
-KEYS = torch.tensor([1, 2, -3, 2**62 + 5, 2**40])
+KEYS = torch.from_numpy(rng.bits(np.uint64(0), np.arange(1, 6)).view(np.int64))
 
 
 def test_interactions_are_the_dense_vector_then_the_dot_products_row_by_row() -> None:

@@ -186,5 +186,5 @@ def _note_failure(run: RunDirectory, error: UserError) -> None:
         with run.locked():
             if run.read_status().get("state") == "running":
                 run.write_status("failed", error=str(error))
-    except UserError:
-        return
+    except (UserError, OSError):
+        return  # a full disk, say: the error itself is what matters

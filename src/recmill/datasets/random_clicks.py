@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recmill.datasets.synthetic_clicks import BLOCK_ROWS, ClickOptions
-from recmill.datasets.writing import ClickRows, Progress, rows_per_day, seal_clicks, write_day
+from recmill.datasets.clicks import BLOCK_ROWS, ClickOptions, ClickRows, rows_per_day, seal_clicks, write_day
+from recmill.datasets.writing import Progress
 from recmill.schema import Description
 
 

@@ -10,43 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat
 
 from recmill import rng
-from recmill.config.sections import Section
-from recmill.datasets.writing import ClickRows, Progress, rows_per_day, seal_clicks, write_day
+from recmill.datasets.clicks import BLOCK_ROWS, ClickOptions, ClickRows, rows_per_day, seal_clicks, write_day
+from recmill.datasets.writing import Progress
 from recmill.metrics.auc import auroc
 from recmill.metrics.binary import log_loss_sum
 from recmill.schema import Description
 
-BLOCK_ROWS = 1 << 17
 NUM_PAIRS = 4
 FACTOR_DIM = 2
-
-
-def default_tables(count: int = 26, smallest: int = 4, largest: int = 20_000) -> list[int]:
-    return [round(smallest * (largest / smallest) ** (i / max(count - 1, 1))) for i in range(count)]
-
-
-class ClickOptions(Section):
-    """What random and synthetic click logs have in common."""
-
-    rows: int = Field(500_000, ge=4, description="Rows in all; the last day is half validation, half test.")
-    seed: int = Field(1, ge=0, description="Same seed, same bytes.")
-    days: int = Field(5, ge=2, description="Files; the last one is for validation and test.")
-    dense: PositiveInt = Field(13, description="Number of dense features.")
-    tables: list[PositiveInt] = Field(
-        default_tables(), min_length=1, description="Table sizes, like 10,1000,50000; a single number: so many tables."
-    )
-
-    @field_validator("tables", mode="after")
-    @classmethod
-    def one_number_is_a_count(cls, tables: list[int]) -> list[int]:
-        return default_tables(tables[0]) if len(tables) == 1 else tables
-
-    @property
-    def id_dtype(self) -> type:
-        return np.int32 if max(self.tables) < 2**31 else np.int64
 
 
 class Options(ClickOptions):

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recmill.errors import CheckpointError
+from recmill.errors import CheckpointError, ResourceError
 from recmill.schema import digest
 from recmill.world import World
 
@@ -69,13 +69,25 @@ def save(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ShardedTensor's deprecation, inside TorchRec
         state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, sync_files=True))
+        try:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, sync_files=True))
+        except dcp.CheckpointException as error:
+            shutil.rmtree(partial, ignore_errors=True)  # give the space back
+            raise ResourceError(
+                f"{partial}: a checkpoint could not be written ({_reason(error)}). The ones before it are untouched. "
+                "Is the disk full? Free some space, then run the same command again."
+            ) from error
     if world.is_main:
         _commit(partial, final, {"position": asdict(position), "dataset": dataset})
         for old in committed(directory)[:-keep]:
             shutil.rmtree(old)
         log.info("checkpoint committed: step %s in %.1f s, %s", f"{position.step:,}", time.monotonic() - started, final)
     world.broadcast(None)  # nobody goes on, or leaves, before it is committed
+
+
+def _reason(error: "dcp.CheckpointException") -> str:
+    """torch wraps what each rank raised; a full disk may appear as 'unexpected pos'."""
+    return next((str(failure[0]) for failure in error.failures.values()), str(error))
 
 
 def _commit(partial: Path, final: Path, state: dict[str, Any]) -> None:

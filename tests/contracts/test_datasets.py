@@ -1,0 +1,72 @@
+"""What every registered dataset must do."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recmill import prepare, registry
+from recmill.schema import ClicksDescription, HistoriesDescription, open_dataset
+
+# Small, and quick to make; a dataset with defaults that are small enough needs no entry.
+SMALL: dict[str, dict[str, Any]] = {
+    "synthetic-clicks": {"rows": 1000, "tables": [3, 1000, 20]},
+    "random-clicks": {"rows": 1000, "tables": [3, 1000, 20]},
+    "synthetic-histories": {"users": 50, "items": 150, "interactions": 500},
+}
+
+every_dataset = pytest.mark.parametrize("name", sorted(registry.DATASETS))
+
+
+def contents(directory: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())}
+
+
+@every_dataset
+def test_twice_is_the_same_bytes_and_another_seed_is_not(name: str, tmp_path: Path) -> None:
+    for folder, seed in (("one", 5), ("two", 5), ("other", 6)):
+        prepare(name, tmp_path / folder, seed=seed, **SMALL.get(name, {}))
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    one, other = contents(tmp_path / "one"), contents(tmp_path / "other")
+    data_files = [file for file in one if file.endswith(".npy") and not file.startswith("offsets")]
+    assert data_files
+    assert any(one[file] != other[file] for file in data_files)
+
+
+@every_dataset
+def test_it_is_whole_and_its_ids_are_in_range(name: str, tmp_path: Path) -> None:
+    prepare(name, tmp_path / "d", **SMALL.get(name, {}))
+    dataset = open_dataset(tmp_path / "d", verify="digests")
+    on_disk = {file.name for file in (tmp_path / "d").iterdir()}
+    assert on_disk == {*dataset.about.files, "dataset.json"}
+
+
+@every_dataset
+def test_splits_are_there_and_disjoint(name: str, tmp_path: Path) -> None:
+    prepare(name, tmp_path / "d", **SMALL.get(name, {}))
+    about = open_dataset(tmp_path / "d").about
+    if isinstance(about, ClicksDescription):
+        rows = [(r.day, i) for ranges in about.splits.values() for r in ranges for i in range(r.start, r.stop)]
+        assert set(about.splits) == {"train", "val", "test"}
+        assert len(rows) == len(set(rows)) == about.recipe["rows"]
+    else:  # by position: the last, the one before, the rest
+        assert isinstance(about, HistoriesDescription)
+        assert np.diff(np.load(tmp_path / "d" / "offsets.npy")).min() >= 3
+
+
+@every_dataset
+def test_histories_say_how_often_each_item_occurs(name: str, tmp_path: Path) -> None:
+    import polars as pl
+
+    prepare(name, tmp_path / "d", **SMALL.get(name, {}))
+    about = open_dataset(tmp_path / "d").about
+    if about.kind == "histories":
+        items = np.load(tmp_path / "d" / "items.npy")
+        table = pl.read_parquet(tmp_path / "d" / "items.parquet")
+        assert table["id"].to_list() == list(range(1, table.height + 1))
+        assert table["count"].to_list() == np.bincount(items, minlength=table.height + 1)[1:].tolist()
+        assert table["original_id"].is_unique().all()
+    else:
+        assert not (tmp_path / "d" / "items.npy").exists()

@@ -1,0 +1,222 @@
+"""Through the installed command, as a user types it."""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+
+from recmill import evaluate, recommend, train
+
+from ..conftest import RunCli
+from ..distributed.runs import losses
+
+
+def write_config(tmp_path: Path, config: dict[str, Any]) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(tomli_w.dumps(config), encoding="utf-8")
+    return file
+
+
+def assert_one_clear_error(done: "subprocess.CompletedProcess[str]", exit_code: int, *facts: str) -> None:
+    assert done.returncode == exit_code, done.stderr
+    assert "Traceback" not in done.stderr
+    for fact in facts:
+        assert fact in done.stderr
+
+
+def test_a_run_directory_tells_the_whole_story(run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path) -> None:
+    done = run_cli(
+        "train", write_config(tmp_path, dlrm), "--run", "runs/a", "--procs", "2", "--set", "optim.dense.lr=0.02"
+    )
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "a"
+    results = json.loads((run / "results.json").read_text())
+    assert set(results) == {"val", "test"}
+    assert set(results["test"]) == {"auroc", "logloss", "normalised_entropy", "calibration", "rows"}
+    assert f"{results['test']['auroc']:.4f}" in done.stdout
+    assert "best reachable" in done.stdout
+    environment = json.loads((run / "env.json").read_text())
+    assert environment["world_size"] == 2
+    assert environment["packages"]["torchrec"] == "1.8.0"
+    assert json.loads((run / "status.json").read_text())["state"] == "done"
+    assert "step 13" in (run / "log.txt").read_text()
+    assert (run / "log.rank-1.txt").is_file()
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000010", "step-00000013"]
+    # The resolved config alone, from another directory, gives the same run.
+    assert "lr = 0.02" in (run / "config.toml").read_text()
+    (tmp_path / "elsewhere").mkdir()
+    again = run_cli("train", run / "config.toml", "--run", "again", cwd=tmp_path / "elsewhere")
+    assert again.returncode == 0, again.stderr
+    assert losses(tmp_path / "elsewhere" / "again") == pytest.approx(losses(run), rel=2e-5)
+    # evaluate finds the same numbers in the checkpoint
+    shown = run_cli("evaluate", "runs/a", "--split", "test", "--json")
+    assert json.loads(shown.stdout) == pytest.approx(results["test"], rel=1e-6)
+
+
+def test_python_does_what_the_commands_do(run_cli: RunCli, bert4rec: dict[str, Any], tmp_path: Path) -> None:
+    results = train(bert4rec, tmp_path / "run", overrides=["train.num_epochs=2"])
+    assert evaluate(tmp_path / "run", split="val") == pytest.approx(results["val"], rel=1e-6)
+    items = recommend(tmp_path / "run", [12, "7", 99], k=4)
+    assert len({item["item"] for item in items} - {"12", "7", "99"}) == 4
+    assert items == sorted(items, key=lambda item: -item["score"])
+    assert items[0]["title"] == f"Item {items[0]['item']}"
+    printed = run_cli("recommend", tmp_path / "run", "--history", "12,7, 99", "--k", "4", "--json")
+    assert [item["item"] for item in json.loads(printed.stdout)] == [item["item"] for item in items]
+    unknown = run_cli("recommend", tmp_path / "run", "--history", "12,9999")
+    assert_one_clear_error(unknown, 3, "'9999'", "items.parquet")
+    assert_one_clear_error(
+        run_cli("recommend", tmp_path / "run", "--history", "12", "--k", "200"), 2, "--k 200: 199 items"
+    )
+
+
+def test_under_torchrun_it_uses_what_it_finds(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    command = [
+        *torchrun,
+        "--master-port",
+        str(port),
+        "-m",
+        "recmill",
+        "train",
+        str(write_config(tmp_path, dlrm)),
+        "--run-dir",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*command, str(tmp_path / "a")], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "a" / "env.json").read_text())["world_size"] == 2
+    train(dlrm, tmp_path / "b")
+    assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=2e-5)
+
+
+def test_doctor_finds_this_machine_fit(run_cli: RunCli) -> None:
+    done = run_cli("doctor")
+    assert done.returncode == 0, done.stdout
+    for fact in ("torch", "torchrec", "fbgemm-gpu-cpu", "2 processes exchanged values", "Training would work."):
+        assert fact in done.stdout
+
+
+def test_three_config_mistakes_are_one_error(run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path) -> None:
+    dlrm["model"]["name"] = "dlmr"
+    dlrm["train"]["sead"] = 3
+    done = run_cli("train", write_config(tmp_path, dlrm), "--run", "r", "--set", "eval.ks=many")
+    assert_one_clear_error(done, 2, "3 problems", "'dlrm'", "'train.seed'", "--set: 'eval.ks'")
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_model_on_the_wrong_kind_of_data_is_a_config_error(
+    run_cli: RunCli, dlrm: dict[str, Any], histories: Path, tmp_path: Path
+) -> None:
+    done = run_cli("train", write_config(tmp_path, dlrm), "--run", "r", "--set", f"data.path={histories}")
+    assert_one_clear_error(done, 2, "model 'dlrm' learns from clicks", "holds histories")
+
+
+@pytest.mark.parametrize("damage", ["no description", "truncated", "one past its table", "negative"])
+def test_bad_data_is_one_clear_error(
+    damage: str, run_cli: RunCli, dlrm: dict[str, Any], clicks: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(clicks, tmp_path / "copy"))
+    file = copy / "day_0_sparse.npy"
+    facts = {
+        "no description": "no dataset.json",
+        "truncated": "day_0_sparse.npy: 8,127 bytes, expected 8,128",
+        "one past its table": f"{file}: row 42, column C4: id 2000 is not in 0..1999",
+        "negative": f"{file}: row 42, column C4: id -7 is not in 0..1999",
+    }
+    if damage == "no description":
+        (copy / "dataset.json").unlink()
+    elif damage == "truncated":
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        ids = np.load(file, mmap_mode="r+")
+        ids[42, 3] = 2000 if damage == "one past its table" else -7
+        ids.flush()
+    config = write_config(tmp_path, {**dlrm, "data": {"path": str(copy)}})
+    assert_one_clear_error(run_cli("train", config, "--run", "r"), 3, facts[damage])
+    assert not (tmp_path / "r" / "results.json").exists()
+
+
+def without_root_s_privilege() -> None:
+    """Root may write anywhere; give that up for the command, so that permissions hold for it too."""
+    drop_from_bounding_set, may_override_permissions = 24, 1
+    ctypes.CDLL(None).prctl(drop_from_bounding_set, may_override_permissions)
+
+
+@pytest.mark.parametrize("where", ["prepare", "new run", "old run"])
+def test_no_permission_to_write_is_a_resource_error(
+    where: str, run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, dlrm)
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    locked.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    command: tuple[str | Path, ...] = ("train", config, "--run", locked / "r")
+    if where == "old run":
+        command = ("train", config, "--run", locked)
+    elif where == "prepare":
+        command = ("prepare", "random-histories", "--output", locked / "d")
+    done = run_cli(*command, preexec_fn=without_root_s_privilege)
+    assert_one_clear_error(done, 5, str(locked), "Permission denied", "Choose a place you may write to")
+    assert list(locked.iterdir()) == []
+
+
+def test_a_path_through_a_file_is_a_resource_error(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert_one_clear_error(run_cli("prepare", "random-histories", "--output", "file/d"), 5, "a file")
+
+
+def test_unknown_names_on_the_command_line_name_the_nearest(run_cli: RunCli) -> None:
+    assert_one_clear_error(run_cli("prepare", "synthetic-click", "--output", "d"), 2, "'synthetic-clicks'")
+    assert_one_clear_error(run_cli("trian"), 2, "trian")
+    assert_one_clear_error(run_cli("prepare", "random-clicks", "--output", "d", "--tables", "a,b"), 2, "whole numbers")
+
+
+def test_runs_without_a_checkpoint_or_config_are_checkpoint_errors(
+    run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_one_clear_error(run_cli("evaluate", "nowhere"), 4, "no config.toml")
+    (tmp_path / "empty").mkdir()
+    shutil.copy(write_config(tmp_path, dlrm), tmp_path / "empty" / "config.toml")
+    assert_one_clear_error(run_cli("evaluate", "empty", "--procs", "2"), 4, "no complete checkpoint yet")
+
+
+def test_debug_shows_where_an_error_came_from(run_cli: RunCli, tmp_path: Path) -> None:
+    done = run_cli("evaluate", "nowhere", "--debug")
+    assert "Traceback" in done.stderr
+    assert "no config.toml" in done.stderr
+
+
+def test_help_is_there_for_every_command(run_cli: RunCli) -> None:
+    listed = run_cli("--help").stdout
+    for command in ("doctor", "prepare", "train", "evaluate", "recommend", "results"):
+        assert command in listed
+        assert "Usage:" in run_cli(command, "--help").stdout
+    assert "--random-user-count" in run_cli("prepare", "random-histories", "--help").stdout
+
+
+def test_a_second_interrupt_ends_it_at_once(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    from ..distributed.test_resume import endless, start, wait_for_step
+
+    config = endless(dlrm)
+    config["train"] |= {"global_batch_size": 1500, "log_every_steps": 1}
+    process = start(config, tmp_path, procs=1)
+    wait_for_step(tmp_path / "run", 1)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode in (0, 130), output  # 0: the first one was quicker than the second
+    assert "Traceback" not in output
