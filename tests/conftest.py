@@ -19,9 +19,9 @@ RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="session")
 def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """2,003 rows (1,501 for training), 4 tables; sizes chosen so that nothing divides evenly."""
+    """2,002 rows (1,501 for training), 4 tables; sizes chosen so that nothing divides evenly."""
     path = tmp_path_factory.mktemp("data") / "clicks"
-    prepare("synthetic-clicks", path, rows=2003, days=4, dense=3, tables=[5, 50, 300, 2000])
+    prepare("synthetic-clicks", path, rows=2002, days=4, dense=3, tables=[5, 50, 300, 2000])
     return path
 
 
@@ -69,7 +69,8 @@ def run_cli(tmp_path: Path) -> RunCli:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def not_under_a_launcher() -> None:
-    """The commands would take the place of a worker."""
+def known_environment() -> None:
+    """No launcher's variables (the commands would act as its workers), and one thread a process: tests share cores."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
+    os.environ["OMP_NUM_THREADS"] = "1"

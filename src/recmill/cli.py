@@ -10,6 +10,7 @@ import click
 
 from recmill import __version__, registry
 from recmill.errors import as_user_error
+from recmill.launch.local import own_rank
 
 _DEBUG = "--debug"  # understood anywhere on the line
 _SEE_WHERE = f"\nRun again with {_DEBUG} to see where."
@@ -42,9 +43,8 @@ def main() -> None:
 
 
 def _tell(text: str) -> None:
-    from recmill.launch.local import rank_prefix
-
-    print(f"{rank_prefix()}{text}", file=sys.stderr)
+    rank = own_rank()
+    print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr)
 
 
 class _Datasets(click.Group):
@@ -133,7 +133,7 @@ def train_command(config: str, run: str, procs: int, overrides: tuple[str, ...],
     from recmill.commands.train import train
 
     results = train(config, run, procs=procs, overrides=overrides, verify=verify)
-    if results:
+    if results and own_rank() == 0:
         _print_results([run])
 
 
@@ -151,6 +151,8 @@ def evaluate_command(run: str, split: Any, procs: int, verify: bool, as_json: bo
     from recmill.commands.results import best_of_run
 
     values = evaluate(run, split=split, procs=procs, verify=verify)
+    if own_rank() != 0:
+        return
     if as_json:
         print(json.dumps(values))
     else:

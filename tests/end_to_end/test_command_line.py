@@ -99,6 +99,7 @@ def test_under_torchrun_it_uses_what_it_finds(dlrm: dict[str, Any], tmp_path: Pa
     done = subprocess.run([*command, str(tmp_path / "a")], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "a" / "env.json").read_text())["world_size"] == 2
+    assert done.stdout.count("best reachable") == 1  # one process speaks
     train(dlrm, tmp_path / "b")
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=2e-5)
 

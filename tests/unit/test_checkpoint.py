@@ -24,7 +24,7 @@ class NoOptimizer:
 
 def save(directory: Path, network: nn.Module, step: int, keep: int = 2) -> None:
     position = Position(step=step, epoch=1, batch=2)
-    checkpoint.save(directory, network, NoOptimizer(), position, "data", keep, ALONE)  # type: ignore[arg-type]
+    checkpoint.save(directory, network, NoOptimizer(), position, "data", keep, ALONE)
 
 
 def test_weights_and_position_come_back(tmp_path: Path) -> None:

@@ -343,7 +343,24 @@ def test_without_pop100_no_negatives_are_drawn(histories: Path) -> None:
     assert all(row[3] == [] for row in ranking_rows(histories, "val", protocols=["full"]))
 
 
-def test_pop100_needs_enough_items_nobody_has_met(tmp_path: Path) -> None:
-    prepare("synthetic-histories", tmp_path / "d", users=20, items=105, interactions=200)
-    with pytest.raises(DataError, match=r"'pop100' needs 100 items a user has never met; user \d+ has met \d+ of"):
+def test_pop100_needs_100_items_that_the_user_has_not_met(tmp_path: Path) -> None:
+    prepare("synthetic-histories", tmp_path / "d", users=200, items=105, interactions=3000)
+    with pytest.raises(DataError, match=r"'pop100' needs 100 items a user has never met; user \d+ has met \d+ of 105"):
         history_source(tmp_path / "d")
+
+
+def test_pop100_is_refused_before_training_if_any_user_has_met_too_many(tmp_path: Path) -> None:
+    """Here the user with the longest history repeats items; another one has met more different ones."""
+    prepare("random-histories", tmp_path / "d", random_item_count=143, seed=2)
+    with pytest.raises(DataError, match=r"user \d+ has met \d+ of \d+\. Use --set 'eval.protocols=\[\"full\"\]'"):
+        HistorySource(
+            open_dataset(tmp_path / "d"),
+            masking=Masking(10, 10, 0.2, 0.1),
+            protocols=["pop100"],
+            order="file",
+            seed=1,
+            train_batch_size=4,
+            eval_batch_size=40,
+            rank=0,
+            size=1,
+        )

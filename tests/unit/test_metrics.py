@@ -58,7 +58,7 @@ def test_log_loss_equals_scikit_learn() -> None:
     assert log_loss_sum(logits, labels) / 1000 == pytest.approx(log_loss(labels, 1 / (1 + np.exp(-logits))), rel=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.filterwarnings("error")
 def test_log_loss_is_exact_for_huge_logits() -> None:
     """Two certain and right answers cost nothing, two certain and wrong ones 1000 each."""
     values = binary(([1000.0, -1000.0, 1000.0, -1000.0], [1, 0, 0, 1]))
@@ -94,7 +94,7 @@ def test_one_class_alone_has_no_auroc_and_no_entropy(label: int, calibration: fl
     assert values["logloss"] == pytest.approx(-np.mean(np.log([0.4, 0.8] if label else [0.6, 0.2])), rel=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "parts", [[], [([], [])], [([0.3, np.nan], [1, 0])], [([np.nan], [1]), ([0.0, 1.0, 2.0], [0, 1, 0])]]
 )

@@ -59,3 +59,21 @@ def test_unknown_datasets_and_options_name_the_nearest(tmp_path: Path) -> None:
 def test_one_number_of_tables_is_a_count(tmp_path: Path) -> None:
     about = prepare("random-clicks", tmp_path / "d", rows=100, tables=[3])
     assert [feature["rows"] for feature in about["sparse"]] == [4, 283, 20000]
+
+
+@pytest.mark.parametrize("name", ["random-clicks", "synthetic-clicks"])
+def test_too_few_rows_for_the_days_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--rows 9: 5 days need 10 rows or more"):
+        prepare(name, tmp_path / "d", rows=9)
+    about = prepare(name, tmp_path / "d", rows=10)
+    assert {split: sum(r["stop"] - r["start"] for r in ranges) for split, ranges in about["splits"].items()} == {
+        "train": 8,
+        "val": 1,
+        "test": 1,
+    }
+
+
+def test_an_overwhelming_signal_still_has_a_finite_best(tmp_path: Path) -> None:
+    truth = prepare("synthetic-clicks", tmp_path / "d", rows=1000, signal=100.0)["truth"]["val"]
+    assert truth["auroc"] > 0.99
+    assert 0 <= truth["logloss"] < 0.1

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 
 from recmill import prepare
@@ -16,7 +17,7 @@ from recmill.datasets.synthetic_histories import Chain
 from recmill.errors import ConfigError
 from recmill.metrics.ranking import PopularNegatives
 
-TABLES = [5, 50, 300, 2000]
+TABLES = [5, 50, 300, 2000, 20]  # the last one is in no pair
 
 
 @dataclass
@@ -46,16 +47,16 @@ def test_the_stated_best_is_the_score_of_the_planted_probability_of_the_files(
 ) -> None:
     dense, ids, labels = (planted_clicks.files(part, 2)[rows] for part in ("dense", "sparse", "labels"))
     assert dense.dtype == np.float32
-    probability = planted_clicks.planted.probability(dense, ids)
+    probability = expit(planted_clicks.planted.logit(dense, ids))
     truth = planted_clicks.about["truth"][split]
-    assert truth["auroc"] == pytest.approx(roc_auc_score(labels[:, 0], probability), abs=1e-9)
-    assert truth["logloss"] == pytest.approx(log_loss(labels[:, 0], probability), rel=1e-9)
+    assert truth["auroc"] == pytest.approx(roc_auc_score(labels[:, 0], probability), abs=1e-12)
+    assert truth["logloss"] == pytest.approx(log_loss(labels[:, 0], probability), rel=1e-12)
 
 
 def test_labels_are_coins_of_the_planted_probability(planted_clicks: Clicks) -> None:
     """In each tenth of the rows by probability; five standard deviations."""
     dense, ids, labels = (planted_clicks.files(part, 0, 1, 2) for part in ("dense", "sparse", "labels"))
-    probability = planted_clicks.planted.probability(dense, ids)
+    probability = expit(planted_clicks.planted.logit(dense, ids))
     for rows in np.array_split(np.argsort(probability), 10):
         p = probability[rows]
         assert labels[rows].sum() == pytest.approx(p.sum(), abs=5 * np.sqrt(np.sum(p * (1 - p))))
@@ -88,7 +89,7 @@ def test_knowing_less_than_the_planted_model_scores_lower(planted_clicks: Clicks
     dense, ids, labels = (planted_clicks.files(part, 0, 1, 2) for part in ("dense", "sparse", "labels"))
 
     def score(dense: np.ndarray, ids: np.ndarray) -> float:
-        return float(roc_auc_score(labels[:, 0], planted_clicks.planted.probability(dense, ids)))
+        return float(roc_auc_score(labels[:, 0], expit(planted_clicks.planted.logit(dense, ids))))
 
     best = score(dense, ids)
     only_dense, only_ids = score(dense, np.zeros_like(ids)), score(np.zeros_like(dense), ids)
@@ -167,13 +168,15 @@ def test_lengths_are_exact_up_to_the_limits(users: int, items: int, interactions
     assert lengths.max() <= items // 2
 
 
-def test_an_item_has_four_successors_and_is_none_of_them(planted_histories: Histories) -> None:
-    successors, popularity = planted_histories.chain.successors, planted_histories.chain.popularity
-    assert successors.shape == (300, 4)
-    assert all(len({item, *row}) == 5 for item, row in enumerate(successors.tolist()))
-    assert popularity.sum() == pytest.approx(1.0)
-    assert popularity.min() > 0
-    np.testing.assert_allclose(planted_histories.chain.next_probability(7), planted_histories.scores(7))
+@pytest.mark.parametrize("seed", range(3))
+def test_an_item_has_four_successors_and_is_none_of_them(seed: int) -> None:
+    chain = Chain.planted(synthetic_histories.Options(items=20, seed=seed))
+    assert chain.successors.shape == (20, 4)
+    assert all(len({item, *row}) == 5 for item, row in enumerate(chain.successors.tolist()))
+    assert chain.successors.min() >= 0
+    assert chain.successors.max() == 19, "the last item can be one too"
+    assert chain.popularity.sum() == pytest.approx(1.0)
+    assert chain.popularity.min() > 0
 
 
 def test_steps_follow_the_planted_chain(planted_histories: Histories) -> None:

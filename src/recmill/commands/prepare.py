@@ -43,7 +43,9 @@ def checked_options(name: str, options_class: Any, options: dict[str, Any]) -> A
         lines = []
         for problem in error.errors():
             key = str(problem["loc"][0]) if problem["loc"] else "options"
-            if problem["type"] == "extra_forbidden":
+            if problem["type"] == "value_error":
+                lines.append(str(problem["ctx"]["error"]))
+            elif problem["type"] == "extra_forbidden":
                 lines.append(registry.unknown(f"option of {name}", key, options_class.model_fields))
             else:
                 message = problem["msg"].replace("Input should be", "should be")

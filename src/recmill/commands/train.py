@@ -1,5 +1,6 @@
 """`recmill train`: config + prepared dataset -> a run directory. On an existing one it goes on where it stopped."""
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from recmill.config import Config, differences, load_config, to_toml
 from recmill.errors import ConfigError, UserError
 from recmill.launch.local import is_launched, run_job
 from recmill.observe.run_dir import RunDirectory, environment, write_json, write_text
+from recmill.schema import Dataset
 
 if TYPE_CHECKING:
     from recmill.world import World
@@ -43,7 +45,10 @@ def train(
     checked = _at_absolute_path(load_config(config, overrides))
     run_directory = RunDirectory(Path(run).absolute())
     _check_continuation(run_directory, checked)
-    open_matching_dataset(checked, "digests" if verify else "sizes")
+    dataset = open_matching_dataset(checked, "digests" if verify else "sizes")
+    if _is_finished(run_directory, checked, dataset):
+        log.info("%s is finished: nothing to do", run_directory.path)
+        return json.loads(run_directory.results.read_text(encoding="utf-8"))
     arguments: dict[str, Any] = {"config": checked.as_dict(), "run": str(run_directory.path)}
     device = checked.run.train.device
     if is_launched():
@@ -134,7 +139,8 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     results = {split: report(split, fitted.position) for split in ("val", "test")}
     if world.is_main:
         write_json(run.results, results)
-        run.write_status("done", step=fitted.position.step, seconds=round(time.monotonic() - started, 1))
+        seconds = round(time.monotonic() - started, 1)
+        run.write_status("done", step=fitted.position.step, seconds=seconds, dataset=dataset.fingerprint)
     return results
 
 
@@ -178,6 +184,13 @@ def _check_continuation(run: RunDirectory, config: Config) -> None:
             + "\n".join(f"  {line}" for line in changed)
             + "\nChoose another --run, or train from its own config.toml."
         )
+
+
+def _is_finished(run: RunDirectory, config: Config, dataset: Dataset) -> bool:
+    """Exactly this config, on exactly this data, to its end."""
+    status = run.read_status()
+    is_done = status.get("state") == "done" and status.get("dataset") == dataset.fingerprint
+    return is_done and run.results.is_file() and load_config(run.config) == config
 
 
 def _note_failure(run: RunDirectory, error: UserError) -> None:

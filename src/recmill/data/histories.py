@@ -178,11 +178,11 @@ def _popular_negatives(dataset: Dataset, items: np.ndarray, offsets: np.ndarray)
     assert isinstance(dataset.about, HistoriesDescription)
     counts = np.bincount(items, minlength=dataset.about.num_items + 1)[1:]
     available = int(np.count_nonzero(counts))
-    longest = int(np.argmax(np.diff(offsets)))
-    met = len(np.unique(items[offsets[longest] : offsets[longest + 1]]))
-    if available - met < POP100_NEGATIVES:
-        raise DataError(
-            f"{dataset.path}: protocol 'pop100' needs {POP100_NEGATIVES} items a user has never met; "
-            f"user {longest} has met {met} of {available}. Use --set 'eval.protocols=[\"full\"]'."
-        )
+    for user in np.flatnonzero(np.diff(offsets) > available - POP100_NEGATIVES).tolist():
+        met = len(np.unique(items[offsets[user] : offsets[user + 1]]))
+        if available - met < POP100_NEGATIVES:
+            raise DataError(
+                f"{dataset.path}: protocol 'pop100' needs {POP100_NEGATIVES} items a user has never met; "
+                f"user {user} has met {met} of {available}. Use --set 'eval.protocols=[\"full\"]'."
+            )
     return PopularNegatives(counts)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from recmill.config.sections import Section
 from recmill.datasets.writing import MADE_BY, NpyWriter, seal
@@ -24,7 +24,7 @@ def default_tables(count: int = 26, smallest: int = 4, largest: int = 20_000) ->
 class ClickOptions(Section):
     """What random and synthetic click logs have in common."""
 
-    rows: int = Field(500_000, ge=4, description="Rows in all; the last day is half validation, half test.")
+    rows: PositiveInt = Field(500_000, description="Rows in all, 2 a day at least; the last day is for val and test.")
     seed: int = Field(1, ge=0, description="Same seed, same bytes.")
     days: int = Field(5, ge=2, description="Files; the last one is for validation and test.")
     dense: PositiveInt = Field(13, description="Number of dense features.")
@@ -36,6 +36,12 @@ class ClickOptions(Section):
     @classmethod
     def one_number_is_a_count(cls, tables: list[int]) -> list[int]:
         return default_tables(tables[0]) if len(tables) == 1 else tables
+
+    @model_validator(mode="after")
+    def every_split_gets_a_row(self) -> "ClickOptions":
+        if self.rows < 2 * self.days:
+            raise ValueError(f"--rows {self.rows}: {self.days} days need {2 * self.days} rows or more.")
+        return self
 
     @property
     def id_dtype(self) -> type:

@@ -16,7 +16,7 @@ from recmill import rng
 from recmill.datasets.clicks import BLOCK_ROWS, ClickOptions, ClickRows, rows_per_day, seal_clicks, write_day
 from recmill.datasets.writing import Progress
 from recmill.metrics.auc import auroc
-from recmill.metrics.binary import log_loss_sum
+from recmill.metrics.binary import log_loss_sum, sigmoid
 from recmill.schema import Description
 
 NUM_PAIRS = 4
@@ -44,7 +44,7 @@ class PlantedModel:
         keys = [rng.stream_key(self.options.seed, "dense", day, f) for f in range(self.options.dense)]
         return np.stack([rng.normal(key, rows) for key in keys], axis=1).astype(np.float32)
 
-    def probability(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    def logit(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """A quarter of the logit's variance from dense values, half from ids, a quarter from pairs of ids."""
         seed, num_tables = self.options.seed, len(self.options.tables)
         weights = rng.normal(rng.stream_key(seed, "weights"), np.arange(self.options.dense))
@@ -59,7 +59,7 @@ class PlantedModel:
             product = np.sum(self._factors(one, ids) * self._factors(other, ids), axis=1)
             logit += product * (0.5 / np.sqrt(len(pairs) * FACTOR_DIM))
         rate = self.options.click_rate
-        return 1.0 / (1.0 + np.exp(-(np.log(rate / (1 - rate)) + self.options.signal * logit)))
+        return np.log(rate / (1 - rate)) + self.options.signal * logit
 
     def _factors(self, table: int, ids: np.ndarray) -> np.ndarray:
         keys = [rng.stream_key(self.options.seed, "factor", table, d) for d in range(FACTOR_DIM)]
@@ -75,28 +75,27 @@ def write(directory: Path, options: Options, progress: Progress) -> Description:
         for start in range(0, day_rows[day], BLOCK_ROWS):
             rows = np.arange(start, min(start + BLOCK_ROWS, day_rows[day]))
             dense, ids = planted.dense(day, rows), planted.ids(day, rows)
-            probability = planted.probability(dense, ids)
-            labels = rng.uniform(rng.stream_key(options.seed, "labels", day), rows) < probability
+            logits = planted.logit(dense, ids)
+            labels = rng.uniform(rng.stream_key(options.seed, "labels", day), rows) < sigmoid(logits)
             if day == options.days - 1:
-                last_day.append((probability, labels))
+                last_day.append((logits, labels))
             yield ClickRows(dense, ids, labels.astype(np.int32))
             progress(sum(day_rows[:day]) + int(rows[-1]) + 1, options.rows)
 
     for day in range(options.days):
         write_day(directory, f"day_{day}", day_rows[day], blocks(day), options.id_dtype)
-    probability, labels = (np.concatenate(parts) for parts in zip(*last_day, strict=True))
+    logits, labels = (np.concatenate(parts) for parts in zip(*last_day, strict=True))
     middle = (day_rows[-1] + 1) // 2
     truth = {
-        "val": best_reachable(probability[:middle], labels[:middle]),
-        "test": best_reachable(probability[middle:], labels[middle:]),
+        "val": best_reachable(logits[:middle], labels[:middle]),
+        "test": best_reachable(logits[middle:], labels[middle:]),
     }
     return seal_clicks(
         directory, "synthetic-clicks", options.model_dump(), day_rows, options.dense, options.tables, truth
     )
 
 
-def best_reachable(probability: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    logits = np.log(probability) - np.log1p(-probability)
+def best_reachable(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     truth = {"logloss": log_loss_sum(logits, labels) / len(labels)}
-    area = auroc(probability, labels)
+    area = auroc(logits, labels)
     return truth if area is None else {"auroc": area, **truth}

@@ -90,7 +90,7 @@ def history_lengths(options: Options) -> np.ndarray:
 
 
 def walk(chain: Chain, lengths: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Histories of these lengths end to end. A draw the user has met is drawn again: exact, given the rest."""
+    """Histories of these lengths end to end. A draw the user has met is drawn again (50 times, then by popularity)."""
     users = np.arange(len(lengths))
     seen = np.zeros((len(lengths), len(chain.popularity)), dtype=bool)
     steps = np.full((len(lengths), int(lengths.max())), -1, dtype=np.int32)
@@ -102,7 +102,7 @@ def walk(chain: Chain, lengths: np.ndarray, generator: np.random.Generator) -> n
         tries = 0
         while len(waiting):
             drawn = chain.draw(current[waiting], generator)
-            if tries > 50:  # noise 0 and all successors met: only popularity can go on
+            if tries > 50:  # with little noise and all successors met, only popularity can go on
                 drawn = chain.draw_popular(len(waiting), generator)
             fresh = ~seen[waiting, drawn]
             steps[waiting[fresh], step] = drawn[fresh]

@@ -26,8 +26,15 @@ from recmill.errors import KINDS, ResourceError, UserError
 _POLL_SECONDS = 0.05
 _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may tell their own story
 _END_SECONDS = 10.0
-# glibc gives large blocks back at once, so every step pays their page faults again: keeping them measured 1.2-1.3x.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+# What can only be set before a process starts; a user's own values win.
+_TUNING = {
+    # glibc gives large blocks back at once, so every step pays their page faults again: keeping them measured 1.2-1.3x.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 33),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    # Threads that wait for each other spin, by default for milliseconds: with one of two cores taken by another
+    # program that measured 1k samples/s (DLRM), a short spin 40k; with both cores free 70k and 66k.
+    "GOMP_SPINCOUNT": "2000",
+}
 
 
 class WorkerError(UserError):
@@ -54,10 +61,9 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def rank_prefix() -> str:
-    """Under torchrun every process talks to the same terminal: all but the main one say who they are."""
-    rank = os.environ.get("RANK", "0") if is_launched() else "0"
-    return "" if rank == "0" else f"[rank {rank}] "
+def own_rank() -> int:
+    """0 in a process that nobody launched. Under torchrun every process talks to the same terminal."""
+    return int(os.environ["RANK"]) if is_launched() else 0
 
 
 def run_job(command: str, arguments: dict[str, Any], procs: int) -> Any:
@@ -80,7 +86,7 @@ def run_job(command: str, arguments: dict[str, Any], procs: int) -> Any:
 
 def _start(job: Path, procs: int) -> list[subprocess.Popen[bytes]]:
     threads = max(1, len(os.sched_getaffinity(0)) // procs)
-    common = {**_ALLOCATOR, "OMP_NUM_THREADS": str(threads), **os.environ}
+    common = {**_TUNING, "OMP_NUM_THREADS": str(threads), **os.environ}
     common |= {"WORLD_SIZE": str(procs), "LOCAL_WORLD_SIZE": str(procs), "RECMILL_JOB": str(job)}
     common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     workers: list[subprocess.Popen[bytes]] = []

@@ -15,10 +15,16 @@ Value = float | int | str
 Values = dict[str, Value]
 
 
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """float64, without overflow for any logit."""
+    return 0.5 * (1.0 + np.tanh(0.5 * logits.astype(np.float64)))
+
+
 def log_loss_sum(logits: np.ndarray, labels: np.ndarray) -> float:
     """Sum of -log p(label), from logits, in float64: exact where a rounded probability would be 0 or 1."""
     logits = logits.astype(np.float64)
-    return float(np.sum(np.logaddexp(0.0, logits) - labels * logits))
+    with np.errstate(invalid="ignore"):  # NaN in, NaN out: the caller decides
+        return float(np.sum(np.logaddexp(0.0, logits) - labels * logits))
 
 
 class BinaryMetrics:
@@ -36,9 +42,8 @@ class BinaryMetrics:
         """All ranks take part and all get the same values."""
         logits = np.concatenate(self._logits) if self._logits else np.empty(0, np.float32)
         labels = np.concatenate(self._labels) if self._labels else np.empty(0, np.bool_)
-        probability_sum = float(np.sum(1.0 / (1.0 + np.exp(-logits.astype(np.float64)))))
         loss, predicted, clicks, rows = world.sum(
-            [log_loss_sum(logits, labels), probability_sum, float(labels.sum()), float(len(labels))]
+            [log_loss_sum(logits, labels), float(sigmoid(logits).sum()), float(labels.sum()), float(len(labels))]
         )
         parts = world.gather((logits, labels))
         area = None

@@ -35,9 +35,18 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.is_set = False
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._ask)
-            signal.signal(signal.SIGTERM, self._ask)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # Python gives signals to that one alone
+            yield
+            return
+        before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.is_set and number == signal.SIGINT:
@@ -69,7 +78,7 @@ def fit(
     progress = Progress(
         "training", num_steps, unit="samples", world=world, done=start.step, per_item=train.global_batch_size
     )
-    with progress:
+    with stop.listening(), progress:
         while position.step < num_steps:
             for batch in source.train_batches(position.epoch, first=position.batch):
                 # One small reduction: the loss is a mean over the *global* batch, and all ranks stop together.
@@ -102,10 +111,10 @@ def fit(
             else:
                 continue
             break
-    was_stopped = position.step < num_steps
-    if saved_step != position.step:
-        save(position)
-    return Fitted(position, was_stopped)
+        progress.close()
+        if saved_step != position.step:
+            save(position)
+    return Fitted(position, was_stopped=position.step < num_steps)
 
 
 def _next(position: Position, batches_per_epoch: int) -> Position:
