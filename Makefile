@@ -49,7 +49,7 @@ types: $(VENV)/.installed-dev
 check: lint types
 
 test: check
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV) data runs

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import traceback
 import types
 import typing
 from typing import Any
@@ -10,7 +11,7 @@ import click
 
 from recmill import __version__, registry
 from recmill.errors import as_user_error
-from recmill.launch.local import own_rank
+from recmill.launch.local import is_launched, leave, own_rank
 
 _DEBUG = "--debug"  # understood anywhere on the line
 _SEE_WHERE = f"\nRun again with {_DEBUG} to see where."
@@ -18,28 +19,34 @@ _SEE_WHERE = f"\nRun again with {_DEBUG} to see where."
 
 def main() -> None:
     """Ends with 0, or with the exit code of the error's kind; one clear message and no traceback unless asked for."""
-    arguments = [argument for argument in sys.argv[1:] if argument != _DEBUG]
+    code = _run([argument for argument in sys.argv[1:] if argument != _DEBUG])
+    if is_launched():
+        leave(code)
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
     try:
         code = commands.main(args=arguments, prog_name="recmill", standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
+        return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         _tell("stopped at once; nothing after the last committed checkpoint was kept")
-        sys.exit(130)
+        return 130
     except BrokenPipeError:
-        sys.exit(141)  # the reader of our output went away, as `| head` does
+        return 141  # the reader of our output went away, as `| head` does
     except Exception as error:
-        known = as_user_error(error)
         if _DEBUG in sys.argv:
             _tell("".join([*getattr(error, "__notes__", []), getattr(error, "traceback", "")]))
-            raise
+            _tell("".join(traceback.format_exception(error)))
+        known = as_user_error(error)
         if known is None:
             _tell(f"recmill: a defect, not your mistake: {type(error).__name__}: {error}{_SEE_WHERE}")
-            sys.exit(1)
+            return 1
         _tell(f"recmill: {known.kind}: {known}{_SEE_WHERE if hasattr(error, 'traceback') else ''}")
-        sys.exit(known.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+        return known.exit_code
 
 
 def _tell(text: str) -> None:

@@ -6,13 +6,12 @@ import importlib
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from pathlib import Path
 
 from recmill.errors import as_user_error
-from recmill.launch.local import Failure
+from recmill.launch.local import Failure, leave
 from recmill.observe.log import set_up_console
 
 _PR_SET_PDEATHSIG = 1
@@ -26,16 +25,19 @@ def main() -> None:
     try:
         set_up_console()
         order = json.loads((job / "job.json").read_text(encoding="utf-8"))
-        from recmill.world import join_world
+        from recmill.world import finish_together, join_world
 
         body = importlib.import_module(f"recmill.commands.{order['command']}")
         arguments = order["arguments"]
-        with join_world(arguments.pop("device")) as world:
-            result = body.work(world, **arguments)
+        world = join_world(arguments.pop("device"))
+        result = body.work(world, **arguments)
         if rank == 0:
             (job / "result.json").write_text(json.dumps(result), encoding="utf-8")
+        finish_together(world)
+        code = 0
     except BaseException as error:
-        sys.exit(_report(job, rank, error))
+        code = _report(job, rank, error)
+    leave(code)
 
 
 def _report(job: Path, rank: int, error: BaseException) -> int:

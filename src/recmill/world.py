@@ -58,17 +58,30 @@ class World:
 
 
 @contextmanager
-def join_world(device: str) -> Iterator[World]:
+def joined_world(device: str) -> Iterator[World]:
+    """For a process that goes on afterwards."""
+    world = join_world(device)
+    try:
+        yield world
+        finish_together(world)
+    finally:
+        dist.destroy_process_group()
+
+
+def finish_together(world: World) -> None:
+    """Nobody leaves while another still needs it. All ranks take part."""
+    if world.size > 1:
+        dist.barrier()
+
+
+def join_world(device: str) -> World:
     """Join the process group that the environment describes: torchrun's, our launcher's, or a group of one."""
     world = _read_environment(_resolve_device(device))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=_store(world), rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
-    try:
-        yield world
-    finally:
-        dist.destroy_process_group()
+    return world
 
 
 def exchange(world: World, values: list[int]) -> list[int]:

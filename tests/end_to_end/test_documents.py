@@ -24,7 +24,13 @@ def commands(document: Path) -> list[list[str]]:
 
 
 def test_every_command_of_the_readme_runs_in_order(tmp_path: Path) -> None:
-    (tmp_path / "configs").symlink_to(REPO / "configs")
+    """As written, on the shipped configs cut to their first steps."""
+    for file in (REPO / "configs").rglob("*.toml"):
+        copy = tmp_path / file.relative_to(REPO)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(
+            file.read_text(encoding="utf-8").replace("[train]", "[train]\nmax_steps = 40"), encoding="utf-8"
+        )
     for command in commands(REPO / "README.md"):
         if command[0] == "make":  # what they do is the rest of this test, and the tests themselves
             assert f"\n{command[1]}:" in (REPO / "Makefile").read_text(encoding="utf-8")

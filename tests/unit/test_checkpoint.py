@@ -14,6 +14,8 @@ from recmill.training import checkpoint
 from recmill.training.checkpoint import Position
 from recmill.world import World
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # alone, as meant
+
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
 

@@ -83,14 +83,21 @@ def open_run(path: str | Path) -> tuple[RunDirectory, Config]:
     return run, load_config(run.config)
 
 
+def open_trained_run(path: str | Path) -> tuple[RunDirectory, Config]:
+    run, config = open_run(path)
+    if not run.has_checkpoint():
+        raise CheckpointError(
+            f"{path}: no complete checkpoint yet. Train first: recmill train {run.config} --run {path}."
+        )
+    return run, config
+
+
 def newest_checkpoint(run: RunDirectory, dataset: Dataset) -> "Checkpoint":
+    """Of a trained run; checked, and of this data."""
     from recmill.training import checkpoint
 
     found = checkpoint.newest(run.checkpoints)
-    if found is None:
-        raise CheckpointError(
-            f"{run.path}: no complete checkpoint yet. Train first: recmill train ... --run {run.path}."
-        )
+    assert found is not None
     check_same_data(found, dataset)
     return found
 

@@ -8,7 +8,7 @@ from recmill.commands.assemble import (
     build_source,
     newest_checkpoint,
     open_matching_dataset,
-    open_run,
+    open_trained_run,
     task_module,
 )
 from recmill.launch.local import is_launched, run_job
@@ -21,13 +21,13 @@ Split = Literal["val", "test"]
 
 def evaluate(run: str | Path, *, split: Split = "test", procs: int = 1, verify: bool = False) -> dict[str, Any]:
     """{"auroc": 0.79, "logloss": ...}: the same values for any number of processes."""
-    directory, config = open_run(run)
+    directory, config = open_trained_run(run)
     open_matching_dataset(config, "digests" if verify else "sizes")
     arguments = {"run": str(directory.path.absolute()), "split": split}
     if is_launched():
-        from recmill.world import join_world
+        from recmill.world import joined_world
 
-        with join_world(config.run.train.device) as world:
+        with joined_world(config.run.train.device) as world:
             return work(world, **arguments)
     return run_job("evaluate", {"device": config.run.train.device, **arguments}, procs)
 
@@ -37,7 +37,7 @@ def work(world: "World", run: str, split: str) -> dict[str, Any]:
     from recmill.training import checkpoint
     from recmill.training.evaluate import evaluate_split
 
-    directory, config = open_run(run)
+    directory, config = open_trained_run(run)
     dataset = open_matching_dataset(config)
     found = newest_checkpoint(directory, dataset)
     model = build_sharded(config, dataset, world)

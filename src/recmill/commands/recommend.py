@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recmill.commands.assemble import model_module, newest_checkpoint, open_matching_dataset, open_run
+from recmill.commands.assemble import model_module, newest_checkpoint, open_matching_dataset, open_trained_run
 from recmill.errors import ConfigError, DataError
 from recmill.schema import HistoriesDescription
 
@@ -14,11 +14,7 @@ def recommend(run: str | Path, history: Sequence[str | int], *, k: int = 10) -> 
 
     `history`: original item ids, oldest first.
     """
-    import torch
-
-    from recmill.training import checkpoint
-
-    directory, config = open_run(run)
+    directory, config = open_trained_run(run)
     if model_module(config).KIND != "histories":
         raise ConfigError(
             f"{directory.path}: '{config.model_name}' is not a sequence model, so it has nothing to recommend."
@@ -32,6 +28,11 @@ def recommend(run: str | Path, history: Sequence[str | int], *, k: int = 10) -> 
         raise ConfigError(
             f"--k {k}: {num_candidates} items are left outside this history; ask for 1 to {num_candidates}."
         )
+
+    import torch  # only now: mistakes are told at once
+
+    from recmill.training import checkpoint
+
     network = model_module(config).build(config.model, dataset.about, torch.device("cpu"))
     checkpoint.load(newest_checkpoint(directory, dataset), network)
     network.eval()

@@ -52,9 +52,9 @@ def train(
     arguments: dict[str, Any] = {"config": checked.as_dict(), "run": str(run_directory.path)}
     device = checked.run.train.device
     if is_launched():
-        from recmill.world import join_world
+        from recmill.world import joined_world
 
-        with join_world(device) as world:
+        with joined_world(device) as world:
             return work(world, **arguments)
     run_directory.path.mkdir(parents=True, exist_ok=True)
     try:
@@ -175,7 +175,7 @@ def _at_absolute_path(config: Config) -> Config:
 
 
 def _check_continuation(run: RunDirectory, config: Config) -> None:
-    if not run.config.is_file() or not any(run.checkpoints.glob("step-*")):
+    if not run.config.is_file() or not run.has_checkpoint():
         return
     changed = differences(load_config(run.config), config)
     if changed:

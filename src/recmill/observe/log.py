@@ -1,6 +1,7 @@
 """Logging: the main rank speaks on stderr and in log.txt; every other rank has a file of its own."""
 
 import logging
+import warnings
 from pathlib import Path
 
 from recmill.observe.progress import CONSOLE
@@ -25,6 +26,8 @@ def set_up_console() -> None:
         handler.setFormatter(logging.Formatter("%(message)s"))
         root.addHandler(handler)
     logging.getLogger("recmill").setLevel(logging.INFO)
+    # TorchRec's own use of what torch will rename; shown at every step otherwise.
+    warnings.simplefilter("ignore", FutureWarning)
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
 

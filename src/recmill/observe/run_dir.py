@@ -31,6 +31,9 @@ class RunDirectory:
         self.status = self.path / "status.json"
         self.metrics = self.path / "metrics.jsonl"
 
+    def has_checkpoint(self) -> bool:
+        return any(self.checkpoints.glob("step-*/MANIFEST.json"))
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """One writer at a time. The lock dies with the process that holds it; who that is stands in the file."""

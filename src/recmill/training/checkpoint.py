@@ -66,17 +66,15 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed save
         partial.mkdir()
     world.broadcast(None)  # nobody writes before the directory is there
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ShardedTensor's deprecation, inside TorchRec
-        state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-        try:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, sync_files=True))
-        except dcp.CheckpointException as error:
-            shutil.rmtree(partial, ignore_errors=True)  # give the space back
-            raise ResourceError(
-                f"{partial}: a checkpoint could not be written ({_reason(error)}). The ones before it are untouched. "
-                "Is the disk full? Free some space, then run the same command again."
-            ) from error
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    try:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, sync_files=True))
+    except dcp.CheckpointException as error:
+        shutil.rmtree(partial, ignore_errors=True)  # give the space back
+        raise ResourceError(
+            f"{partial}: a checkpoint could not be written ({_reason(error)}). The ones before it are untouched. "
+            "Is the disk full? Free some space, then run the same command again."
+        ) from error
     if world.is_main:
         _commit(partial, final, {"position": asdict(position), "dataset": dataset})
         for old in committed(directory)[:-keep]:

@@ -1,7 +1,6 @@
 """The one place that cuts tables over processes: TorchRec's planner and DistributedModelParallel."""
 
 import os
-import warnings
 from typing import Any
 
 import torch
@@ -69,10 +68,8 @@ def shard(
     }
     # Each sharder changes its dictionary: one copy each.
     sharders: list[Any] = [_BagSharder(fused_params=dict(fused)), _SequenceSharder(fused_params=dict(fused))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TorchRec's own use of ShardedTensor
-        plan = _plan(network, tables, sharding, kernels, sharders, batch_size_per_rank, world)
-        return DistributedModelParallel(network, device=world.device, plan=plan, sharders=sharders)
+    plan = _plan(network, tables, sharding, kernels, sharders, batch_size_per_rank, world)
+    return DistributedModelParallel(network, device=world.device, plan=plan, sharders=sharders)
 
 
 def _plan(

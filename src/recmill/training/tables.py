@@ -1,6 +1,5 @@
 """The first values of tables: from (seed, table, row, column) alone, so any cut of a table starts the same."""
 
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -21,10 +20,7 @@ def fill_tables(model: nn.Module, tables: list[TableSpec], seed: int) -> None:
 
 def local_shards(model: nn.Module) -> Iterator[tuple[str, int, int, Tensor]]:
     """(table, first row, first column, values) of each piece of a table in this process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        state = model.state_dict()
-    for key, value in state.items():
+    for key, value in model.state_dict().items():
         if isinstance(value, ShardedTensor):
             for piece in value.local_shards():
                 row, column = piece.metadata.shard_offsets
