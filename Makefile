@@ -1,7 +1,8 @@
-# make setup | quickstart | test | check | clean. Everything lives in .venv; nothing outside this directory is touched.
+# make setup | quickstart | test | check | clean. Everything lives in .venv (.venv-cuda); nothing outside this directory is touched.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SETUP ?= cpu
-VENV := .venv
+# A directory each: the two FBGEMMs install the same files.
+VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
 .PHONY: setup quickstart test check lint types clean
@@ -52,4 +53,4 @@ test: check
 	$(BIN)/pytest -n 2 --dist worksteal
 
 clean:
-	rm -rf $(VENV) data runs
+	rm -rf .venv .venv-cuda data runs

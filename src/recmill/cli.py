@@ -1,9 +1,9 @@
 """The command line: flags only. Every body calls the function of the same name in `commands/`."""
 
 import json
+import os
 import sys
 import traceback
-import types
 import typing
 from typing import Any
 
@@ -28,6 +28,7 @@ def main() -> None:
 def _run(arguments: list[str]) -> int:
     try:
         code = commands.main(args=arguments, prog_name="recmill", standalone_mode=False)
+        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         error.show()
@@ -35,8 +36,9 @@ def _run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         _tell("stopped at once; nothing after the last committed checkpoint was kept")
         return 130
-    except BrokenPipeError:
-        return 141  # the reader of our output went away, as `| head` does
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return 141
     except Exception as error:
         if _DEBUG in sys.argv:
             _tell("".join([*getattr(error, "__notes__", []), getattr(error, "traceback", "")]))
@@ -78,11 +80,8 @@ class _Datasets(click.Group):
 
 
 def _option(name: str, field: Any) -> click.Option:
-    annotation = field.annotation
-    is_list = typing.get_origin(annotation) is list
-    kind: Any = _IntList() if is_list else annotation
-    if isinstance(annotation, types.UnionType):
-        kind = typing.get_args(annotation)[0]
+    is_list = typing.get_origin(field.annotation) is list
+    kind = _IntList() if is_list else field.annotation
     default = ",".join(map(str, field.default)) if is_list else field.default
     return click.Option(
         [f"--{name.replace('_', '-')}"], type=kind, default=default, show_default=True, help=field.description

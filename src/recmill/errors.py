@@ -34,6 +34,7 @@ class ResourceError(UserError):
 
 KINDS = {kind.__name__: kind for kind in (UserError, ConfigError, DataError, CheckpointError, ResourceError)}
 
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory")
 _REMEDIES = {
     errno.EACCES: "Choose a place you may write to, or change its permissions.",
     errno.EPERM: "Choose a place you may write to, or change its permissions.",
@@ -54,6 +55,6 @@ def as_user_error(error: BaseException) -> UserError | None:
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         place = f"{error.filename}: " if error.filename else ""
         return ResourceError(f"{place}{error.strerror}. {_REMEDIES[error.errno]}")
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
         return ResourceError(f"Out of memory ({error}). {_REMEDIES[errno.ENOMEM]}")
     return None

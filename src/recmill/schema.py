@@ -6,6 +6,7 @@ npy layout, one row per impression) and `histories` (one run of items per user).
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -191,6 +192,16 @@ def _clicks_problems(dataset: Dataset) -> list[str]:
     missing = [split for split in SPLITS if not about.splits.get(split)]
     if missing:
         problems.append(f"{DESCRIPTION_FILE}: no rows for split {', '.join(missing)}")
+    names = [*about.dense, *(feature.name for feature in about.sparse)]
+    for name in sorted({n for n in names if names.count(n) > 1 or "." in n or not n}):
+        problems.append(f"{DESCRIPTION_FILE}: feature name '{name}' occurs twice, is empty or has a dot in it")
+    ranges = sorted((r.day, r.start, r.stop) for part in about.splits.values() for r in part)
+    problems += [
+        f"{DESCRIPTION_FILE}: {day}: rows {start} to {stop} are no rows" for day, start, stop in ranges if start >= stop
+    ]
+    for (day, _, stop), (next_day, start, _) in pairwise(ranges):
+        if day == next_day and start < stop:
+            problems.append(f"{DESCRIPTION_FILE}: {day}: row {start:,} is in two splits, or twice in one")
     days: dict[str, int] = {}
     for day_range in (r for ranges in about.splits.values() for r in ranges):
         days[day_range.day] = max(day_range.stop, days.get(day_range.day, 0))

@@ -17,7 +17,7 @@ from recmill.errors import ConfigError
 
 T = TypeVar("T")
 
-_TIMEOUT = timedelta(minutes=30)  # an evaluation on rank 0 may keep the others waiting
+_TIMEOUT = timedelta(minutes=30)  # rank 0 may digest a large checkpoint while the others wait
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,12 @@ def metric_lines(run: Path) -> Lines:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def loss_by_step(run: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in metric_lines(run) if line["split"] == "train"}
+
+
 def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in metric_lines(run) if line["split"] == "train"]
+    return list(loss_by_step(run).values())
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 import tomli_w
 
 from recmill import train
-from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
+from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
 from recmill.launch import local
 
-from .runs import assert_same_run, losses, metric_lines
+from .runs import assert_same_run, loss_by_step, losses, metric_lines
 
 
 @pytest.mark.parametrize("model", ["dlrm", "bert4rec"])
@@ -24,12 +24,15 @@ def test_a_run_continued_with_other_numbers_of_processes_equals_an_unbroken_one(
     model: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     config = request.getfixturevalue(model)
-    config["train"]["num_epochs"] = 2
+    config["train"] |= {"num_epochs": 2, "log_every_steps": 3}  # 4 steps: in the middle between two reports
     unbroken = train(config, tmp_path / "unbroken")
     train(config, tmp_path / "broken", procs=2, overrides=["train.max_steps=4"])
-    assert len(losses(tmp_path / "broken")) == 4
+    assert len(losses(tmp_path / "broken")) == 2  # at step 3, and at the end
     resumed = train(config, tmp_path / "broken", procs=3)
-    assert losses(tmp_path / "broken") == pytest.approx(losses(tmp_path / "unbroken"), rel=2e-5)
+    expected = loss_by_step(tmp_path / "unbroken")
+    found = loss_by_step(tmp_path / "broken")
+    assert found.pop(4) != expected.get(4)  # the end of the first part, which the unbroken run does not report
+    assert found == pytest.approx(expected, rel=2e-5)
     assert resumed["test"] == pytest.approx(unbroken["test"], rel=2e-5)
 
 
@@ -139,6 +142,16 @@ def test_another_config_on_an_existing_run_is_refused(dlrm: dict[str, Any], tmp_
         train(dlrm, tmp_path / "run", overrides=["train.seed=2"])
 
 
+def test_a_loss_that_is_not_finite_is_never_saved(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    dlrm["optim"] = {"dense": {"name": "sgd", "lr": 1e18}, "tables": {"name": "sgd", "lr": 1e18}}
+    dlrm["train"]["log_every_steps"] = 1000
+    dlrm["checkpoint"]["every_steps"] = 2
+    with pytest.raises(UserError, match=r"The loss became (nan|inf) by step 2\."):
+        train(dlrm, tmp_path / "run", procs=2)
+    assert list((tmp_path / "run").glob("checkpoints/step-*")) == []
+    assert status(tmp_path / "run")["state"] == "failed"
+
+
 def test_a_damaged_checkpoint_is_refused_by_name(dlrm: dict[str, Any], tmp_path: Path) -> None:
     train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])
     shard = next((tmp_path / "run" / "checkpoints" / "step-00000001").glob("*.distcp"))
@@ -154,6 +167,8 @@ def test_a_finished_run_is_not_trained_again(dlrm: dict[str, Any], tmp_path: Pat
     assert train(dlrm, tmp_path / "run", overrides=["train.max_steps=2"]) == first
     assert len(losses(tmp_path / "run")) == 2
     assert len(metric_lines(tmp_path / "run")) == 4  # and val and test once
+    with pytest.raises(ConfigError, match=r"is at step 2 already, beyond the 1 of train.num_epochs"):
+        train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])
     # ... but longer, if asked to
     train(dlrm, tmp_path / "run", overrides=["train.max_steps=3"])
     assert len(losses(tmp_path / "run")) == 3

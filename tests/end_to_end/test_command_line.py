@@ -5,10 +5,10 @@ import json
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import tomli_w
 
 from recmill import evaluate, recommend, train
+from recmill.errors import ConfigError
 
 from ..conftest import RunCli
 from ..distributed.runs import losses
@@ -81,20 +82,8 @@ def test_python_does_what_the_commands_do(run_cli: RunCli, bert4rec: dict[str, A
 
 
 def test_under_torchrun_it_uses_what_it_finds(dlrm: dict[str, Any], tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    command = [
-        *torchrun,
-        "--master-port",
-        str(port),
-        "-m",
-        "recmill",
-        "train",
-        str(write_config(tmp_path, dlrm)),
-        "--run-dir",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "recmill"]
+    command = [*torchrun, "train", str(write_config(tmp_path, dlrm)), "--run-dir"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run([*command, str(tmp_path / "a")], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
@@ -102,6 +91,41 @@ def test_under_torchrun_it_uses_what_it_finds(dlrm: dict[str, Any], tmp_path: Pa
     assert done.stdout.count("best reachable") == 1  # one process speaks
     train(dlrm, tmp_path / "b")
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=2e-5)
+
+
+def test_asking_for_processes_inside_a_launched_one_is_an_error(
+    run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path
+) -> None:
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
+    done = run_cli("train", write_config(tmp_path, dlrm), "--run", "r", "--procs", "2", env=environment)
+    assert_one_clear_error(done, 2, "--procs 2", "RANK and WORLD_SIZE are set")
+
+
+def test_a_directory_with_somebody_s_config_is_not_taken_for_a_run(
+    run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path
+) -> None:
+    mine = tmp_path / "config.toml"
+    shutil.copy(write_config(tmp_path, dlrm), mine)
+    before = mine.read_bytes()
+    assert_one_clear_error(run_cli("train", mine, "--run", tmp_path), 2, "is not a run's")
+    assert mine.read_bytes() == before
+
+
+@pytest.mark.parametrize("file", ["status.json", "results.json", "config.toml"])
+def test_damaged_files_of_a_run_are_named(file: str, run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(write_config(tmp_path, dlrm), run / "config.toml")
+    (run / "status.json").write_text('{"state": "done"}')
+    (run / "results.json").write_text("{}")
+    (run / file).write_text("\0")
+    done = run_cli("results", run)
+    assert_one_clear_error(done, 2 if file == "config.toml" else 4, str(run / file))
+
+
+def test_a_split_that_is_none_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="split 'tset': evaluate 'val' or 'test'"):
+        evaluate(tmp_path, split="tset")  # type: ignore[arg-type]
 
 
 def test_doctor_finds_this_machine_fit(run_cli: RunCli) -> None:
@@ -209,14 +233,19 @@ def test_help_is_there_for_every_command(run_cli: RunCli) -> None:
 
 
 def test_a_second_interrupt_ends_it_at_once(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    """The first one waits for the step; a step that takes minutes leaves time for the second."""
     from ..distributed.test_resume import endless, start, wait_for_step
 
     config = endless(dlrm)
-    config["train"] |= {"global_batch_size": 1500, "log_every_steps": 1}
+    config["checkpoint"]["every_steps"] = 1
+    config["model"] = {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [4096, 4096, 8], "top_mlp": [4096, 4096, 4096]}
+    config["train"] |= {"global_batch_size": 1500}
     process = start(config, tmp_path, procs=1)
     wait_for_step(tmp_path / "run", 1)
     process.send_signal(signal.SIGINT)
+    time.sleep(0.1)  # two at once would be one
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode in (0, 130), output  # 0: the first one was quicker than the second
+    assert process.returncode == 130, output
     assert "Traceback" not in output
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "interrupted"

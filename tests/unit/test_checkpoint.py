@@ -80,18 +80,53 @@ def test_damage_is_named(tmp_path: Path, file: str, damage: str) -> None:
         checkpoint.newest(tmp_path)
 
 
-def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
+def test_the_newest_is_the_highest_step_and_copies_are_left_alone(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000):
+        save(tmp_path, nn.Linear(2, 2), step)
+    (tmp_path / "step-99999999").rename(tmp_path / "step-99999999-best")
+    save(tmp_path, nn.Linear(2, 2), step=100_000_001)
+    save(tmp_path, nn.Linear(2, 2), step=100_000_002)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-100000001",
+        "step-100000002",
+        "step-99999999-best",
+    ]
+    assert checkpoint.committed(tmp_path)[-1].name == "step-100000002"
+
+
+def test_what_a_killed_save_left_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".saving-step-00000003").mkdir()
+    save(tmp_path, nn.Linear(2, 2), step=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+@pytest.mark.parametrize("attack", ["exec", "dotted"])
+def test_metadata_that_would_run_code_is_refused(tmp_path: Path, attack: str) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return exec, (f"open({str(tmp_path / 'pwned')!r}, 'w')",)
 
+    dotted = b"\x80\x04\x8c'torch.distributed.checkpoint.filesystem\x8c\x10__builtins__.get\x93\x8c\x04exec\x85R."
+    evil = pickle.dumps(Evil()) if attack == "exec" else dotted
     save(tmp_path, nn.Linear(2, 2), step=1)
     found = checkpoint.newest(tmp_path)
     assert found is not None
-    (found.path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    (found.path / ".metadata").write_bytes(evil)
     with pytest.raises(CheckpointError, match="which is not data"):
         checkpoint.load(found, nn.Linear(2, 2))
     assert not (tmp_path / "pwned").exists()
+
+
+def test_a_pickle_in_the_place_of_a_tensor_is_refused(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    save(tmp_path, nn.Linear(2, 2), step=1)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    (found.path / ".metadata").unlink()
+    dcp.save({"model": {"weight": {1, 2}, "bias": torch.zeros(2)}}, checkpoint_id=found.path)
+    with pytest.raises(CheckpointError, match="not tensors alone"):
+        checkpoint.load(found, nn.Linear(2, 2))
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -105,4 +140,5 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_no_code_is_stored_beside_the_tensors(tmp_path: Path) -> None:
     save(tmp_path, nn.Linear(2, 2), step=1)
     state = json.loads((tmp_path / "step-00000001" / "state.json").read_text())
-    assert state == {"position": {"step": 1, "epoch": 1, "batch": 2}, "dataset": "data"}
+    position = {"step": 1, "epoch": 1, "batch": 2, "loss_sum": 0.0, "loss_weight": 0.0}
+    assert state == {"position": position, "dataset": "data"}

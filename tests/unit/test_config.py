@@ -45,6 +45,8 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
         ({**GOOD, "eval": {"protocols": ["full", "pop10"]}}, "unknown value 'pop10'. Did you mean 'pop100'?"),
         ({**GOOD, "optim": {"dense": {"lr": 0}}}, "'optim.dense.lr': should be greater than 0, got 0."),
         ({**GOOD, "optim": {"dense": {"lr": "fast"}}}, "should be a valid number, got 'fast'"),
+        ({**GOOD, "optim": {"dense": {"lr": float("inf")}}}, "'optim.dense.lr': should be a finite number"),
+        ({**GOOD, "train": {"seed": 2**64}}, "'train.seed': should be less than"),
         ({**GOOD, "train": {"seed": True}}, "'train.seed': should be a valid integer, got True"),
         ({**GOOD, "train": 3}, "'train': should be an object, got 3"),
         ({"data": {"path": "d"}}, "a [model] section with a name is missing. Known: bert4rec, dlrm."),
@@ -66,6 +68,7 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
         ),
         ({**GOOD, "model": {"name": "bert4rec", "max_length": 5, "window_stride": 6}}, "would never be trained on"),
         ({**GOOD, "optim": {"tables": {"name": "adam"}}, "train": {"device": "cpu"}}, "no fused Adam on CPU"),
+        ({**GOOD, "tables": {"sharding": "column_wise"}}, "the run would depend on the number of processes"),
     ],
 )
 def test_contradictions_are_errors(values: dict[str, Any], expected: str) -> None:

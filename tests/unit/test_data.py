@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from recmill import prepare
 from recmill.batch import CtrBatch, RankingBatch, SequenceBatch
-from recmill.data.clicks import ClickSource
+from recmill.data.clicks import ClickSource, SplitRows
 from recmill.data.histories import HistorySource, Masking, train_windows
 from recmill.data.share import num_batches, shares
 from recmill.errors import DataError
@@ -364,3 +364,21 @@ def test_pop100_is_refused_before_training_if_any_user_has_met_too_many(tmp_path
             rank=0,
             size=1,
         )
+
+
+@pytest.mark.parametrize(
+    ("part", "column", "value", "fact"),
+    [
+        ("dense", 1, np.nan, "day_0_dense.npy: row 42, column I2: nan is not a number"),
+        ("labels", 0, 7, "day_0_labels.npy: row 42: label 7 is neither 0 nor 1"),
+    ],
+)
+def test_bad_dense_values_and_labels_are_named(
+    clicks: Path, tmp_path: Path, part: str, column: int, value: float, fact: str
+) -> None:
+    copy = Path(shutil.copytree(clicks, tmp_path / "copy"))
+    values = np.load(copy / f"day_0_{part}.npy", mmap_mode="r+")
+    values[42, column] = value
+    values.flush()
+    with pytest.raises(DataError, match=fact):
+        SplitRows(open_dataset(copy), "train").take(np.arange(100))

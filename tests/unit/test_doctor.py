@@ -43,4 +43,4 @@ def test_libraries_that_do_not_fit_together_are_found_by_a_real_operation(monkey
     (check,) = doctor._real_operations()
     assert not check.is_good
     assert "undefined symbol" in check.found
-    assert check.remedy == doctor.MEND
+    assert check.remedy == doctor.mend()

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from recmill import prepare
@@ -35,6 +36,33 @@ def test_overwrite_does_not_replace_what_is_no_dataset(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not a prepared dataset"):
         prepare("random-histories", tmp_path / "d", overwrite=True)
     assert (tmp_path / "d" / "thesis.tex").is_file()
+
+
+@pytest.mark.parametrize(
+    "description", ['{"name": "Task001", "labels": {}}', "not json", '{"files": [], "made_by": 3}']
+)
+def test_overwrite_spares_other_tools_datasets(tmp_path: Path, description: str) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "dataset.json").write_text(description)
+    with pytest.raises(DataError, match="is not ours"):
+        prepare("random-histories", tmp_path / "d", overwrite=True)
+
+
+def test_overwrite_spares_what_somebody_put_beside_a_dataset(tmp_path: Path) -> None:
+    prepare("random-histories", tmp_path / "d")
+    (tmp_path / "d" / "thesis.tex").write_text("years of work")
+    with pytest.raises(DataError, match=r"holds thesis\.tex"):
+        prepare("random-histories", tmp_path / "d", seed=2, overwrite=True)
+
+
+def test_leftovers_of_a_killed_prepare_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".d.partial-999999999").mkdir()
+    prepare("random-histories", tmp_path / "d")
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_numpy_numbers_are_numbers(tmp_path: Path) -> None:
+    assert prepare("random-histories", tmp_path / "d", seed=np.int64(5))["recipe"]["seed"] == 5
 
 
 def test_a_failure_on_the_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,30 @@ def test_splits_beyond_the_rows_are_an_error(broken: Callable[..., Path]) -> Non
     assert "day_0: a split ends at row 501 but there are 500" in problem(path)
 
 
+@pytest.mark.parametrize(
+    ("change_splits", "fact"),
+    [
+        (lambda s: s.update(test=s["train"]), "day_0: row 0 is in two splits, or twice in one"),
+        (lambda s: s["val"][0].update(start=251), "day_3: rows 251 to 251 are no rows"),
+        (lambda s: s.update(val=[]), "no rows for split val"),
+        (lambda s: s["val"][0].update(day="day_9"), "day_9_dense.npy: not listed"),
+    ],
+)
+def test_splits_are_checked(broken: Callable[..., Path], change_splits: Callable[[Any], None], fact: str) -> None:
+    path = broken("clicks")
+    splits = json.loads((path / "dataset.json").read_text())["splits"]
+    change_splits(splits)
+    change(path, splits=splits)
+    assert fact in problem(path)
+
+
+@pytest.mark.parametrize("names", [["I1", "I1", "I3"], ["I1", "user.id", "I3"], ["I1", "C2", "I3"]])
+def test_feature_names_are_checked(broken: Callable[..., Path], names: list[str]) -> None:
+    path = broken("clicks")
+    change(path, dense=names)
+    assert "occurs twice, is empty or has a dot in it" in problem(path)
+
+
 def test_an_unknown_format_or_kind_is_an_error(broken: Callable[..., Path]) -> None:
     path = broken("clicks")
     change(path, format=2)

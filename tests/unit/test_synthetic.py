@@ -201,19 +201,20 @@ def test_steps_follow_the_planted_chain(planted_histories: Histories) -> None:
 def test_the_stated_best_is_the_score_of_the_planted_chain(
     planted_histories: Histories, split: str, from_end: int
 ) -> None:
-    """Candidates sorted one by one, the target after its equals."""
+    """Candidates sorted one by one, the target after its equals; pop100 by likelihood ratio."""
     places: dict[str, list[int]] = {"full": [], "pop100": []}
     counts = np.bincount(np.concatenate(planted_histories.users), minlength=300)
     negatives = PopularNegatives(counts)
     for user, items in enumerate(planted_histories.users):
         target, before = int(items[-from_end]), items[:-from_end].tolist()
-        scores = planted_histories.scores(before[-1])
+        scores = planted_histories.scores(before[-1]) + 1e-12 * planted_histories.chain.popularity
         candidates = {
             "full": set(range(300)) - set(before),
             "pop100": {target, *(negatives.draw(split, user, items + 1) - 1).tolist()},
         }
         for protocol, chosen in candidates.items():
-            best_first = sorted(chosen, key=lambda item: (-scores[item], item == target))
+            ratio = scores / np.maximum(counts, 1) if protocol == "pop100" else scores
+            best_first = sorted(chosen, key=lambda item: (-ratio[item], item == target))
             places[protocol].append(best_first.index(target) + 1)
     truth = planted_histories.about["truth"][split]
     expected = {}

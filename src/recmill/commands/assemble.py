@@ -92,16 +92,6 @@ def open_trained_run(path: str | Path) -> tuple[RunDirectory, Config]:
     return run, config
 
 
-def newest_checkpoint(run: RunDirectory, dataset: Dataset) -> "Checkpoint":
-    """Of a trained run; checked, and of this data."""
-    from recmill.training import checkpoint
-
-    found = checkpoint.newest(run.checkpoints)
-    assert found is not None
-    check_same_data(found, dataset)
-    return found
-
-
 def check_same_data(found: "Checkpoint", dataset: Dataset) -> None:
     if found.dataset != dataset.fingerprint:
         raise CheckpointError(

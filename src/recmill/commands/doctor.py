@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 # The trio is built together: any other combination fails at import or, worse, later.
 TORCH, TORCHREC, FBGEMM = "2.13.0", "1.8.0", "1.8.0"
-MEND = (
-    f"pip install torch=={TORCH} fbgemm-gpu-cpu=={FBGEMM} tensordict torchmetrics==1.0.3 tqdm pyre-extensions "
-    f"&& pip install --no-deps torchrec=={TORCHREC}"
+MEND_TWO_FBGEMMS = (
+    f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install fbgemm-gpu-cpu=={FBGEMM} (or fbgemm-gpu, for CUDA)"
 )
-MEND_TWO_FBGEMMS = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install fbgemm-gpu-cpu=={FBGEMM}"
 MIN_MEMORY_GB = 2
 
 _FBGEMM_PROBE = """
@@ -61,6 +59,15 @@ def work(world: "World") -> bool:
     return True
 
 
+def mend() -> str:
+    """For the build that is there: the CPU's, unless CUDA's is installed."""
+    fbgemm = "fbgemm-gpu" if installed_version("fbgemm-gpu") else "fbgemm-gpu-cpu"
+    return (
+        f"pip install torch=={TORCH} {fbgemm}=={FBGEMM} tensordict torchmetrics==1.0.3 tqdm pyre-extensions "
+        f"&& pip install --no-deps torchrec=={TORCHREC}"
+    )
+
+
 def _python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
     return Check("python", version, sys.version_info >= (3, 11), remedy="Use Python 3.11 or newer.")
@@ -78,17 +85,17 @@ def _versions() -> list[Check]:
 def _version(package: str, wanted: str) -> Check:
     found = installed_version(package)
     if found is None:
-        return Check(package, f"not installed, {wanted} wanted", is_good=False, remedy=MEND)
+        return Check(package, f"not installed, {wanted} wanted", is_good=False, remedy=mend())
     fits = found.split("+")[0] == wanted
-    return Check(package, found if fits else f"{found}, {wanted} wanted", is_good=fits, remedy=MEND)
+    return Check(package, found if fits else f"{found}, {wanted} wanted", is_good=fits, remedy=mend())
 
 
 def _real_operations() -> list[Check]:
     # In a process of its own: libraries that do not fit together may end it without an exception.
-    probe = subprocess.run([sys.executable, "-c", _FBGEMM_PROBE], capture_output=True, text=True, check=False)
+    probe = subprocess.run([sys.executable, "-P", "-c", _FBGEMM_PROBE], capture_output=True, text=True, check=False)
     if probe.returncode:
         reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-        return [Check("FBGEMM operation", reason, is_good=False, remedy=MEND)]
+        return [Check("FBGEMM operation", reason, is_good=False, remedy=mend())]
     gpu = probe.stdout.strip()
     try:
         run_job("doctor", {"device": "cpu"}, procs=2)

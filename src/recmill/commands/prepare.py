@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from recmill import registry
+from recmill.config import plain
 from recmill.datasets.writing import dataset_directory, is_to_be_written
 from recmill.errors import ConfigError
 from recmill.observe.progress import Progress
@@ -38,7 +39,7 @@ def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options
 
 def checked_options(name: str, options_class: Any, options: dict[str, Any]) -> Any:
     try:
-        return options_class.model_validate_json(json.dumps(options))
+        return options_class.model_validate_json(json.dumps(options, default=plain))
     except ValidationError as error:
         lines = []
         for problem in error.errors():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recmill.commands.assemble import model_module, newest_checkpoint, open_matching_dataset, open_trained_run
+from recmill.commands.assemble import check_same_data, model_module, open_matching_dataset, open_trained_run
 from recmill.errors import ConfigError, DataError
 from recmill.schema import HistoriesDescription
 
@@ -34,7 +34,10 @@ def recommend(run: str | Path, history: Sequence[str | int], *, k: int = 10) -> 
     from recmill.training import checkpoint
 
     network = model_module(config).build(config.model, dataset.about, torch.device("cpu"))
-    checkpoint.load(newest_checkpoint(directory, dataset), network)
+    found = checkpoint.newest(directory.checkpoints)
+    assert found is not None  # looked for above
+    check_same_data(found, dataset)
+    checkpoint.load(found, network)
     network.eval()
     max_length = model_module(config).masking(config.model)["max_length"]
     tokens = torch.tensor([[*ids[-(max_length - 1) :], dataset.about.num_items + 1]])

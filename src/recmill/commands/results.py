@@ -1,12 +1,11 @@
 """`recmill results`: what runs have reached, beside the best that can be, and where their files are."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recmill.commands.assemble import open_run
-from recmill.errors import DataError, UserError
+from recmill.errors import CheckpointError, DataError, UserError
 from recmill.schema import open_dataset
 
 
@@ -30,7 +29,11 @@ def _reached(path: str | Path, split: str) -> Reached:
         raise UserError(
             f"{run.path}: no results yet (it is {state}). Train to the end: recmill train {run.config} --run {path}."
         )
-    values = json.loads(run.results.read_text(encoding="utf-8"))[split]
+    values = run.read_results().get(split)
+    if not isinstance(values, dict):
+        raise CheckpointError(
+            f"{run.results}: no metrics of split '{split}'. Remove it and train again to write it anew."
+        )
     return Reached(str(path), config.model_name, state, values, best_reachable(config.run.data.path, split))
 
 

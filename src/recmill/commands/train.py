@@ -1,6 +1,6 @@
 """`recmill train`: config + prepared dataset -> a run directory. On an existing one it goes on where it stopped."""
 
-import json
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from recmill.commands.assemble import (
 )
 from recmill.config import Config, differences, load_config, to_toml
 from recmill.errors import ConfigError, UserError
-from recmill.launch.local import is_launched, run_job
+from recmill.launch.local import is_launched_with, run_job
 from recmill.observe.run_dir import RunDirectory, environment, write_json, write_text
 from recmill.schema import Dataset
 
@@ -48,10 +48,10 @@ def train(
     dataset = open_matching_dataset(checked, "digests" if verify else "sizes")
     if _is_finished(run_directory, checked, dataset):
         log.info("%s is finished: nothing to do", run_directory.path)
-        return json.loads(run_directory.results.read_text(encoding="utf-8"))
+        return run_directory.read_results()
     arguments: dict[str, Any] = {"config": checked.as_dict(), "run": str(run_directory.path)}
     device = checked.run.train.device
-    if is_launched():
+    if is_launched_with(procs):
         from recmill.world import joined_world
 
         with joined_world(device) as world:
@@ -67,10 +67,17 @@ def train(
 def work(world: "World", config: dict[str, Any], run: str) -> Results:
     """What each process does, from an empty or interrupted run directory to its results."""
     run_directory = RunDirectory(run)
-    if world.is_main:
-        with run_directory.locked():
+    if not world.is_main:
+        return _work(world, load_config(config), run_directory)
+    with run_directory.locked():
+        try:
             return _work(world, load_config(config), run_directory)
-    return _work(world, load_config(config), run_directory)
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # a full disk, say: the error itself is what matters
+                run_directory.write_status(
+                    "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=str(error)
+                )
+            raise
 
 
 def _work(world: "World", config: Config, run: RunDirectory) -> Results:
@@ -86,6 +93,7 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     if world.is_main:
         write_text(run.config, to_toml(config))
         write_json(run.path / "env.json", environment(world.size, str(world.device)))
+        run.results.unlink(missing_ok=True)  # those of a run that is now continued
         run.write_status("running")
     world.broadcast(None)  # nobody logs before rank 0 holds the lock
     log_to_file(run.path, world.rank)
@@ -99,7 +107,7 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     _log_facts(world, config, dataset.path, tables, source)
 
     # The start: a checkpoint's weights, or the seed's
-    found = checkpoint.newest(run.checkpoints)
+    found = checkpoint.newest_for_all(run.checkpoints, world)
     position = Position()
     if found is not None:
         check_same_data(found, dataset)
@@ -175,6 +183,8 @@ def _at_absolute_path(config: Config) -> Config:
 
 
 def _check_continuation(run: RunDirectory, config: Config) -> None:
+    if run.config.is_file() and not run.status.is_file():
+        raise ConfigError(f"{run.config} is not a run's (there is no status.json): choose another --run.")
     if not run.config.is_file() or not run.has_checkpoint():
         return
     changed = differences(load_config(run.config), config)
@@ -197,7 +207,7 @@ def _note_failure(run: RunDirectory, error: UserError) -> None:
     """So that the run directory tells the story too, unless another process is at work in it."""
     try:
         with run.locked():
-            if run.read_status().get("state") == "running":
+            if run.read_status().get("state") in ("running", "failed"):  # rank 0 saw the consequence, we the cause
                 run.write_status("failed", error=str(error))
     except (UserError, OSError):
         return  # a full disk, say: the error itself is what matters

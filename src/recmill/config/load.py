@@ -56,7 +56,7 @@ class _Problem:
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """`source`: a TOML file, or the same thing as a mapping. Defaults, then the file, then the overrides."""
     if isinstance(source, Mapping):
-        name, values = "config", json.loads(json.dumps(source))
+        name, values = "config", json.loads(json.dumps(source, default=plain))
     else:
         name, values = str(source), _read_toml(Path(source))
     overridden, problems = _apply_overrides(values, overrides)
@@ -65,6 +65,11 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     if problems or config is None:
         raise ConfigError(_report(name, problems, overridden))
     return config
+
+
+def plain(value: Any) -> Any:
+    """What JSON does not know: NumPy's numbers, and paths."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def to_toml(config: Config) -> str:

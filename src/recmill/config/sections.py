@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class DataSection(Section):
@@ -46,16 +46,18 @@ class OptimSection(Section):
 
 
 class TrainSection(Section):
-    seed: NonNegativeInt = Field(1, description="Fixes tables, layers, sample order, masks and dropout.")
+    seed: NonNegativeInt = Field(1, lt=2**63, description="Fixes tables, layers, sample order, masks and dropout.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="'auto': CUDA where there is a GPU, else CPU.")
-    global_batch_size: PositiveInt = Field(2048, description="Samples per step, over all processes together.")
+    global_batch_size: PositiveInt = Field(2048, lt=2**31, description="Samples per step, over all processes together.")
     num_epochs: PositiveInt = Field(1, description="Passes over the training split.")
     max_steps: NonNegativeInt = Field(0, description="Stop after this many steps; 0: no limit.")
     log_every_steps: PositiveInt = Field(50, description="How often the training loss is logged.")
 
 
 class EvalSection(Section):
-    global_batch_size: PositiveInt = Field(4096, description="Samples per evaluation step, over all processes.")
+    global_batch_size: PositiveInt = Field(
+        4096, lt=2**31, description="Samples per evaluation step, over all processes."
+    )
     every_steps: NonNegativeInt = Field(0, description="Validate every so many steps; 0: after each epoch.")
     protocols: list[Literal["full", "pop100"]] = Field(
         ["full", "pop100"], min_length=1, description="Ranking protocols (histories only)."
@@ -80,9 +82,17 @@ class RunSections(Section):
 
     @model_validator(mode="after")
     def no_contradictions(self) -> "RunSections":
+        problems = []
         if self.train.device == "cpu" and self.optim.tables.name == "adam":
-            raise ValueError(
+            problems.append(
                 "optim.tables.name = 'adam' with train.device = 'cpu': FBGEMM has no fused Adam on CPU. "
                 "Use 'rowwise_adagrad' or 'adagrad'."
             )
+        if self.tables.sharding == "column_wise" and self.optim.tables.name == "rowwise_adagrad":
+            problems.append(
+                "tables.sharding = 'column_wise' with optim.tables.name = 'rowwise_adagrad': each piece would keep a "
+                "state of its own, so the run would depend on the number of processes. Use 'adagrad' or 'row_wise'."
+            )
+        if problems:
+            raise ValueError("\n  ".join(problems))
         return self

@@ -19,7 +19,7 @@ class SplitRows:
     def __init__(self, dataset: Dataset, split: str) -> None:
         assert isinstance(dataset.about, ClicksDescription)
         self._dataset = dataset
-        self._sparse = dataset.about.sparse
+        self._dense, self._sparse = dataset.about.dense, dataset.about.sparse
         self._ranges: list[RowRange] = dataset.about.splits[split]
         lengths = [r.stop - r.start for r in self._ranges]
         self._starts = np.cumsum([0, *lengths])
@@ -39,7 +39,7 @@ class SplitRows:
             chosen = np.flatnonzero(which == index)
             local = rows[chosen] - self._starts[index] + self._ranges[index].start
             dense, ids, labels = (file[local] for file in self._files[index])
-            self._check(index, local, ids)
+            self._check(index, local, dense, ids, labels)
             parts.append((dense, ids, labels[:, 0]))
             order.append(chosen)
         if len(parts) == 1:
@@ -49,13 +49,21 @@ class SplitRows:
             dense, ids, labels = (np.concatenate(column)[back] for column in zip(*parts, strict=True))
         return dense, ids.astype(np.int64), labels.astype(np.float32)
 
-    def _check(self, index: int, local: np.ndarray, ids: np.ndarray) -> None:
-        """FBGEMM would train a wrong row without a word, and which one depends on the world size."""
+    def _check(self, index: int, local: np.ndarray, dense: np.ndarray, ids: np.ndarray, labels: np.ndarray) -> None:
+        """For a bad id FBGEMM would train a wrong row without a word, and which one depends on the world size."""
+        day = f"{self._dataset.path / self._ranges[index].day}"
         if bad := first_bad_id(ids, self._sparse):
             row, column = bad
-            file = f"{self._dataset.path / self._ranges[index].day}_sparse.npy"
-            text = bad_id_text(file, int(local[row]), self._sparse[column], int(ids[row, column]))
+            text = bad_id_text(f"{day}_sparse.npy", int(local[row]), self._sparse[column], int(ids[row, column]))
             raise DataError(f"{text}. Prepare the dataset again with the right table sizes.")
+        if not np.isfinite(dense).all():
+            row, column = np.argwhere(~np.isfinite(dense))[0]
+            place = f"{day}_dense.npy: row {local[row]:,}, column {self._dense[column]}"
+            raise DataError(f"{place}: {dense[row, column]} is not a number. Prepare the dataset again.")
+        if ((labels != 0) & (labels != 1)).any():
+            row = int(np.argmax((labels[:, 0] != 0) & (labels[:, 0] != 1)))
+            place = f"{day}_labels.npy: row {local[row]:,}"
+            raise DataError(f"{place}: label {labels[row, 0]} is neither 0 nor 1. Prepare the dataset again.")
 
 
 class ClickSource:

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -24,11 +24,13 @@ def default_tables(count: int = 26, smallest: int = 4, largest: int = 20_000) ->
 class ClickOptions(Section):
     """What random and synthetic click logs have in common."""
 
-    rows: PositiveInt = Field(500_000, description="Rows in all, 2 a day at least; the last day is for val and test.")
-    seed: int = Field(1, ge=0, description="Same seed, same bytes.")
-    days: int = Field(5, ge=2, description="Files; the last one is for validation and test.")
-    dense: PositiveInt = Field(13, description="Number of dense features.")
-    tables: list[PositiveInt] = Field(
+    rows: PositiveInt = Field(
+        500_000, lt=2**40, description="Rows in all, 2 a day at least; the last day is for val and test."
+    )
+    seed: int = Field(1, ge=0, lt=2**63, description="Same seed, same bytes.")
+    days: int = Field(5, ge=2, lt=10_000, description="Files; the last one is for validation and test.")
+    dense: PositiveInt = Field(13, lt=10_000, description="Number of dense features.")
+    tables: list[Annotated[int, Field(gt=0, lt=2**40)]] = Field(
         default_tables(), min_length=1, description="Table sizes, like 10,1000,50000; a single number: so many tables."
     )
 

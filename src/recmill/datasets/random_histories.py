@@ -14,10 +14,10 @@ from recmill.schema import Description
 
 
 class Options(Section):
-    random_user_count: PositiveInt = Field(10, description="Users to draw from.")
-    random_item_count: PositiveInt = Field(30, description="Items to draw from.")
-    random_size: PositiveInt = Field(300, description="Interactions to draw; the time of each is its place.")
-    seed: int = Field(1, ge=0, description="Same seed, same bytes.")
+    random_user_count: PositiveInt = Field(10, lt=2**31, description="Users to draw from.")
+    random_item_count: PositiveInt = Field(30, lt=2**31 - 2, description="Items to draw from.")
+    random_size: PositiveInt = Field(300, lt=2**40, description="Interactions to draw; the time of each is its place.")
+    seed: int = Field(1, ge=0, lt=2**63, description="Same seed, same bytes.")
 
 
 def write(directory: Path, options: Options, progress: Progress) -> Description:

@@ -1,6 +1,7 @@
 """Writing prepared datasets: all or nothing, `dataset.json` last."""
 
 import io
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ def is_to_be_written(output: Path, name: str, recipe: dict[str, Any], overwrite:
     if not (output / DESCRIPTION_FILE).is_file():
         raise DataError(f"{output} exists and is not a prepared dataset. Choose another --output, or move it away.")
     if overwrite:
+        _check_is_ours(output)
         return True
     about = open_dataset(output).about
     if about.name == name and about.recipe == recipe and about.made_by == MADE_BY:
@@ -38,13 +40,39 @@ def is_to_be_written(output: Path, name: str, recipe: dict[str, Any], overwrite:
     )
 
 
+def _check_is_ours(output: Path) -> None:
+    """Whole or damaged, it must be a prepared dataset and nothing else, or --overwrite would destroy it."""
+    try:
+        about = json.loads((output / DESCRIPTION_FILE).read_bytes())
+        listed = {*about["files"], DESCRIPTION_FILE}
+        is_ours = about["made_by"].startswith("recmill ")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        listed, is_ours = set(), False
+    foreign = sorted(path.name for path in output.iterdir() if path.name not in listed)
+    if not is_ours or foreign:
+        fact = (
+            f"{output} holds {foreign[0]}, which is no part of a prepared dataset"
+            if is_ours
+            else f"{output} is not ours"
+        )
+        raise DataError(f"{fact}. Choose another --output, or move it away.")
+
+
+def _remove_leftovers(output: Path) -> None:
+    """Of a `prepare` that was killed: its process is gone."""
+    for left in output.parent.glob(f".{output.name}.partial-*"):
+        process = left.name.rpartition("-")[2]
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
 @contextmanager
 def dataset_directory(output: Path) -> Iterator[Path]:
     """A new directory beside `output` that takes its place when the block ends well, and vanishes otherwise."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         partial = output.parent / f".{output.name}.partial-{os.getpid()}"
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove_leftovers(output)
         partial.mkdir()
     except OSError as error:
         raise as_user_error(error) or error from error

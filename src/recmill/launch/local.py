@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from recmill.errors import KINDS, ResourceError, UserError
+from recmill.errors import KINDS, ConfigError, ResourceError, UserError
 
 _POLL_SECONDS = 0.05
 _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may tell their own story
@@ -62,6 +62,16 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_launched_with(procs: int) -> bool:
+    """True if the processes are there already; then nobody may ask for others."""
+    if is_launched() and procs > 1:
+        raise ConfigError(
+            f"--procs {procs} inside a process that a launcher started (RANK and WORLD_SIZE are set). "
+            "Leave --procs out under torchrun; otherwise unset RANK and WORLD_SIZE."
+        )
+    return is_launched()
+
+
 def own_rank() -> int:
     """0 in a process that nobody launched. Under torchrun every process talks to the same terminal."""
     return int(os.environ["RANK"]) if is_launched() else 0
@@ -81,7 +91,7 @@ def leave(code: int) -> NoReturn:
 def run_job(command: str, arguments: dict[str, Any], procs: int) -> Any:
     """Run `recmill.commands.<command>.work(world, **arguments)` in `procs` processes; rank 0's result comes back."""
     if procs < 1:
-        raise UserError(f"--procs {procs}: at least one process is needed.")
+        raise ConfigError(f"--procs {procs}: at least one process is needed.")
     job = Path(tempfile.mkdtemp(prefix="recmill-job-"))
     try:
         (job / "job.json").write_text(json.dumps({"command": command, "arguments": arguments}), encoding="utf-8")
@@ -116,7 +126,7 @@ def _start(job: Path, procs: int) -> list[subprocess.Popen[bytes]]:
                 output = None if rank == 0 else quiet  # the main rank speaks
                 workers.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "recmill.worker"],
+                        [sys.executable, "-P", "-m", "recmill.worker"],  # -P: no modules of the current directory
                         env=common | own,
                         stdin=subprocess.DEVNULL,
                         stdout=output,
@@ -169,24 +179,24 @@ def _end(workers: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _first_error(job: Path, failed: dict[int, int]) -> BaseException:
-    """A rank killed from outside explains the rest; otherwise the earliest report does."""
+    """What a user can mend, told first, explains the rest; then a rank killed from outside; then our own defects."""
     reports = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in job.glob("error-*.json")]
+    reports.sort(key=lambda report: report.at)
     told = {report.rank for report in reports}
-    killed = [(rank, -code) for rank, code in failed.items() if code < 0 and rank not in told]
-    if killed:
-        rank, number = killed[0]
-        name = signal.Signals(number).name
-        hint = " The system may have run out of memory." if number == signal.SIGKILL else ""
-        return ResourceError(f"Process {rank} of the job was killed by {name}.{hint} Run the same command to go on.")
-    if not reports:
-        rank, code = next(iter(failed.items()))
-        output = (job / f"out-{rank}.txt").read_text(encoding="utf-8", errors="replace")
-        return WorkerError(f"Process {rank} of the job ended with code {code} without a word.", output)
-    first = min(reports, key=lambda report: report.at)
-    if first.kind == "KeyboardInterrupt":
-        return KeyboardInterrupt()
-    if first.kind in KINDS:
-        error = KINDS[first.kind](first.message)
-        error.__notes__ = [first.traceback]
-        return error
-    return WorkerError(f"Process {first.rank} of the job failed: {first.message}", first.traceback)
+    for report in reports:
+        if report.kind == "KeyboardInterrupt":
+            return KeyboardInterrupt()
+        if report.kind in KINDS:
+            error = KINDS[report.kind](report.message)
+            error.__notes__ = [report.traceback]
+            return error
+    for rank, code in failed.items():
+        if code < 0 and rank not in told:
+            hint = " The system may have run out of memory." if -code == signal.SIGKILL else ""
+            fact = f"Process {rank} of the job was killed by {signal.Signals(-code).name}.{hint}"
+            return ResourceError(f"{fact} Run the same command to go on.")
+    if reports:
+        return WorkerError(f"Process {reports[0].rank} of the job failed: {reports[0].message}", reports[0].traceback)
+    rank, code = next(iter(failed.items()))
+    output = (job / f"out-{rank}.txt").read_text(encoding="utf-8", errors="replace")
+    return WorkerError(f"Process {rank} of the job ended with code {code} without a word.", output)

@@ -30,12 +30,12 @@ class RankingMetrics:
         gains = [float(np.sum(1.0 / np.log2(ranks[ranks < k] + 2.0))) for k in self._ks]
         self._sums[protocol] += np.array([*hits, *gains, len(ranks)])
 
-    def compute(self, world: "World") -> Values:
-        """All ranks take part and all get the same values."""
+    def compute(self, world: "World | None") -> Values:
+        """All ranks take part and all get the same values. Without a world: this process alone."""
         values: Values = {}
         users = 0
         for protocol, sums in self._sums.items():
-            *parts, count = world.sum(sums.tolist())
+            *parts, count = world.sum(sums.tolist()) if world else sums.tolist()
             users = int(count)
             names = [f"{protocol}/hr@{k}" for k in self._ks] + [f"{protocol}/ndcg@{k}" for k in self._ks]
             for name, part in zip(names, parts, strict=True):

@@ -34,16 +34,19 @@ class Config(Section):
     )
 
     @model_validator(mode="after")
-    def heads_divide_the_width(self) -> "Config":
+    def sizes_fit_together(self) -> "Config":
+        problems = []
         if self.embedding_dim % self.num_heads:
-            raise ValueError(
+            problems.append(
                 f"model.embedding_dim = {self.embedding_dim} is not a multiple of model.num_heads = {self.num_heads}."
             )
         if self.window_stride > self.max_length:
-            raise ValueError(
+            problems.append(
                 f"model.window_stride = {self.window_stride} is larger than model.max_length = {self.max_length}: "
                 "items between windows would never be trained on."
             )
+        if problems:
+            raise ValueError("\n  ".join(problems))
         return self
 
 

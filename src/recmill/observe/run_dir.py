@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import platform
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recmill import __version__
-from recmill.errors import ResourceError
+from recmill.errors import CheckpointError, ResourceError
 
 State = Literal["running", "done", "interrupted", "failed"]
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "polars", "pydantic")
@@ -56,7 +57,10 @@ class RunDirectory:
         write_json(self.status, {"state": state, "updated_at": _now(), "pid": os.getpid(), **facts})
 
     def read_status(self) -> dict[str, Any]:
-        return json.loads(self.status.read_text(encoding="utf-8")) if self.status.is_file() else {}
+        return read_json(self.status) if self.status.is_file() else {}
+
+    def read_results(self) -> dict[str, dict[str, Any]]:
+        return read_json(self.results)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:
@@ -66,7 +70,7 @@ class RunDirectory:
         """A resumed run repeats the steps after its checkpoint: their lines would stand twice."""
         if self.metrics.is_file():
             lines = self.metrics.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+            kept = [line for line in lines if _step_of(line) <= step]
             write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
 
@@ -106,6 +110,24 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def _step_of(line: str) -> float:
+    """Infinite for half a line, which a kill may leave."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not readable as JSON. Remove it; checkpoints do not depend on it.")
+    return value
+
+
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
@@ -113,7 +135,10 @@ def write_json(path: Path, value: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import time
 import warnings
@@ -16,10 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.errors import CheckpointError, ResourceError
@@ -34,11 +36,16 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands: `step` steps done, the next batch is `batch` of `epoch`."""
+    """Where training stands: `step` steps done, the next batch is `batch` of `epoch`.
+
+    The loss since the last report comes along, so that a resumed run reports what an unbroken one would.
+    """
 
     step: int = 0
     epoch: int = 0
     batch: int = 0
+    loss_sum: float = 0.0
+    loss_weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,8 @@ def save(
     partial = directory / f".saving-{final.name}"
     if world.is_main:
         directory.mkdir(exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)  # left by a killed save
+        for left in directory.glob(".saving-*"):  # by a killed save
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir()
     world.broadcast(None)  # nobody writes before the directory is there
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
@@ -100,13 +108,22 @@ def _commit(partial: Path, final: Path, state: dict[str, Any]) -> None:
 
 def committed(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(path.parent for path in directory.glob(f"step-*/{MANIFEST}"))
+    steps = {
+        path.parent: re.fullmatch(r"step-(\d+)", path.parent.name) for path in directory.glob(f"step-*/{MANIFEST}")
+    }
+    ours = {path: int(step[1]) for path, step in steps.items() if step}  # not a copy that somebody named step-10-best
+    return sorted(ours, key=ours.__getitem__)
 
 
 def newest(directory: Path) -> Checkpoint | None:
     """The newest complete checkpoint, its manifest and every digest checked; None if there is none at all."""
     found = committed(directory)
     return verified(found[-1]) if found else None
+
+
+def newest_for_all(directory: Path, world: World) -> Checkpoint | None:
+    """Chosen and checked by rank 0: another process may be saving or pruning meanwhile. All ranks take part."""
+    return world.broadcast(newest(directory) if world.is_main else None)
 
 
 def verified(path: Path) -> Checkpoint:
@@ -169,6 +186,8 @@ class SafeReader(dcp.FileSystemReader):
             metadata = _DataUnpickler(io.BytesIO(path.read_bytes())).load()
         except (pickle.UnpicklingError, EOFError, AttributeError) as error:
             raise CheckpointError(f"{path}: {error}. Do not load checkpoints from people you do not trust.") from error
+        if any(isinstance(value, BytesStorageMetadata) for value in metadata.state_dict_metadata.values()):
+            raise CheckpointError(f"{path}: holds pickled objects, not tensors alone. Do not load it.")
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = dcp.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -176,25 +195,34 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class _DataUnpickler(pickle.Unpickler):
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    _NAMES = frozenset(
+    """Only the classes that describe tensors and where they are stored."""
+
+    _CLASSES = frozenset(
         [
-            ("torch", "Size"),
-            ("torch", "device"),
-            ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.planner", "WriteItemType"),
-            ("collections", "OrderedDict"),
             ("pathlib", "PosixPath"),
-            ("pathlib", "Path"),
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            *(
+                ("torch.distributed.checkpoint.metadata", name)
+                for name in (
+                    "BytesStorageMetadata",
+                    "ChunkStorageMetadata",
+                    "Metadata",
+                    "MetadataIndex",
+                    "StorageMeta",
+                    "TensorProperties",
+                    "TensorStorageMetadata",
+                    "_MEM_FORMAT_ENCODING",
+                )
+            ),
         ]
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        import torch
-
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) in self._NAMES or (module in self._MODULES and name[0].isupper() | name.startswith("_")):
+        if (module, name) in self._CLASSES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"asks for {module}.{name}, which is not data")
 

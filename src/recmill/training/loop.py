@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.config.sections import RunSections
-from recmill.errors import UserError
+from recmill.errors import ConfigError, UserError
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.run_dir import RunDirectory
 from recmill.training.checkpoint import Position
@@ -72,8 +72,13 @@ def fit(
     num_steps = train.num_epochs * source.batches_per_epoch
     if train.max_steps:
         num_steps = min(num_steps, train.max_steps)
+    if start.step > num_steps:
+        raise ConfigError(
+            f"{run.path} is at step {start.step:,} already, beyond the {num_steps:,} of train.num_epochs and "
+            "train.max_steps. Raise them, or choose another --run."
+        )
     saved_step = start.step
-    meter = _Meter(train.global_batch_size)
+    meter = _Meter(train.global_batch_size, start)
     model.train()
     progress = Progress(
         "training", num_steps, unit="samples", world=world, done=start.step, per_item=train.global_batch_size
@@ -95,16 +100,19 @@ def fit(
                 meter.add(loss_sum.detach(), weight)
 
                 is_last = position.step == num_steps
-                if position.step % train.log_every_steps == 0 or is_last:
-                    _report(meter.take(world), position, world, run, progress)
+                is_report_due = position.step % train.log_every_steps == 0
+                if is_report_due or is_last:
+                    _report(meter.values(position, world), position, world, run, progress)
                 else:
                     progress.advance(1)
+                if is_report_due:
+                    meter.reset()
                 with meter.paused():
                     # The end of training is validated and saved by what follows it.
                     if not is_last and _is_due(settings.eval.every_steps, position):
                         validate(position)
                     if not is_last and _is_due(settings.checkpoint.every_steps, position):
-                        save(position)
+                        save(meter.at(position, world))
                         saved_step = position.step
                 if is_last:
                     break
@@ -113,7 +121,7 @@ def fit(
             break
         progress.close()
         if saved_step != position.step:
-            save(position)
+            save(meter.at(position, world))
     return Fitted(position, was_stopped=position.step < num_steps)
 
 
@@ -131,13 +139,14 @@ def _is_due(every_steps: int, position: Position) -> bool:
 class _Meter:
     """Mean loss and speed since the last report. The loss stays on its device, unsummed over ranks, until then."""
 
-    def __init__(self, global_batch_size: int) -> None:
+    def __init__(self, global_batch_size: int, start: Position) -> None:
         self._global_batch_size = global_batch_size
-        self._reset()
+        self.reset()
+        self._earlier_loss, self._weight = start.loss_sum, start.loss_weight  # of all ranks
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         self._loss: Tensor | float = 0.0
-        self._weight, self._steps, self._since = 0.0, 0, time.monotonic()
+        self._earlier_loss, self._weight, self._steps, self._since = 0.0, 0.0, 0, time.monotonic()
 
     def add(self, loss_sum: Tensor, global_weight: float) -> None:
         self._loss, self._weight, self._steps = self._loss + loss_sum, self._weight + global_weight, self._steps + 1
@@ -149,20 +158,26 @@ class _Meter:
         yield
         self._since += time.monotonic() - started
 
-    def take(self, world: World) -> dict[str, float]:
+    def at(self, position: Position, world: World) -> Position:
+        """`position` with the loss so far, to be saved; an error if it is not finite. All ranks take part."""
+        return replace(position, loss_sum=self._finite_loss(position, world), loss_weight=self._weight)
+
+    def _finite_loss(self, position: Position, world: World) -> float:
         (loss,) = world.sum([float(self._loss)])
+        if not math.isfinite(loss):
+            raise UserError(
+                f"The loss became {loss} by step {position.step:,}. The checkpoints on disk are from before. "
+                "Train again with lower optim.dense.lr and optim.tables.lr, into another --run."
+            )
+        return self._earlier_loss + loss
+
+    def values(self, position: Position, world: World) -> dict[str, float]:
+        loss = self._finite_loss(position, world)
         seconds = time.monotonic() - self._since
-        values = {"loss": loss / self._weight, "samples_per_s": self._steps * self._global_batch_size / seconds}
-        self._reset()
-        return values
+        return {"loss": loss / self._weight, "samples_per_s": self._steps * self._global_batch_size / seconds}
 
 
 def _report(values: dict[str, float], position: Position, world: World, run: RunDirectory, progress: Progress) -> None:
-    if not math.isfinite(values["loss"]):
-        raise UserError(
-            f"The loss became {values['loss']} by step {position.step:,}. Lower optim.dense.lr and optim.tables.lr; "
-            "the last checkpoint is from before."
-        )
     if world.is_main:
         run.append_metrics({"step": position.step, "epoch": position.epoch, "split": "train", **values})
         rate = human_rate(values["samples_per_s"])

@@ -1,6 +1,7 @@
 """The one place that cuts tables over processes: TorchRec's planner and DistributedModelParallel."""
 
-import os
+import logging
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from torchrec.distributed.types import ShardingPlan
 
 from recmill.config.sections import TablesOptim
 from recmill.errors import ConfigError, ResourceError
+from recmill.observe.run_dir import memory_bytes
 from recmill.schema import TableSpec
 from recmill.world import World
+
+log = logging.getLogger(__name__)
 
 _FUSED_OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -68,7 +72,9 @@ def shard(
     }
     # Each sharder changes its dictionary: one copy each.
     sharders: list[Any] = [_BagSharder(fused_params=dict(fused)), _SequenceSharder(fused_params=dict(fused))]
-    plan = _plan(network, tables, sharding, kernels, sharders, batch_size_per_rank, world)
+    plan = _plan(network, tables, sharding, optimizer.name, kernels, sharders, batch_size_per_rank, world)
+    if world.is_main:
+        _log_plan(plan)
     return DistributedModelParallel(network, device=world.device, plan=plan, sharders=sharders)
 
 
@@ -76,12 +82,13 @@ def _plan(
     network: nn.Module,
     tables: list[TableSpec],
     sharding: str,
+    optimizer: str,
     kernels: list[str],
     sharders: list[Any],
     batch_size_per_rank: int,
     world: World,
 ) -> ShardingPlan:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world.local_size
+    memory = memory_bytes() // world.local_size
     on_gpu = world.device.type == "cuda"
     hbm = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else 0
     topology = Topology(
@@ -92,7 +99,9 @@ def _plan(
         ddr_cap=memory,
     )
     constraints = {
-        table.name: ParameterConstraints(sharding_types=_ways(sharding, table, world), compute_kernels=kernels)
+        table.name: ParameterConstraints(
+            sharding_types=_ways(sharding, optimizer, table, world), compute_kernels=kernels
+        )
         for table in tables
     }
     planner = EmbeddingShardingPlanner(
@@ -107,13 +116,25 @@ def _plan(
         gigabytes = sum(4 * table.rows * table.dim for table in tables) / 1e9
         raise ResourceError(
             f"{gigabytes:.1f} GB of tables and their optimizer's state do not fit into {world.size} process(es) of "
-            f"{(hbm or memory) / 1e9:.1f} GB. Use more machines, smaller tables or a smaller model.embedding_dim."
+            f"{(hbm or memory) / 1e9:.1f} GB, with batches of {batch_size_per_rank:,}. "
+            "Use more machines, smaller tables, a smaller model.embedding_dim or a smaller train.global_batch_size."
         ) from error
 
 
-def _ways(sharding: str, table: TableSpec, world: World) -> list[str]:
+def _log_plan(plan: ShardingPlan) -> None:
+    """One line: how many tables are cut how."""
+    cuts: Counter[str] = Counter()
+    for parameters in plan.plan.values():
+        for placed in parameters.values():
+            pieces = len(placed.sharding_spec.shards)
+            cuts[f"{placed.sharding_type} in {pieces} piece{'s' if pieces > 1 else ''}"] += 1
+    log.info("sharding: %s", ", ".join(f"{count} table(s) {cut}" for cut, count in sorted(cuts.items())))
+
+
+def _ways(sharding: str, optimizer: str, table: TableSpec, world: World) -> list[str]:
     if sharding != "auto":
         return [sharding]
     if world.size == 1 or table.rows < _WHOLE_TABLE_ROWS:
         return ["table_wise"]
-    return ["table_wise", "row_wise", "column_wise"]
+    # A piece of columns has a row-wise state of its own: another optimizer than that of the whole row.
+    return ["table_wise", "row_wise"] + (["column_wise"] if optimizer != "rowwise_adagrad" else [])
