@@ -237,7 +237,7 @@ def test_a_second_interrupt_ends_it_at_once(dlrm: dict[str, Any], tmp_path: Path
     from ..distributed.test_resume import endless, start, wait_for_step
 
     config = endless(dlrm)
-    config["checkpoint"]["every_steps"] = 1
+    config["checkpoint"]["every_steps"] = 1000
     config["model"] = {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [4096, 4096, 8], "top_mlp": [4096, 4096, 4096]}
     config["train"] |= {"global_batch_size": 1500}
     process = start(config, tmp_path, procs=1)

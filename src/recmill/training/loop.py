@@ -31,10 +31,22 @@ class Fitted:
 
 
 class StopRequest:
-    """SIGINT or SIGTERM asks once for a clean stop after the current step; a second SIGINT ends the process."""
+    """SIGINT or SIGTERM asks once for a clean stop after the current step; a second SIGINT ends the process.
+
+    A checkpoint that is being saved is finished first: torch would take the interrupt for a broken file.
+    """
 
     def __init__(self) -> None:
         self.is_set = False
+        self._is_held = self._was_repeated = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._is_held = True
+        yield
+        self._is_held = False
+        if self._was_repeated:
+            raise KeyboardInterrupt
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -50,7 +62,9 @@ class StopRequest:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.is_set and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            self._was_repeated = True
+            if not self._is_held:
+                raise KeyboardInterrupt
         self.is_set = True
 
 
@@ -112,7 +126,8 @@ def fit(
                     if not is_last and _is_due(settings.eval.every_steps, position):
                         validate(position)
                     if not is_last and _is_due(settings.checkpoint.every_steps, position):
-                        save(meter.at(position, world))
+                        with stop.held():
+                            save(meter.at(position, world))
                         saved_step = position.step
                 if is_last:
                     break
@@ -121,7 +136,8 @@ def fit(
             break
         progress.close()
         if saved_step != position.step:
-            save(meter.at(position, world))
+            with stop.held():
+                save(meter.at(position, world))
     return Fitted(position, was_stopped=position.step < num_steps)
 
 
