@@ -169,6 +169,7 @@ def test_a_finished_run_is_not_trained_again(dlrm: dict[str, Any], tmp_path: Pat
     assert len(metric_lines(tmp_path / "run")) == 4  # and val and test once
     with pytest.raises(ConfigError, match=r"is at step 2 already, beyond the 1 of train.num_epochs"):
         train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])
+    assert train(dlrm, tmp_path / "run", overrides=["train.max_steps=2"]) == first  # nothing was damaged
     # ... but longer, if asked to
     train(dlrm, tmp_path / "run", overrides=["train.max_steps=3"])
     assert len(losses(tmp_path / "run")) == 3

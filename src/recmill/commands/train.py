@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from recmill.commands.assemble import (
     build_sharded,
@@ -73,10 +73,7 @@ def work(world: "World", config: dict[str, Any], run: str) -> Results:
         try:
             return _work(world, load_config(config), run_directory)
         except BaseException as error:
-            with contextlib.suppress(OSError):  # a full disk, say: the error itself is what matters
-                run_directory.write_status(
-                    "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=str(error)
-                )
+            _note_end(run_directory, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
             raise
 
 
@@ -85,20 +82,13 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     from recmill.training import checkpoint
     from recmill.training.checkpoint import Position
     from recmill.training.evaluate import evaluate_split
-    from recmill.training.loop import fit
+    from recmill.training.loop import fit, steps_in_all
     from recmill.training.optim import build_optimizer
     from recmill.training.tables import fill_tables
 
-    # The run directory: who runs what, and where
-    if world.is_main:
-        write_text(run.config, to_toml(config))
-        write_json(run.path / "env.json", environment(world.size, str(world.device)))
-        run.results.unlink(missing_ok=True)  # those of a run that is now continued
-        run.write_status("running")
-    world.broadcast(None)  # nobody logs before rank 0 holds the lock
-    log_to_file(run.path, world.rank)
-
     # The parts
+    world.broadcast(None)  # rank 0 holds the lock: now the others may log
+    log_to_file(run.path, world.rank)
     dataset = open_matching_dataset(config)
     task, source = task_module(config), build_source(config, dataset, world.rank, world.size)
     tables = model_module(config).tables(config.model, dataset.about)
@@ -106,18 +96,30 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     optimizer = build_optimizer(model, config.run.optim.dense)
     _log_facts(world, config, dataset.path, tables, source)
 
-    # The start: a checkpoint's weights, or the seed's
+    # Where to start: from a checkpoint, or from the seed
     found = checkpoint.newest_for_all(run.checkpoints, world)
-    position = Position()
-    if found is not None:
+    position = found.position if found else Position()
+    if found:
         check_same_data(found, dataset)
+    num_steps = steps_in_all(config.run.train, source.batches_per_epoch)
+    if position.step > num_steps:
+        raise ConfigError(
+            f"{run.path} is at step {position.step:,} already, beyond the {num_steps:,} of train.num_epochs and "
+            "train.max_steps. Raise them, or choose another --run."
+        )
+
+    # From here on the run directory tells of this run
+    if world.is_main:
+        write_text(run.config, to_toml(config))
+        write_json(run.path / "env.json", environment(world.size, str(world.device)))
+        run.results.unlink(missing_ok=True)
+        run.forget_metrics_after(position.step)
+        run.write_status("running", step=position.step)
+    if found:
         checkpoint.load(found, model, optimizer)
-        position = found.position
         log.info("going on from step %s: %s", f"{position.step:,}", found.path)
     else:
         fill_tables(model, tables, config.run.train.seed)
-    if world.is_main:
-        run.forget_metrics_after(position.step)
 
     # The training
     def validate(at: Position) -> None:
@@ -204,10 +206,13 @@ def _is_finished(run: RunDirectory, config: Config, dataset: Dataset) -> bool:
 
 
 def _note_failure(run: RunDirectory, error: UserError) -> None:
-    """So that the run directory tells the story too, unless another process is at work in it."""
-    try:
-        with run.locked():
-            if run.read_status().get("state") in ("running", "failed"):  # rank 0 saw the consequence, we the cause
-                run.write_status("failed", error=str(error))
-    except (UserError, OSError):
-        return  # a full disk, say: the error itself is what matters
+    """By the parent, which knows the cause where rank 0 saw a consequence; not if another process is at work there."""
+    with contextlib.suppress(UserError, OSError), run.locked():
+        _note_end(run, "failed", error)
+
+
+def _note_end(run: RunDirectory, state: Literal["failed", "interrupted"], error: BaseException) -> None:
+    """A run that had ended before this one began stays what it was."""
+    with contextlib.suppress(UserError, OSError):  # a full disk, say: the error itself is what matters
+        if run.read_status().get("state") not in ("done", "interrupted"):
+            run.write_status(state, error=str(error))

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recmill.config.sections import RunSections
-from recmill.errors import ConfigError, UserError
+from recmill.config.sections import RunSections, TrainSection
+from recmill.errors import UserError
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.run_dir import RunDirectory
 from recmill.training.checkpoint import Position
@@ -83,14 +83,7 @@ def fit(
     """Train from `start` to the end of the last epoch, or to max_steps, or until asked to stop."""
     train, position = settings.train, start
     stop = StopRequest()
-    num_steps = train.num_epochs * source.batches_per_epoch
-    if train.max_steps:
-        num_steps = min(num_steps, train.max_steps)
-    if start.step > num_steps:
-        raise ConfigError(
-            f"{run.path} is at step {start.step:,} already, beyond the {num_steps:,} of train.num_epochs and "
-            "train.max_steps. Raise them, or choose another --run."
-        )
+    num_steps = steps_in_all(train, source.batches_per_epoch)
     saved_step = start.step
     meter = _Meter(train.global_batch_size, start)
     model.train()
@@ -139,6 +132,11 @@ def fit(
             with stop.held():
                 save(meter.at(position, world))
     return Fitted(position, was_stopped=position.step < num_steps)
+
+
+def steps_in_all(train: TrainSection, batches_per_epoch: int) -> int:
+    steps = train.num_epochs * batches_per_epoch
+    return min(steps, train.max_steps) if train.max_steps else steps
 
 
 def _next(position: Position, batches_per_epoch: int) -> Position:
