@@ -62,7 +62,7 @@ def status(run: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_finishes_the_step_saves_and_ends_well(dlrm: dict[str, Any], tmp_path: Path, number: int) -> None:
-    process = start(endless(dlrm), tmp_path, procs=2)
+    process = start(endless(dlrm), tmp_path, procs=2 if number == signal.SIGINT else 1)
     wait_for_step(tmp_path / "run", 3)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
@@ -136,10 +136,25 @@ def test_the_first_failing_rank_s_own_error_is_what_the_user_sees(
     assert status(tmp_path / "run") == pytest.approx(status(tmp_path / "run") | {"state": "failed", "error": text})
 
 
-def test_another_config_on_an_existing_run_is_refused(dlrm: dict[str, Any], tmp_path: Path) -> None:
-    train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])
+def test_a_finished_run_is_kept_and_guarded(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = train(dlrm, run, overrides=["train.max_steps=2"])
+    before = len(metric_lines(run))
+    assert train(dlrm, run, overrides=["train.max_steps=2"]) == first  # nothing to do
+    assert len(metric_lines(run)) == before == 4  # two losses, val, test
     with pytest.raises(ConfigError, match=r"train.seed: 1 -> 2"):
-        train(dlrm, tmp_path / "run", overrides=["train.seed=2"])
+        train(dlrm, run, overrides=["train.seed=2"])
+    with pytest.raises(ConfigError, match=r"is at step 2 already, beyond the 1 of train.num_epochs"):
+        train(dlrm, run, overrides=["train.max_steps=1"])
+    assert train(dlrm, run, overrides=["train.max_steps=2"]) == first  # nothing was damaged
+    train(dlrm, run, overrides=["train.max_steps=3"])  # longer, if asked to
+    assert len(losses(run)) == 3
+    shard = next((run / "checkpoints" / "step-00000003").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="its content changed since it was saved"):
+        train(dlrm, run, overrides=["train.max_steps=4"])
 
 
 def test_a_loss_that_is_not_finite_is_never_saved(dlrm: dict[str, Any], tmp_path: Path) -> None:
@@ -150,29 +165,6 @@ def test_a_loss_that_is_not_finite_is_never_saved(dlrm: dict[str, Any], tmp_path
         train(dlrm, tmp_path / "run", procs=2)
     assert list((tmp_path / "run").glob("checkpoints/step-*")) == []
     assert status(tmp_path / "run")["state"] == "failed"
-
-
-def test_a_damaged_checkpoint_is_refused_by_name(dlrm: dict[str, Any], tmp_path: Path) -> None:
-    train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])
-    shard = next((tmp_path / "run" / "checkpoints" / "step-00000001").glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match="its content changed since it was saved"):
-        train(dlrm, tmp_path / "run", overrides=["train.max_steps=2"])
-
-
-def test_a_finished_run_is_not_trained_again(dlrm: dict[str, Any], tmp_path: Path) -> None:
-    first = train(dlrm, tmp_path / "run", overrides=["train.max_steps=2"])
-    assert train(dlrm, tmp_path / "run", overrides=["train.max_steps=2"]) == first
-    assert len(losses(tmp_path / "run")) == 2
-    assert len(metric_lines(tmp_path / "run")) == 4  # and val and test once
-    with pytest.raises(ConfigError, match=r"is at step 2 already, beyond the 1 of train.num_epochs"):
-        train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])
-    assert train(dlrm, tmp_path / "run", overrides=["train.max_steps=2"]) == first  # nothing was damaged
-    # ... but longer, if asked to
-    train(dlrm, tmp_path / "run", overrides=["train.max_steps=3"])
-    assert len(losses(tmp_path / "run")) == 3
 
 
 def test_a_crash_of_ours_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ def test_one_two_and_three_processes_give_the_same_losses_and_metrics(
     for split in ("val", "test"):
         assert results[1][split] == pytest.approx(results[0][split], rel=2e-5)
         assert results[2][split] == pytest.approx(results[0][split], rel=2e-5)
-    # The metrics of one checkpoint, summed over one rank and over two
-    assert evaluate(tmp_path / "1", split="val", procs=2) == pytest.approx(results[0]["val"], rel=1e-6)
+    if model == "dlrm":  # the metrics of one checkpoint, summed over one rank and over two
+        assert evaluate(tmp_path / "1", split="val", procs=2) == pytest.approx(results[0]["val"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

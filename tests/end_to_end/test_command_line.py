@@ -233,12 +233,12 @@ def test_help_is_there_for_every_command(run_cli: RunCli) -> None:
 
 
 def test_a_second_interrupt_ends_it_at_once(dlrm: dict[str, Any], tmp_path: Path) -> None:
-    """The first one waits for the step; a step that takes minutes leaves time for the second."""
+    """The first one waits for the step; a step that takes seconds leaves time for the second."""
     from ..distributed.test_resume import endless, start, wait_for_step
 
     config = endless(dlrm)
     config["checkpoint"]["every_steps"] = 1000
-    config["model"] = {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [4096, 4096, 8], "top_mlp": [4096, 4096, 4096]}
+    config["model"] = {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [2048, 8], "top_mlp": [2048, 2048, 2048]}
     config["train"] |= {"global_batch_size": 1500}
     process = start(config, tmp_path, procs=1)
     wait_for_step(tmp_path / "run", 1)
