@@ -34,7 +34,7 @@ def _run(arguments: list[str]) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        _tell("stopped at once; nothing after the last committed checkpoint was kept")
+        _tell("stopped at once; what was committed before is whole")
         return 130
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit

@@ -108,6 +108,8 @@ def open_dataset(path: str | Path, verify: Literal["sizes", "digests"] = "sizes"
     """Sizes, shapes, types and counts are always checked; `digests` reads every byte as well."""
     path = Path(path)
     description_file = path / DESCRIPTION_FILE
+    if path.exists() and not path.is_dir():
+        raise DataError(f"{path} is a file: data.path is the directory of a prepared dataset.")
     if not path.is_dir():
         raise DataError(f"{path}: no such directory. Make the dataset first: recmill prepare NAME --output {path}.")
     try:
@@ -115,7 +117,7 @@ def open_dataset(path: str | Path, verify: Literal["sizes", "digests"] = "sizes"
     except FileNotFoundError:
         raise DataError(
             f"{path}: no {DESCRIPTION_FILE}, so this is not a whole prepared dataset "
-            f"(it is written last). Prepare it again: recmill prepare NAME --output {path}."
+            f"(it is written last). Move it away, then prepare it again: recmill prepare NAME --output {path}."
         ) from None
     try:
         about = _ADAPTER.validate_json(text)
@@ -149,7 +151,9 @@ def digest(path: Path) -> str:
 
 
 def _file_problems(dataset: Dataset) -> list[str]:
-    problems = []
+    problems = [f"{DESCRIPTION_FILE}: '{n}' is not the name of a file in here" for n in dataset.about.files if "/" in n]
+    if problems:
+        return problems
     for name, info in dataset.about.files.items():
         file = dataset.path / name
         if not file.is_file():

@@ -22,6 +22,8 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     # If the launcher is killed, stop as if asked to: finish the step, save, leave.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(os.environ["RECMILL_LAUNCHER"]):
+        leave(1)  # it was killed before that
     try:
         set_up_console()
         order = json.loads((job / "job.json").read_text(encoding="utf-8"))

@@ -167,6 +167,16 @@ def test_a_loss_that_is_not_finite_is_never_saved(dlrm: dict[str, Any], tmp_path
     assert status(tmp_path / "run")["state"] == "failed"
 
 
+def test_a_lost_terminal_does_not_end_a_run(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    """As with `recmill train ... 2>&1 | head -1`."""
+    process = start({**dlrm, "eval": {"every_steps": 1}}, tmp_path, procs=1)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    process.wait(timeout=60)
+    assert status(tmp_path / "run")["state"] == "done"
+
+
 def test_a_crash_of_ours_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(local.WorkerError, match=r"Process \d of the job failed: TypeError") as caught:
         local.run_job("doctor", {"device": "cpu", "surprise": 1}, procs=2)

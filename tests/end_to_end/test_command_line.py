@@ -107,7 +107,7 @@ def test_a_directory_with_somebody_s_config_is_not_taken_for_a_run(
     mine = tmp_path / "config.toml"
     shutil.copy(write_config(tmp_path, dlrm), mine)
     before = mine.read_bytes()
-    assert_one_clear_error(run_cli("train", mine, "--run", tmp_path), 2, "is not a run's")
+    assert_one_clear_error(run_cli("train", mine, "--run", tmp_path), 2, "is not a run directory: it holds config.toml")
     assert mine.read_bytes() == before
 
 

@@ -90,6 +90,10 @@ def test_defaults_then_file_then_set(tmp_path: Path) -> None:
     [
         ("optim.dense.lr", "--set optim.dense.lr: expected key=value"),
         ("train.sead=3", "--set: unknown key 'train.sead'. Did you mean 'train.seed'?"),
+        ("train={seed=3}", "'train' is a section: set its keys one by one"),
+        ("train.seed=1\ntrain.num_epochs=3", "--set: 'train.seed': should be a valid integer"),
+        ("a.b.c=1", "--set: unknown key 'a'"),
+        ("eval.ks=[0]", "--set: 'eval.ks.0': should be greater than 0"),
         ("data.path.x=3", "'path' in '--set data.path.x=3' is a value, not a section"),
     ],
 )

@@ -137,6 +137,18 @@ def test_splits_are_checked(broken: Callable[..., Path], change_splits: Callable
     assert fact in problem(path)
 
 
+def test_files_outside_the_dataset_are_refused(broken: Callable[..., Path]) -> None:
+    path = broken("clicks")
+    files = json.loads((path / "dataset.json").read_text())["files"]
+    change(path, files=files | {"../clicks/day_0_dense.npy": files["day_0_dense.npy"]})
+    assert "'../clicks/day_0_dense.npy' is not the name of a file in here" in problem(path)
+
+
+def test_a_file_in_the_place_of_a_dataset_says_so(tmp_path: Path) -> None:
+    (tmp_path / "f").touch()
+    assert "is a file" in problem(tmp_path / "f")
+
+
 @pytest.mark.parametrize("names", [["I1", "I1", "I3"], ["I1", "user.id", "I3"], ["I1", "C2", "I3"]])
 def test_feature_names_are_checked(broken: Callable[..., Path], names: list[str]) -> None:
     path = broken("clicks")

@@ -31,8 +31,10 @@ def recommend(run: str | Path, history: Sequence[str | int], *, k: int = 10) -> 
 
     import torch  # only now: mistakes are told at once
 
+    from recmill.observe.log import quiet_libraries
     from recmill.training import checkpoint
 
+    quiet_libraries()
     network = model_module(config).build(config.model, dataset.about, torch.device("cpu"))
     found = checkpoint.newest(directory.checkpoints)
     assert found is not None  # looked for above

@@ -185,8 +185,8 @@ def _at_absolute_path(config: Config) -> Config:
 
 
 def _check_continuation(run: RunDirectory, config: Config) -> None:
-    if run.config.is_file() and not run.status.is_file():
-        raise ConfigError(f"{run.config} is not a run's (there is no status.json): choose another --run.")
+    if foreign := run.foreign_file():
+        raise ConfigError(f"{run.path} is not a run directory: it holds {foreign}. Choose another --run.")
     if not run.config.is_file() or not run.has_checkpoint():
         return
     changed = differences(load_config(run.config), config)
@@ -202,7 +202,7 @@ def _is_finished(run: RunDirectory, config: Config, dataset: Dataset) -> bool:
     """Exactly this config, on exactly this data, to its end."""
     status = run.read_status()
     is_done = status.get("state") == "done" and status.get("dataset") == dataset.fingerprint
-    return is_done and run.results.is_file() and load_config(run.config) == config
+    return is_done and run.results.is_file() and run.has_checkpoint() and load_config(run.config) == config
 
 
 def _note_failure(run: RunDirectory, error: UserError) -> None:
@@ -214,5 +214,6 @@ def _note_failure(run: RunDirectory, error: UserError) -> None:
 def _note_end(run: RunDirectory, state: Literal["failed", "interrupted"], error: BaseException) -> None:
     """A run that had ended before this one began stays what it was."""
     with contextlib.suppress(UserError, OSError):  # a full disk, say: the error itself is what matters
-        if run.read_status().get("state") not in ("done", "interrupted"):
-            run.write_status(state, error=str(error))
+        before = run.read_status()
+        if before.get("state") not in ("done", "interrupted"):
+            run.write_status(state, step=before.get("step", 0), error=str(error))

@@ -59,7 +59,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         name, values = "config", json.loads(json.dumps(source, default=plain))
     else:
         name, values = str(source), _read_toml(Path(source))
-    overridden, problems = _apply_overrides(values, overrides)
+    overridden, problems = _apply_overrides(values, [overrides] if isinstance(overrides, str) else overrides)
     config, found = _check(values)
     problems += found
     if problems or config is None:
@@ -122,7 +122,11 @@ def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> tuple[
                 break
             place = child
         else:
-            place[last] = _parse_value(text.strip())
+            value = _parse_value(text.strip())
+            if isinstance(value, dict) or isinstance(place.get(last), dict):
+                problems.append(_Problem(key, f"--set {override}: '{key}' is a section: set its keys one by one."))
+                continue
+            place[last] = value
             overridden.add(key)
     return overridden, problems
 
@@ -130,9 +134,10 @@ def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> tuple[
 def _parse_value(text: str) -> Any:
     """A TOML value; what is not one (an unquoted name, a path) is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return parsed["value"] if len(parsed) == 1 else text  # more than one: a line break in it
 
 
 def _check(values: dict[str, Any]) -> tuple[Config | None, list[_Problem]]:
@@ -219,7 +224,8 @@ def _help(cls: type[BaseModel], loc: Sequence[str]) -> str:
 
 def _report(name: str, problems: list[_Problem], overridden: set[str]) -> str:
     def place(problem: _Problem) -> str:
-        return "--set" if problem.key in overridden or problem.text.startswith("--set") else name
+        related = (k for k in overridden if f"{k}.".startswith(f"{problem.key}.") or problem.key.startswith(f"{k}."))
+        return "--set" if any(related) else name
 
     lines = [f"{place(p)}: {p.text}" if not p.text.startswith("--set") else p.text for p in problems]
     if len(lines) == 1:

@@ -95,8 +95,9 @@ def run_job(command: str, arguments: dict[str, Any], procs: int) -> Any:
     job = Path(tempfile.mkdtemp(prefix="recmill-job-"))
     try:
         (job / "job.json").write_text(json.dumps({"command": command, "arguments": arguments}), encoding="utf-8")
-        workers = _start(job, procs)
+        workers: list[subprocess.Popen[bytes]] = []
         with _forwarded_signals(workers):
+            _start(job, procs, workers)
             failed = _wait(workers)
         if failed:
             _end(workers)
@@ -106,12 +107,12 @@ def run_job(command: str, arguments: dict[str, Any], procs: int) -> Any:
         shutil.rmtree(job, ignore_errors=True)
 
 
-def _start(job: Path, procs: int) -> list[subprocess.Popen[bytes]]:
+def _start(job: Path, procs: int, workers: list[subprocess.Popen[bytes]]) -> None:
     threads = max(1, len(os.sched_getaffinity(0)) // procs)
     common = {**_TUNING, "OMP_NUM_THREADS": str(threads), **os.environ}
     common |= {"WORLD_SIZE": str(procs), "LOCAL_WORLD_SIZE": str(procs), "RECMILL_JOB": str(job)}
+    common["RECMILL_LAUNCHER"] = str(os.getpid())
     common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    workers: list[subprocess.Popen[bytes]] = []
     # The rendezvous socket is bound here and handed to rank 0: no free-port race, and nobody outside can reach it.
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -135,7 +136,6 @@ def _start(job: Path, procs: int) -> list[subprocess.Popen[bytes]]:
                         start_new_session=True,  # Ctrl-C reaches the workers through us, once
                     )
                 )
-    return workers
 
 
 @contextlib.contextmanager

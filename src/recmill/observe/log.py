@@ -1,5 +1,6 @@
 """Logging: the main rank speaks on stderr and in log.txt; every other rank has a file of its own."""
 
+import contextlib
 import logging
 import warnings
 from pathlib import Path
@@ -16,7 +17,8 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "file_only", False):
-            CONSOLE.print(self.format(record))
+            with contextlib.suppress(OSError):  # a terminal that went away does not end a run; log.txt has it all
+                CONSOLE.print(self.format(record))
 
 
 def set_up_console() -> None:
@@ -26,6 +28,10 @@ def set_up_console() -> None:
         handler.setFormatter(logging.Formatter("%(message)s"))
         root.addHandler(handler)
     logging.getLogger("recmill").setLevel(logging.INFO)
+    quiet_libraries()
+
+
+def quiet_libraries() -> None:
     # TorchRec's own use of what torch will rename; shown at every step otherwise.
     warnings.simplefilter("ignore", FutureWarning)
     for name in _NOISY:

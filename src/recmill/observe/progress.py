@@ -12,7 +12,14 @@ from rich.progress import Progress as Bar
 if TYPE_CHECKING:
     from recmill.world import World
 
-CONSOLE = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more, as with `| head -1`: the work goes on, and log.txt has it all."""
+        self.quiet = True
+
+
+CONSOLE = _Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 class Progress:
@@ -23,7 +30,7 @@ class Progress:
     ) -> None:
         self._bar: Bar | None = None
         self._per_item = per_item
-        if sys.stderr.isatty() and (world is None or world.is_main):
+        if sys.stderr is not None and sys.stderr.isatty() and (world is None or world.is_main):
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),

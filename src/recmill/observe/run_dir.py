@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import socket
 import subprocess
 import time
@@ -31,6 +32,15 @@ class RunDirectory:
         self.results = self.path / "results.json"
         self.status = self.path / "status.json"
         self.metrics = self.path / "metrics.jsonl"
+
+    def foreign_file(self) -> str | None:
+        """A name that says this directory is somebody's, and no run's: training must not write here."""
+        if not self.path.is_dir() or (self.status.is_file() and not (self.path / "dataset.json").exists()):
+            return None
+        early = re.compile(
+            r"\.lock|\.status\.json\.\d+|log(\.rank-\d+)?\.txt"
+        )  # of a run that ended before its first word
+        return next((path.name for path in sorted(self.path.iterdir()) if not early.fullmatch(path.name)), None)
 
     def has_checkpoint(self) -> bool:
         return any(self.checkpoints.glob("step-*/MANIFEST.json"))
