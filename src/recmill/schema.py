@@ -1,7 +1,7 @@
 """The prepared-dataset contract: what `dataset.json` says, and whether the files beside it agree.
 
-`dataset.json` is written last: a directory without it is not a dataset. Two kinds: `clicks` (TorchRec's
-npy layout, one row per impression) and `histories` (one run of items per user).
+`dataset.json` is written last: a directory without it is not a dataset. Two kinds: `clicks` (one row per impression,
+in TorchRec's npy layout or in Parquet) and `histories` (one run of items per user).
 """
 
 import json
@@ -20,6 +20,7 @@ from recmill.errors import DataError
 DESCRIPTION_FILE = "dataset.json"
 SPLITS = ("train", "val", "test")
 PAD_ITEM = 0  # item ids start at 1
+MAX_TABLE_ROWS = 2**40  # ids beyond that are 64-bit hashes, which no table can be as long as
 
 
 class _Strict(BaseModel):
@@ -35,10 +36,24 @@ class FileInfo(_Strict):
 class SparseFeature(_Strict):
     name: str
     rows: PositiveInt  # ids are 0..rows-1
+    first_id: int = 0  # of those stored: stored id - first_id is the row of the table
+
+
+class SourceFile(_Strict):
+    """A raw file that the dataset was made from. `sample` tells quickly whether it is still the same one."""
+
+    name: str
+    bytes: NonNegativeInt
+    rows: NonNegativeInt
+    bad_rows: NonNegativeInt = 0  # skipped
+    sample: str
 
 
 class RowRange(_Strict):
-    """Rows start..stop of the three files day_dense.npy, day_sparse.npy, day_labels.npy."""
+    """Rows start..stop of a day.
+
+    A day is the files day_dense.npy, day_sparse.npy (or day_sparse_multi_hot.npz) and day_labels.npy, or day.parquet.
+    """
 
     day: str
     start: NonNegativeInt
@@ -56,10 +71,30 @@ class _Description(_Strict):
 
 
 class ClicksDescription(_Description):
+    """Beside train, val and test there may be a split `unlabelled`, whose labels are all -1."""
+
     kind: Literal["clicks"] = "clicks"
+    layout: Literal["npy", "parquet"] = "npy"
     dense: list[str]
+    dense_stored: Literal["ready", "plus-one"] = "ready"  # plus-one: x + 1, and log(x + 2) is what a model gets
     sparse: list[SparseFeature]
+    multi_hot: list[PositiveInt] = []  # ids per row of each sparse feature; empty: one
     splits: dict[str, list[RowRange]]
+    source: list[SourceFile] = []
+
+    def day_files(self, day: str) -> list[str]:
+        if self.layout == "parquet":
+            return [f"{day}.parquet"]
+        return [f"{day}_dense.npy", self.sparse_file(day), f"{day}_labels.npy"]
+
+    def sparse_file(self, day: str) -> str:
+        if self.layout == "parquet":
+            return f"{day}.parquet"
+        return f"{day}_sparse_multi_hot.npz" if self.multi_hot else f"{day}_sparse.npy"
+
+    @property
+    def days(self) -> list[str]:
+        return list(dict.fromkeys(r.day for ranges in self.splits.values() for r in ranges))
 
 
 class HistoriesDescription(_Description):
@@ -134,8 +169,10 @@ def open_dataset(path: str | Path, verify: Literal["sizes", "digests"] = "sizes"
         problems = _digest_problems(dataset)
     if not problems:
         problems = _clicks_problems(dataset) if about.kind == "clicks" else _histories_problems(dataset)
-    if not problems and verify == "digests":
-        problems = _id_problems(dataset)
+    if not problems and verify == "digests" and about.kind == "clicks":
+        from recmill.stored import id_problems  # which itself needs to know what a Dataset is
+
+        problems = id_problems(dataset)
     if problems:
         remedy = "Copy the dataset again, or prepare it again with --overwrite."
         raise DataError(f"{path} is not whole:\n" + "\n".join(f"  {p}" for p in problems) + f"\n{remedy}")
@@ -174,7 +211,7 @@ def _digest_problems(dataset: Dataset) -> list[str]:
 def _npy_problem(dataset: Dataset, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> list[str]:
     """The header must agree with what the description says of this file."""
     if name not in dataset.about.files:
-        return [f"{name}: not listed in {DESCRIPTION_FILE}"]
+        return []  # reported already
     if dataset.about.files[name].rows != shape[0]:
         return [f"{name}: {dataset.about.files[name].rows:,} rows listed, expected {shape[0]:,}"]
     try:
@@ -193,9 +230,10 @@ def _clicks_problems(dataset: Dataset) -> list[str]:
     about = dataset.about
     assert isinstance(about, ClicksDescription)
     problems = []
-    missing = [split for split in SPLITS if not about.splits.get(split)]
-    if missing:
-        problems.append(f"{DESCRIPTION_FILE}: no rows for split {', '.join(missing)}")
+    if not about.splits.get("train"):
+        problems.append(f"{DESCRIPTION_FILE}: no rows for split train")
+    if about.multi_hot and len(about.multi_hot) != len(about.sparse):
+        problems.append(f"{DESCRIPTION_FILE}: {len(about.multi_hot)} multi-hot sizes, {len(about.sparse)} features")
     names = [*about.dense, *(feature.name for feature in about.sparse)]
     for name in sorted({n for n in names if names.count(n) > 1 or "." in n or not n}):
         problems.append(f"{DESCRIPTION_FILE}: feature name '{name}' occurs twice, is empty or has a dot in it")
@@ -210,20 +248,27 @@ def _clicks_problems(dataset: Dataset) -> list[str]:
     for day_range in (r for ranges in about.splits.values() for r in ranges):
         days[day_range.day] = max(day_range.stop, days.get(day_range.day, 0))
     for day, stop in days.items():
-        info = about.files.get(f"{day}_labels.npy")
+        names = about.day_files(day)
+        info = about.files.get(names[-1])
         rows = info.rows if info else stop
         if stop > rows:
             problems.append(f"{day}: a split ends at row {stop:,} but there are {rows:,}")
+        problems += [f"{name}: not listed in {DESCRIPTION_FILE}" for name in names if name not in about.files]
+        if about.layout == "parquet":
+            continue  # its columns are checked when they are read
         problems += _npy_problem(dataset, f"{day}_dense.npy", (rows, len(about.dense)), ("f4",))
-        problems += _npy_problem(dataset, f"{day}_sparse.npy", (rows, len(about.sparse)), ("i4", "i8"))
         problems += _npy_problem(dataset, f"{day}_labels.npy", (rows, 1), ("i4",))
+        if not about.multi_hot:
+            problems += _npy_problem(dataset, f"{day}_sparse.npy", (rows, len(about.sparse)), ("i4", "i8"))
     return problems
 
 
 def _histories_problems(dataset: Dataset) -> list[str]:
     about = dataset.about
     assert isinstance(about, HistoriesDescription)
-    problems = _npy_problem(dataset, "items.npy", (about.num_interactions,), ("i4",))
+    needed = ["items.npy", "offsets.npy", *(["timestamps.npy"] if about.has_timestamps else [])]
+    problems = [f"{name}: not listed in {DESCRIPTION_FILE}" for name in needed if name not in about.files]
+    problems += _npy_problem(dataset, "items.npy", (about.num_interactions,), ("i4",))
     problems += _npy_problem(dataset, "offsets.npy", (about.num_users + 1,), ("i8",))
     if about.has_timestamps:
         problems += _npy_problem(dataset, "timestamps.npy", (about.num_interactions,), ("i8",))
@@ -245,38 +290,6 @@ def _histories_problems(dataset: Dataset) -> list[str]:
     if len(bad):
         problems.append(f"items.npy: row {bad[0]}: item {items[bad[0]]} is not in 1..{about.num_items}")
     return problems
-
-
-def _id_problems(dataset: Dataset) -> list[str]:
-    """Every id of every row; training checks the same per batch (histories are always checked whole)."""
-    about = dataset.about
-    if not isinstance(about, ClicksDescription):
-        return []
-    problems = []
-    for day in sorted({r.day for ranges in about.splits.values() for r in ranges}):
-        file = f"{day}_sparse.npy"
-        ids = dataset.array(file)
-        for start in range(0, len(ids), 1 << 20):
-            if bad := first_bad_id(ids[start : start + (1 << 20)], about.sparse):
-                row, column = bad
-                problems.append(bad_id_text(file, start + row, about.sparse[column], int(ids[start + row, column])))
-                break
-    return problems
-
-
-def first_bad_id(ids: np.ndarray, sparse: list[SparseFeature]) -> tuple[int, int] | None:
-    """(row, column) of the first id outside 0..rows-1; one unsigned comparison finds negatives too."""
-    limits = np.array([feature.rows for feature in sparse], dtype=np.uint64)
-    bad = ids.astype(np.int64).view(np.uint64) >= limits
-    if not bad.any():
-        return None
-    row, column = np.argwhere(bad)[0]
-    return int(row), int(column)
-
-
-def bad_id_text(file: str, row: int, feature: SparseFeature, value: int) -> str:
-    fact = f"id {value} is not in 0..{feature.rows - 1} (table of {feature.rows:,} rows)"
-    return f"{file}: row {row:,}, column {feature.name}: {fact}"
 
 
 def to_json(about: Description) -> str:

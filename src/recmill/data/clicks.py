@@ -1,4 +1,4 @@
-"""Prepared click logs -> this rank's CtrBatches, straight from memory-mapped files."""
+"""Prepared click logs -> this rank's CtrBatches, straight from the files."""
 
 from collections.abc import Iterator
 
@@ -10,60 +10,95 @@ from recmill import rng
 from recmill.batch import CtrBatch
 from recmill.data.share import Share, num_batches, shares
 from recmill.errors import DataError
-from recmill.schema import ClicksDescription, Dataset, RowRange, bad_id_text, first_bad_id
+from recmill.schema import MAX_TABLE_ROWS, ClicksDescription, Dataset, RowRange
+from recmill.stored import BLOCK_ROWS, ClickRows, StoredDay, bad_id_text, feature_of_column, first_bad_id, id_limits
+
+_WINDOW_BLOCKS = 16  # of Parquet that are shuffled together
 
 
 class SplitRows:
-    """The rows of a split, numbered through over its ranges of files."""
+    """The rows of a split, numbered through over its ranges of days."""
 
     def __init__(self, dataset: Dataset, split: str) -> None:
-        assert isinstance(dataset.about, ClicksDescription)
-        self._dataset = dataset
-        self._dense, self._sparse = dataset.about.dense, dataset.about.sparse
-        self._ranges: list[RowRange] = dataset.about.splits[split]
-        lengths = [r.stop - r.start for r in self._ranges]
-        self._starts = np.cumsum([0, *lengths])
-        self._files = [
-            tuple(dataset.array(f"{r.day}_{part}.npy") for part in ("dense", "sparse", "labels")) for r in self._ranges
-        ]
+        about = dataset.about
+        assert isinstance(about, ClicksDescription)
+        self._path, self._about, self._limits = dataset.path, about, id_limits(about)
+        if not about.splits.get(split):
+            raise DataError(
+                f"{dataset.path} has no rows for {split}. Prepare it again with --last-day or --val-fraction."
+            )
+        self._ranges: list[RowRange] = about.splits[split]
+        self._starts = np.cumsum([0, *(r.stop - r.start for r in self._ranges)])
+        days = {r.day: StoredDay(dataset, r.day) for r in self._ranges}
+        self._days = [days[r.day] for r in self._ranges]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """dense float32 [n, F], ids int64 [n, tables], labels float32 [n]; every id is checked."""
+    def take(self, rows: np.ndarray) -> ClickRows:
+        """ids int64, labels float32; every value is checked."""
         which = np.searchsorted(self._starts, rows, side="right") - 1
-        parts = []
+        parts: list[ClickRows] = []
         order = []
         for index in np.unique(which):
             chosen = np.flatnonzero(which == index)
             local = rows[chosen] - self._starts[index] + self._ranges[index].start
-            dense, ids, labels = (file[local] for file in self._files[index])
-            self._check(index, local, dense, ids, labels)
-            parts.append((dense, ids, labels[:, 0]))
+            found = self._days[index].take(local)
+            self._check(self._ranges[index].day, local, found)
+            parts.append(found)
             order.append(chosen)
         if len(parts) == 1:
-            dense, ids, labels = parts[0]
+            dense, ids, labels = parts[0].dense, parts[0].ids, parts[0].labels
         else:
             back = np.argsort(np.concatenate(order), kind="stable")
-            dense, ids, labels = (np.concatenate(column)[back] for column in zip(*parts, strict=True))
-        return dense, ids.astype(np.int64), labels.astype(np.float32)
+            columns = ([p.dense for p in parts], [p.ids for p in parts], [p.labels for p in parts])
+            dense, ids, labels = (np.concatenate(column)[back] for column in columns)
+        return ClickRows(dense, ids.astype(np.int64, copy=False), labels.astype(np.float32))
 
-    def _check(self, index: int, local: np.ndarray, dense: np.ndarray, ids: np.ndarray, labels: np.ndarray) -> None:
+    def _check(self, day: str, local: np.ndarray, rows: ClickRows) -> None:
         """For a bad id FBGEMM would train a wrong row without a word, and which one depends on the world size."""
-        day = f"{self._dataset.path / self._ranges[index].day}"
-        if bad := first_bad_id(ids, self._sparse):
+        about = self._about
+        dense_file, label_file = about.day_files(day)[0], about.day_files(day)[-1]
+        if bad := first_bad_id(rows.ids, self._limits):
             row, column = bad
-            text = bad_id_text(f"{day}_sparse.npy", int(local[row]), self._sparse[column], int(ids[row, column]))
+            file, feature = str(self._path / about.sparse_file(day)), feature_of_column(about, column)
+            text = bad_id_text(file, int(local[row]), feature, int(rows.ids[row, column]))
             raise DataError(f"{text}. Prepare the dataset again with the right table sizes.")
-        if not np.isfinite(dense).all():
-            row, column = np.argwhere(~np.isfinite(dense))[0]
-            place = f"{day}_dense.npy: row {local[row]:,}, column {self._dense[column]}"
-            raise DataError(f"{place}: {dense[row, column]} is not a number. Prepare the dataset again.")
-        if ((labels != 0) & (labels != 1)).any():
-            row = int(np.argmax((labels[:, 0] != 0) & (labels[:, 0] != 1)))
-            place = f"{day}_labels.npy: row {local[row]:,}"
-            raise DataError(f"{place}: label {labels[row, 0]} is neither 0 nor 1. Prepare the dataset again.")
+        if not np.isfinite(rows.dense).all():
+            row, column = np.argwhere(~np.isfinite(rows.dense))[0]
+            place = f"{self._path / dense_file}: row {local[row]:,}, column {about.dense[column]}"
+            raise DataError(f"{place}: {rows.dense[row, column]} is not a number. Prepare the dataset again.")
+        is_bad = (rows.labels != 0) & (rows.labels != 1)
+        if is_bad.any():
+            row = int(np.argmax(is_bad))
+            place = f"{self._path / label_file}: row {local[row]:,}"
+            raise DataError(f"{place}: label {rows.labels[row]} is neither 0 nor 1. Prepare the dataset again.")
+
+
+class WindowedOrder:
+    """A permutation of range(size) for files that are decoded in blocks: few blocks are needed at a time.
+
+    Blocks are permuted, then rows within windows of 16 blocks (a million rows). Depends on the key alone.
+    """
+
+    def __init__(self, size: int, key: np.uint64) -> None:
+        blocks = rng.Permutation(-(-size // BLOCK_ROWS), key)(np.arange(-(-size // BLOCK_ROWS)))
+        lengths = np.minimum(BLOCK_ROWS, size - blocks * BLOCK_ROWS)
+        self._rows_of_block, self._block_starts = blocks * BLOCK_ROWS, np.cumsum([0, *lengths])
+        self._window_starts = np.append(self._block_starts[:-1:_WINDOW_BLOCKS], size)
+        self._key = int(key)
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        mixed = np.empty_like(positions)
+        windows = np.searchsorted(self._window_starts, positions, side="right") - 1
+        for window in np.unique(windows):
+            chosen, start = windows == window, self._window_starts[window]
+            inside = rng.Permutation(
+                int(self._window_starts[window + 1] - start), rng.stream_key(self._key, int(window))
+            )
+            mixed[chosen] = inside(positions[chosen] - start) + start
+        block = np.searchsorted(self._block_starts, mixed, side="right") - 1
+        return self._rows_of_block[block] + mixed - self._block_starts[block]
 
 
 class ClickSource:
@@ -84,7 +119,14 @@ class ClickSource:
         self._train_batch_size, self._eval_batch_size = train_batch_size, eval_batch_size
         self._rank, self._size = rank, size
         assert isinstance(dataset.about, ClicksDescription)
+        if huge := [feature.name for feature in dataset.about.sparse if feature.rows > MAX_TABLE_ROWS]:
+            raise DataError(
+                f"{dataset.path}: the ids of {', '.join(huge)} are 64-bit hashes, too many for a table. "
+                "Prepare the dataset with --table-size as well."
+            )
         self._features = [feature.name for feature in dataset.about.sparse]
+        self._multi_hot = dataset.about.multi_hot or [1] * len(self._features)
+        self._permutation = WindowedOrder if dataset.about.layout == "parquet" else rng.Permutation
         self._train = SplitRows(dataset, "train")
 
     @property
@@ -94,7 +136,7 @@ class ClickSource:
     def train_batches(self, epoch: int, first: int) -> Iterator[CtrBatch]:
         """Batch `first` and all after it; the order depends on the seed and the epoch alone."""
         rows = self._train
-        permutation = rng.Permutation(len(rows), rng.stream_key(self._seed, "order", epoch))
+        permutation = self._permutation(len(rows), rng.stream_key(self._seed, "order", epoch))
         for share in shares(len(rows), self._train_batch_size, first, self._rank, self._size):
             yield self._batch(
                 rows, share, permutation(share.positions) if self._order == "shuffled" else share.positions
@@ -109,13 +151,17 @@ class ClickSource:
         return num_batches(len(SplitRows(self._dataset, split)), self._eval_batch_size)
 
     def _batch(self, rows: SplitRows, share: Share, chosen: np.ndarray) -> CtrBatch:
-        dense, ids, labels = rows.take(chosen)
-        count, tables = ids.shape
+        found = rows.take(chosen)
+        count = len(found)
+        ends = np.cumsum(self._multi_hot)
+        by_feature = [found.ids[:, end - hot : end].ravel() for end, hot in zip(ends, self._multi_hot, strict=True)]
+        lengths = np.repeat(np.array(self._multi_hot, dtype=np.int32), count)
         sparse = KeyedJaggedTensor(
             keys=self._features,
-            values=torch.from_numpy(np.ascontiguousarray(ids.T)).view(-1),
-            lengths=torch.ones(count * tables, dtype=torch.int32),
-            offsets=torch.arange(count * tables + 1, dtype=torch.int32),
+            values=torch.from_numpy(np.concatenate(by_feature)),
+            lengths=torch.from_numpy(lengths),
+            offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
             stride=count,
         )
-        return CtrBatch(torch.from_numpy(dense), sparse, torch.from_numpy(labels), torch.from_numpy(share.weights()))
+        weights = torch.from_numpy(share.weights())
+        return CtrBatch(torch.from_numpy(found.dense), sparse, torch.from_numpy(found.labels), weights)

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from recmill.config.sections import Section
 from recmill.datasets.writing import MADE_BY, NpyWriter, seal
 from recmill.schema import ClicksDescription, Description, FileInfo, RowRange, SparseFeature
+from recmill.stored import ClickRows
 
 BLOCK_ROWS = 1 << 17
 PARTS = ("dense", "sparse", "labels")  # of a day, a file each
@@ -48,15 +48,6 @@ class ClickOptions(Section):
     @property
     def id_dtype(self) -> type:
         return np.int32 if max(self.tables) < 2**31 else np.int64
-
-
-@dataclass(frozen=True)
-class ClickRows:
-    """A block of rows: dense float32 [n, features], ids int [n, tables], labels int32 [n]."""
-
-    dense: np.ndarray
-    ids: np.ndarray
-    labels: np.ndarray
 
 
 def write_day(directory: Path, day: str, num_rows: int, blocks: Iterator[ClickRows], id_dtype: type) -> None:

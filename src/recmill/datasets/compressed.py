@@ -1,0 +1,55 @@
+"""Raw files as they come: plain, .gz or .zst. A file that ends too early is an error, not a short file."""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from recmill.errors import DataError
+
+SUFFIXES = ("", ".gz", ".zst")
+
+
+def read_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
+    """The decompressed content in blocks of about this size."""
+    if path.suffix == ".gz":
+        return _gzip_blocks(path, block_bytes)
+    if path.suffix == ".zst":
+        return _zstd_blocks(path, block_bytes)
+    return _plain_blocks(path, block_bytes)
+
+
+def _plain_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(block_bytes):
+            yield block
+
+
+def _gzip_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
+    try:
+        with gzip.open(path, "rb") as file:
+            while block := file.read(block_bytes):
+                yield block
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: cut short or damaged ({error}). Get the file again.") from None
+
+
+def _zstd_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
+    """Frame by frame: zstandard's own readers take a file cut in the middle of a frame for a shorter one."""
+    import zstandard
+
+    piece_bytes = min(block_bytes, 1 << 17)  # compressed, so that a block stays small
+    frame = None
+    try:
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(piece_bytes):
+                while piece:
+                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                    if block := frame.decompress(piece):
+                        yield block
+                    piece = frame.unused_data if frame.eof else b""
+                    frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise DataError(f"{path}: damaged ({error}). Get the file again.") from None
+    if frame is not None:
+        raise DataError(f"{path}: cut short (it ends in the middle of a frame). Get the file again.")
