@@ -71,7 +71,8 @@ class _Datasets(click.Group):
         def body(output: str, overwrite: bool, **values: Any) -> None:
             from recmill.commands.prepare import prepare
 
-            _print_dataset(prepare(cmd_name, output, overwrite=overwrite, **values))
+            given = {name: value for name, value in values.items() if value is not None}
+            _print_dataset(prepare(cmd_name, output, overwrite=overwrite, **given))
 
         summary = (module.__doc__ or "").strip().splitlines()[0]
         return click.Command(
@@ -80,11 +81,26 @@ class _Datasets(click.Group):
 
 
 def _option(name: str, field: Any) -> click.Option:
-    is_list = typing.get_origin(field.annotation) is list
-    kind = _IntList() if is_list else field.annotation
-    default = ",".join(map(str, field.default)) if is_list else field.default
+    """The flag of an Options' field; a field that may be None is a flag that need not be given."""
+    kind: Any = field.annotation
+    if type(None) in typing.get_args(kind):
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    if typing.get_origin(kind) is typing.Annotated:
+        kind = typing.get_args(kind)[0]
+    is_list = typing.get_origin(kind) is list
+    default = ",".join(map(str, field.default)) if is_list and field.default else field.default
+    if is_list:
+        kind = _IntList()
+    elif typing.get_origin(kind) is typing.Literal:
+        kind = click.Choice(typing.get_args(kind))
+    is_required = field.is_required()
     return click.Option(
-        [f"--{name.replace('_', '-')}"], type=kind, default=default, show_default=True, help=field.description
+        [f"--{name.replace('_', '-')}"],
+        type=kind,
+        required=is_required,
+        default=None if is_required else default,
+        show_default=True,
+        help=field.description,
     )
 
 
@@ -118,6 +134,41 @@ def commands(debug: bool) -> None:
 @commands.group("prepare", cls=_Datasets)
 def prepare_command() -> None:
     """Make a prepared dataset."""
+
+
+@commands.command("split")
+@click.option("--input", required=True, type=click.Path(), help="One raw log: plain, .gz or .zst.")
+@click.option("--output", required=True, type=click.Path(), help="Directory to write; it appears when it is whole.")
+@click.option("--lines", type=int, default=5_000_000, show_default=True, help="Lines of each part.")
+@click.option("--days", type=int, default=24, show_default=True, help="Parts: day_0, day_1, ...; the rest is left out.")
+def split_command(input: str, output: str, lines: int, days: int) -> None:
+    """Cut one raw log into parts, to be prepared like days of a large one."""
+    from recmill.commands.split import split
+
+    split(input, output, lines=lines, days=days)
+
+
+@commands.command("adopt")
+@click.argument("directory", type=click.Path())
+@click.option(
+    "--last-day",
+    type=click.Choice(["val-first", "test-first", "none"]),
+    default="val-first",
+    show_default=True,
+    help="Its halves are for validation and test, in this order; none: train on everything.",
+)
+@click.option(
+    "--val-fraction", type=float, help="Share of the rows for validation, and as many for test: of a single day (0.1)."
+)
+@click.option(
+    "--table-size", type=_IntList(), help="For all tables, or one each, like 10,1000.  [default: largest id + 1]"
+)
+@click.option("--dense-transform", metavar="TEXT", help="How the dense values were made, like 'log(x+3)': a note.")
+def adopt_command(directory: str, **options: Any) -> None:
+    """Make a dataset of npy files in DIRECTORY that TorchRec's or MLPerf's scripts wrote."""
+    from recmill.commands.adopt import adopt
+
+    _print_dataset(adopt(directory, **options))
 
 
 @commands.command("train")

@@ -12,6 +12,7 @@ MODELS = {
     "bert4rec": "recmill.models.bert4rec",
 }
 DATASETS = {
+    "criteo": "recmill.datasets.criteo",
     "synthetic-clicks": "recmill.datasets.synthetic_clicks",
     "synthetic-histories": "recmill.datasets.synthetic_histories",
     "random-clicks": "recmill.datasets.random_clicks",

@@ -145,9 +145,7 @@ def npz_arrays(path: Path, sizes: list[int], rows: int) -> list[np.ndarray]:
                 read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
                 shape, fortran, dtype = read(file)
                 if shape != (rows, size) or fortran or dtype.str[1:] not in ("i4", "i8"):
-                    raise DataError(
-                        f"{path}: '{index}' is {dtype} {list(shape)}, expected i4 or i8 {[rows, size]}."
-                    )
+                    raise DataError(f"{path}: '{index}' is {dtype} {list(shape)}, expected i4 or i8 {[rows, size]}.")
                 arrays.append(np.memmap(path, dtype, "r", offset=file.tell(), shape=shape))
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
         raise DataError(f"{path}: not a NumPy archive of {len(sizes)} arrays ({error}). Prepare it again.") from None

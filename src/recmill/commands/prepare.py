@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from recmill import registry
 from recmill.config import plain
-from recmill.datasets.writing import dataset_directory, is_to_be_written
+from recmill.datasets.writing import dataset_directory, is_to_be_written, resumable_directory
 from recmill.errors import ConfigError
 from recmill.observe.progress import Progress
 from recmill.schema import open_dataset
@@ -25,8 +25,14 @@ def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options
     module = registry.load(registry.DATASETS, name, "dataset")
     checked = checked_options(name, module.Options, options)
     output = Path(output).absolute()
-    if not is_to_be_written(output, name, checked.model_dump(), overwrite):
+    plan = module.plan(checked) if hasattr(module, "plan") else None  # of a long preparation, which can be resumed
+    recipe = plan.recipe if plan else checked.model_dump()
+    if not is_to_be_written(output, name, recipe, overwrite):
         log.info("%s is already prepared: nothing to do", output)
+    elif plan:
+        with resumable_directory(output, recipe, plan.inputs, discard=overwrite) as work:
+            module.write(work, plan)
+        log.info("prepared %s in %s", name, output)
     else:
         with Progress(f"preparing {name}", total=1, unit="rows") as progress, dataset_directory(output) as partial:
             module.write(partial, checked, progress.callback())

@@ -9,11 +9,13 @@ import numpy as np
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from recmill.config.sections import Section
-from recmill.datasets.writing import MADE_BY, NpyWriter, seal
+from recmill.datasets.writing import MADE_BY, NpyWriter, seal, write_parquet
 from recmill.schema import ClicksDescription, Description, FileInfo, RowRange, SparseFeature
+from recmill.stored import BLOCK_ROWS as STORED_BLOCK_ROWS
 from recmill.stored import ClickRows
 
 BLOCK_ROWS = 1 << 17
+PARQUET_ROWS = 1 << 19  # per file
 PARTS = ("dense", "sparse", "labels")  # of a day, a file each
 
 
@@ -62,6 +64,37 @@ def write_day(directory: Path, day: str, num_rows: int, blocks: Iterator[ClickRo
                     files.append(stack.enter_context(NpyWriter(path, dtype, (num_rows, part.shape[1]))))
             for file, part in zip(files, parts, strict=True):
                 file.append(part)
+
+
+def write_parquet_parts(
+    directory: Path, stem: str, blocks: Iterator[ClickRows], label_type: type, id_type: type
+) -> dict[str, int]:
+    """Stream blocks into stem-00000.parquet, stem-00001.parquet, ...; returns the rows of each."""
+    import polars as pl
+
+    rows_of: dict[str, int] = {}
+    waiting: list[ClickRows] = []
+
+    def write_part(rows: list[ClickRows]) -> None:
+        name = f"{stem}-{len(rows_of):05d}.parquet"
+        dense, ids = np.concatenate([r.dense for r in rows]), np.concatenate([r.ids for r in rows])
+        columns = {"label": np.concatenate([r.labels for r in rows]).astype(label_type)}
+        columns |= {f"I{i + 1}": np.ascontiguousarray(dense[:, i]) for i in range(dense.shape[1])}
+        columns |= {f"C{i + 1}": np.ascontiguousarray(ids[:, i], dtype=id_type) for i in range(ids.shape[1])}
+        write_parquet(directory / name, pl.DataFrame(columns), row_group_size=STORED_BLOCK_ROWS)
+        rows_of[name] = len(dense)
+
+    count = 0
+    for block in blocks:
+        while count + len(block) >= PARQUET_ROWS:
+            cut = PARQUET_ROWS - count
+            write_part([*waiting, block[:cut]])
+            waiting, count, block = [], 0, block[cut:]
+        waiting.append(block)
+        count += len(block)
+    if count:
+        write_part(waiting)
+    return rows_of
 
 
 def split_last_day(rows_per_day: list[int]) -> dict[str, list[RowRange]]:

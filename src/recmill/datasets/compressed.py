@@ -5,6 +5,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import zstandard
+
 from recmill.errors import DataError
 
 SUFFIXES = ("", ".gz", ".zst")
@@ -36,8 +38,6 @@ def _gzip_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
 
 def _zstd_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
     """Frame by frame: zstandard's own readers take a file cut in the middle of a frame for a shorter one."""
-    import zstandard
-
     piece_bytes = min(block_bytes, 1 << 17)  # compressed, so that a block stays small
     frame = None
     try:
@@ -53,3 +53,17 @@ def _zstd_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
         raise DataError(f"{path}: damaged ({error}). Get the file again.") from None
     if frame is not None:
         raise DataError(f"{path}: cut short (it ends in the middle of a frame). Get the file again.")
+
+
+def expansion(path: Path) -> float:
+    """How many bytes of text a byte of the file gives, judged by its beginning."""
+    with path.open("rb") as file:
+        piece = file.read(1 << 18)
+    try:
+        if path.suffix == ".gz":
+            return max(len(zlib.decompressobj(31).decompress(piece)), 1) / max(len(piece), 1)
+        if path.suffix == ".zst":
+            return max(len(zstandard.ZstdDecompressor().decompressobj().decompress(piece)), 1) / max(len(piece), 1)
+    except (zlib.error, zstandard.ZstdError):
+        return 1.0  # damaged: reading it will tell
+    return 1.0

@@ -1,21 +1,27 @@
 """Writing prepared datasets: all or nothing, `dataset.json` last."""
 
+import fcntl
 import io
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 from numpy.lib import format as npy_format
 
 from recmill import __version__
-from recmill.errors import DataError, as_user_error
+from recmill.errors import DataError, ResourceError, as_user_error
 from recmill.schema import DESCRIPTION_FILE, Description, FileInfo, digest, open_dataset, to_json
+
+if TYPE_CHECKING:
+    import polars as pl
+
+log = logging.getLogger(__name__)
 
 MADE_BY = f"recmill {__version__}"
 
@@ -94,6 +100,106 @@ def _replace(output: Path, partial: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+class Work:
+    """A long preparation that can be killed and run again: `data` becomes the dataset, `scratch` vanishes at the end.
+
+    What is done is done in named parts; the note of a part is written when it is whole.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.data, self.scratch = directory, directory / "data", directory / "scratch"
+        self.data.mkdir(exist_ok=True)
+        self.scratch.mkdir(exist_ok=True)
+
+    def part(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returned (JSON) when this part was finished; it is called now if it never was."""
+        note = self.directory / f"done-{name}.json"
+        if not note.is_file():
+            write_json(note, make())
+        return json.loads(note.read_bytes())
+
+    def is_done(self, name: str) -> bool:
+        return (self.directory / f"done-{name}.json").is_file()
+
+    def bytes_written(self) -> int:
+        return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
+
+
+def unfinished_directory(output: Path) -> Path:
+    return output.parent / f".{output.name}.unfinished"
+
+
+@contextmanager
+def resumable_directory(output: Path, recipe: dict[str, Any], inputs: dict[str, Any], discard: bool) -> Iterator[Work]:
+    """The work on `output`, begun or continued. It takes its place when the block ends well.
+
+    Otherwise what is finished is kept for the next run, which must have the same recipe and the same inputs; after an
+    error in the data it is not, since the data will have to change. `discard`: begin anew.
+    """
+    directory = unfinished_directory(output)
+    try:
+        if discard and directory.exists():
+            with _locked(directory):
+                shutil.rmtree(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise as_user_error(error) or error from error
+    with _locked(directory):
+        note = directory / "recipe.json"
+        now = json.loads(json.dumps({"made_by": MADE_BY, "recipe": recipe, "inputs": inputs}))
+        if note.is_file():
+            _check_unchanged(directory, json.loads(note.read_bytes()), now)
+            log.info("going on with the unfinished work in %s", directory)
+        else:
+            write_json(note, now)
+        try:
+            work = Work(directory)
+            yield work
+            _replace(output, work.data)
+        except DataError:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _check_unchanged(directory: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    def flat(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "made by": values["made_by"],
+            **values["recipe"],
+            **{f"input {k}": v for k, v in values["inputs"].items()},
+        }
+
+    old, new = flat(before), flat(now)
+    changes = [f"{k}: was {old.get(k)}, is {new.get(k)}" for k in {**old, **new} if old.get(k) != new.get(k)]
+    if changes:
+        raise DataError(
+            f"{directory} holds unfinished work of another run:\n"
+            + "\n".join(f"  {change}" for change in changes)
+            + "\nRun it as before to go on with it, or begin anew with --overwrite."
+        )
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One process at a time: the lock goes with the process, however it ends."""
+    with (directory / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ResourceError(
+                f"{directory}: another `recmill prepare` is at work here. Wait for it, or choose another --output."
+            ) from None
+        yield
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(value), encoding="utf-8")
+    os.replace(temporary, path)
+
+
 class NpyWriter:
     """A .npy file of known shape, written row block by row block.
 
@@ -124,10 +230,10 @@ def write_npy(path: Path, values: np.ndarray, dtype: type) -> None:
         file.append(values)
 
 
-def write_parquet(path: Path, frame: pl.DataFrame) -> None:
+def write_parquet(path: Path, frame: "pl.DataFrame", row_group_size: int | None = None) -> None:
     """By way of memory: Polars would report a full disk as an error of the format."""
     buffer = io.BytesIO()
-    frame.write_parquet(buffer)
+    frame.write_parquet(buffer, row_group_size=row_group_size)
     path.write_bytes(buffer.getbuffer())
 
 

@@ -1,0 +1,82 @@
+"""`recmill split`: one raw log -> equal slices of it, named like the days that `recmill prepare criteo` reads."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from recmill.datasets.compressed import read_blocks
+from recmill.datasets.writing import dataset_directory
+from recmill.errors import ConfigError, DataError
+from recmill.observe.progress import Progress
+
+log = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 1 << 20  # stays in the processor's cache between being read, searched and written
+_NEWLINE = ord("\n")
+
+
+def split(input: str | Path, output: str | Path, *, lines: int, days: int) -> dict[str, Any]:
+    """Write the first `days` slices of `lines` lines each to output/day_0, output/day_1, ...; the last may be shorter.
+
+    Returns what was written: input, days, lines in all, and whether a rest of the log was left out.
+    """
+    input, output = Path(input), Path(output).absolute()
+    _check(input, output, lines, days)
+    blocks = read_blocks(input, _BLOCK_BYTES)
+    with dataset_directory(output) as partial, Progress(f"splitting {input.name}", lines * days, "lines") as progress:
+        written, has_rest = _write_days(blocks, partial, lines, days, progress)
+        if written <= lines * (days - 1):
+            raise DataError(_too_few(input, written, lines, days))
+    rest = "the rest was left out" if has_rest else "that is all of it"
+    log.info("%s: %s lines written to %s/day_0 to day_%d; %s", input, f"{written:,}", output, days - 1, rest)
+    return {"input": str(input), "days": days, "lines": written, "has_rest": has_rest}
+
+
+def _check(input: Path, output: Path, lines: int, days: int) -> None:
+    for name, value in (("lines", lines), ("days", days)):
+        if value < 1:
+            raise ConfigError(f"--{name} {value}: give 1 or more.")
+    if not input.is_file():
+        raise DataError(f"{input}: no such file. --input is one raw log: plain, .gz or .zst.")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise DataError(f"{output} exists and is not an empty directory. Choose another --output, or move it away.")
+
+
+def _write_days(
+    blocks: Iterator[bytes], directory: Path, lines: int, days: int, progress: Progress
+) -> tuple[int, bool]:
+    """(lines written, whether anything comes after them)."""
+    written, rest = 0, b""
+    for day in range(days):
+        with (directory / f"day_{day}").open("wb") as file:
+            copied, rest = _copy_lines(chain([rest], blocks), file, lines, progress)
+        written += copied
+        if copied < lines:
+            return written, False
+    return written, bool(rest or next(blocks, b""))
+
+
+def _copy_lines(blocks: Iterable[bytes], file: BinaryIO, lines: int, progress: Progress) -> tuple[int, bytes]:
+    """(lines copied, what is left of the newest block). At the end of the log a line without a newline counts too."""
+    missing, ends_open = lines, False
+    for block in blocks:
+        ends = np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE)[:missing]
+        missing -= len(ends)
+        stop = len(block) if missing else int(ends[-1]) + 1
+        file.write(block[:stop])
+        progress.advance(len(ends))
+        if not missing:
+            return lines, block[stop:]
+        ends_open = bool(block) and block[-1] != _NEWLINE
+    return lines - missing + ends_open, b""
+
+
+def _too_few(input: Path, found: int, lines: int, days: int) -> str:
+    fact = f"{input} has {found:,} lines: slices of {lines:,} do not fill {days} days."
+    if found < days:
+        return f"{fact} Use a longer log." if not found else f"{fact} Use --lines 1 --days {found}, or a longer log."
+    return f"{fact} Use --lines {found // days} or --days {-(-found // lines)}."
