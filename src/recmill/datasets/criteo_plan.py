@@ -94,7 +94,7 @@ def describer(
 
 def features(rules: Rules, vocabulary_sizes: list[int]) -> list[SparseFeature]:
     names = [f"C{c + 1}" for c in range(NUM_SPARSE)]
-    if rules.ids == "contiguous":
+    if rules.ids == "contiguous" and not (rules.compat and rules.table_size):
         return [SparseFeature(name=n, rows=s + FIRST_ID) for n, s in zip(names, vocabulary_sizes, strict=True)]
     if rules.ids == "hash64" and not rules.table_size:
         return [SparseFeature(name=name, rows=2**64, first_id=-(2**63)) for name in names]
