@@ -78,7 +78,7 @@ def write_parquet_parts(
     def write_part(rows: list[ClickRows]) -> None:
         name = f"{stem}-{len(rows_of):05d}.parquet"
         dense, ids = np.concatenate([r.dense for r in rows]), np.concatenate([r.ids for r in rows])
-        columns = {"label": np.concatenate([r.labels for r in rows]).astype(label_type)}
+        columns: dict[str, np.ndarray] = {"label": np.concatenate([r.labels for r in rows]).astype(label_type)}
         columns |= {f"I{i + 1}": np.ascontiguousarray(dense[:, i]) for i in range(dense.shape[1])}
         columns |= {f"C{i + 1}": np.ascontiguousarray(ids[:, i], dtype=id_type) for i in range(ids.shape[1])}
         write_parquet(directory / name, pl.DataFrame(columns), row_group_size=STORED_BLOCK_ROWS)

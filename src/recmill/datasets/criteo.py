@@ -38,13 +38,12 @@ from recmill.datasets.criteo_log import (
     NUM_SPARSE,
     LogBlock,
     ParsedLog,
-    cores,
-    ordered,
     parse_log,
 )
 from recmill.datasets.criteo_plan import Plan, Segment, describer, features, plan, ranges_by_split, segments
 from recmill.datasets.criteo_rules import Options
 from recmill.datasets.multi_hot import write_companions, write_multi_hot
+from recmill.datasets.parallel import cores, ordered
 from recmill.datasets.shuffle import Buckets
 from recmill.datasets.writing import Work, seal
 from recmill.errors import ResourceError

@@ -57,6 +57,7 @@ def _read(values: np.ndarray, start: int, stop: int) -> np.ndarray:
     if not isinstance(values, np.memmap):
         return values[start:stop]
     row_bytes = values.dtype.itemsize * (values.shape[1] if values.ndim == 2 else 1)
+    assert values.filename
     read = np.fromfile(
         values.filename, values.dtype, (stop - start) * row_bytes // values.dtype.itemsize,
         offset=values.offset + int(start) * row_bytes,
@@ -276,13 +277,13 @@ class LookupRound:
 
 
 @njit(nogil=True, cache=True)
-def _slot_of(key, shift):  # type: ignore[no-untyped-def]
+def _slot_of(key, shift):
     """Fibonacci hashing: the top bits of a product."""
     return np.int64((np.uint64(key) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)) >> shift)
 
 
 @njit(nogil=True, cache=True)
-def _fill(slots, shift, pairs):  # type: ignore[no-untyped-def]
+def _fill(slots, shift, pairs):
     mask = len(slots) - 1
     for row in range(len(pairs)):
         slot = _slot_of(pairs[row, 0], shift)
@@ -292,7 +293,7 @@ def _fill(slots, shift, pairs):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _map(slots, offsets, shifts, columns, edges, ids, missing, missing_is_zero, out):  # type: ignore[no-untyped-def]
+def _map(slots, offsets, shifts, columns, edges, ids, missing, missing_is_zero, out):
     rows = len(missing)
     tile = 512  # rows of `out` that stay in the cache while all columns are written
     for start in range(0, rows, tile):
@@ -354,10 +355,8 @@ def hash64(block: LogBlock) -> np.ndarray:
         letters = nibbles.astype(np.uint8)
         letters += np.where(letters < 10, np.uint8(48), np.uint8(87))
         lane = letters.view(np.uint64)[..., 0]
-        state = _SPARKS_SEED + _P5 + np.uint64(8)
-        state = _rotated(state ^ (_rotated(lane * _P2, 31) * _P1), 27) * _P1 + _P4
-        state = np.where(_is_missing(block), _SPARKS_SEED, _mixed(state))
-        state = state + _P5 + np.uint64(4)
+        text = _rotated((_SPARKS_SEED + _P5 + np.uint64(8)) ^ (_rotated(lane * _P2, 31) * _P1), 27) * _P1 + _P4
+        state = np.where(_is_missing(block), _SPARKS_SEED, _mixed(text)) + _P5 + np.uint64(4)
         column = np.arange(NUM_SPARSE, dtype=np.uint64)[:, None]
         state = _rotated(state ^ (column * _P1), 23) * _P2 + _P3
         return _mixed(state).view(np.int64).T

@@ -5,18 +5,16 @@ without a word, and in Criteo a missing value is legal.
 """
 
 import json
-import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numba import njit
 
 from recmill.datasets.compressed import SUFFIXES, read_blocks
+from recmill.datasets.parallel import ordered
 from recmill.errors import DataError
 
 NUM_DENSE, NUM_SPARSE = 13, 26
@@ -38,8 +36,6 @@ _FACTS = {
 _HEX = np.full(256, 255, dtype=np.uint8)
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
     _HEX[np.frombuffer(_digits, dtype=np.uint8)] = np.arange(16)
-
-Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -261,7 +257,7 @@ def _bad_row(text: bytes, has_labels: bool, line: int, line_start: int, column: 
 
 
 @njit(nogil=True, cache=True)
-def _are_hex(letters):  # type: ignore[no-untyped-def]
+def _are_hex(letters):
     """Whether each of 8 bytes is a hexadecimal digit, all at once: adding 128 - x sets the top bit of bytes >= x."""
     lower = letters | np.uint64(0x2020202020202020)
     digit = (letters + np.uint64(0x5050505050505050)) & ~(letters + np.uint64(0x4646464646464646))
@@ -271,7 +267,7 @@ def _are_hex(letters):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _hex_value(letters):  # type: ignore[no-untyped-def]
+def _hex_value(letters):
     """The number that 8 hexadecimal digits stand for; the first byte is the lowest of the word."""
     x = (letters & np.uint64(0x0F0F0F0F0F0F0F0F)) + np.uint64(9) * (
         (letters >> np.uint64(6)) & np.uint64(0x0101010101010101)
@@ -282,7 +278,7 @@ def _hex_value(letters):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _parse(text, eights, has_labels, smallest, hex_value, labels, dense, missing, ids, bad):  # type: ignore[no-untyped-def]
+def _parse(text, eights, has_labels, smallest, hex_value, labels, dense, missing, ids, bad):
     """Good rows fill the arrays, bad ones `bad` (line, its start, column, kind). Every line ends with a line break."""
     rows = 0
     num_bad = 0
@@ -384,22 +380,3 @@ def _parse(text, eights, has_labels, smallest, hex_value, labels, dense, missing
         at += 1
         line += 1
     return rows
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def ordered(pool: Executor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int) -> Iterator[Result]:
-    """`function` of each item in the pool's threads, results in order, at most `ahead` + cores of them in memory."""
-    waiting: deque[Future[Result]] = deque()
-    try:
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) >= cores() + min(ahead, cores()):
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()

@@ -21,6 +21,7 @@ def companions(rows: list[int], sizes: list[int], distribution: str, seed: int) 
     stream = np.random.RandomState(seed)  # the legacy stream is part of the published recipe
 
     def blocks(count: int, size: int) -> Iterator[np.ndarray]:
+        drawn: np.ndarray
         step = max(_DRAWN_AT_ONCE // size, 1)
         for start in range(0, count, step):
             shape = (min(step, count - start), size - 1)

@@ -1,6 +1,8 @@
-"""Progress of long work: a bar with rate and remaining time on a terminal, nothing elsewhere (logs tell there)."""
+"""Progress of long work: a bar with rate and remaining time on a terminal, a line now and then elsewhere."""
 
+import logging
 import sys
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -13,6 +15,11 @@ if TYPE_CHECKING:
     from recmill.world import World
 
 
+log = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_LINES = 30.0
+
+
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Nobody reads any more, as with `| head -1`: the work goes on, and log.txt has it all."""
@@ -23,13 +30,18 @@ CONSOLE = _Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 class Progress:
-    """Only the main rank shows a bar. `per_item` turns items into the unit whose rate is shown."""
+    """Only the main rank shows a bar. `per_item` turns items into the unit whose rate is shown.
+
+    Training (with a world) writes its own lines to the log; other work gets one every half minute.
+    """
 
     def __init__(
         self, label: str, total: int, unit: str, world: "World | None" = None, done: int = 0, per_item: int = 1
     ) -> None:
         self._bar: Bar | None = None
         self._per_item = per_item
+        self._label, self._done, self._total, self._tells = label, 0, total, world is None
+        self._started = self._told = time.monotonic()
         if sys.stderr is not None and sys.stderr.isatty() and (world is None or world.is_main):
             columns = (
                 TextColumn("{task.description}"),
@@ -62,7 +74,9 @@ class Progress:
         return self._bar is not None
 
     def advance(self, items: int, note: str | None = None) -> None:
+        self._done += items
         if not self._bar:
+            self._tell()
             return
         self._bar.advance(self._task, items)
         speed = self._bar.tasks[self._task].speed
@@ -71,12 +85,26 @@ class Progress:
         if note is not None:
             self._bar.update(self._task, note=note)
 
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if not self._tells or now - self._told < _SECONDS_BETWEEN_LINES:
+            return
+        self._told = now
+        rate = self._done / (now - self._started)
+        left = max(self._total - self._done, 0) / rate if rate else 0
+        log.info(
+            f"{self._label}: {self._done:,} of about {self._total:,} {self._unit}, "
+            f"{human_rate(rate)} {self._unit}/s, {left / 60:.1f} minutes left"
+        )
+
     def callback(self) -> Callable[[int, int], None]:
         """For code that reports (done, total) itself."""
 
         def report(done: int, total: int) -> None:
             if self._bar:
-                self._bar.update(self._task, completed=done, total=total)
+                self._bar.update(self._task, total=total)
+            self._total = total
+            self.advance(done - self._done)
 
         return report
 
