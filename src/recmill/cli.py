@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 import typing
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -171,6 +172,22 @@ def adopt_command(directory: str, **options: Any) -> None:
     _print_dataset(adopt(directory, **options))
 
 
+@commands.command("audit")
+@click.argument("dataset", type=click.Path())
+@click.option("--memory-budget", default="2GB", show_default=True, help="Most memory to use; less means more readings.")
+@_json
+def audit_command(dataset: str, memory_budget: str, as_json: bool) -> int:
+    """What in the click log DATASET would make a result wrong. Ends with 3 if anything would, else 0."""
+    from recmill.commands.audit import audit
+
+    report = audit(dataset, memory_budget=memory_budget)
+    if as_json:
+        print(json.dumps({**asdict(report), "failures": report.num_failures}))
+    else:
+        _print_audit(report)
+    return 3 if report.num_failures else 0
+
+
 @commands.command("train")
 @click.argument("config", type=click.Path())
 @click.option(
@@ -272,6 +289,33 @@ def _print_dataset(about: dict[str, Any]) -> None:
         )
     for split, values in about["truth"].items():
         print(f"best reachable, {split}: " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+
+
+def _print_audit(report: Any) -> None:
+    def percent(share: float | None) -> str:
+        return "" if share is None else f"{share:.2%}"
+
+    rate = {part: part.clicks / part.rows if part.split != "unlabelled" else None for part in report.parts}
+    parts = [[part.day, part.split, f"{part.rows:,}", percent(rate[part]), part.dense] for part in report.parts]
+    _table(["day", "split", "rows", "label rate", "dense values"], parts)
+    print()
+    unseen = list(report.shared_rows)
+    tables = [
+        [
+            table.name,
+            f"{table.rows:,}",
+            "" if table.ids_in_train is None else f"{table.ids_in_train:,}",
+            *(percent(table.unseen.get(split)) for split in unseen),
+        ]
+        for table in report.tables
+    ]
+    _table(["table", "rows", "ids in train", *(f"unseen in {split}" for split in unseen)], tables)
+    print()
+    print(f"rows: {sum(report.rows.values()):,} in all; " + ", ".join(f"{s} {n:,}" for s, n in report.rows.items()))
+    print("table sizes: " + ",".join(str(table.rows) for table in report.tables))
+    for finding in report.findings:
+        print(f"{'FAILURE' if finding.kind == 'failure' else finding.kind} {finding.text}")
+    print(f"audit: {report.num_failures or 'no'} failure{'' if report.num_failures == 1 else 's'}")
 
 
 def _print_results(runs: list[str]) -> None:

@@ -15,7 +15,7 @@ from recmill.errors import DataError
 from recmill.schema import ClicksDescription, Dataset, SparseFeature
 
 BLOCK_ROWS = 1 << 16
-_BLOCKS_KEPT = 40  # of a Parquet file, decoded: two windows of the loader's shuffling
+_BLOCKS_KEPT = 36  # decoded ones of all Parquet files: two windows of the loader's shuffling, and a few that they cut
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,17 @@ class StoredDay:
             yield first, self.take(slice(first, min(first + BLOCK_ROWS, self.rows if stop is None else stop)))
 
 
+_BLOCKS: "OrderedDict[tuple[object, ...], ClickRows]" = OrderedDict()
+
+
 class _ParquetFile:
-    """Decoded block by block; the newest blocks are kept."""
+    """Decoded block by block; the newest blocks of all files are kept."""
 
     def __init__(self, path: Path, about: ClicksDescription) -> None:
         import polars as pl
 
         self._path, self._dense, self._sparse = path, about.dense, [feature.name for feature in about.sparse]
+        self._key = (path, path.stat().st_mtime_ns)  # another file may come to stand in its place
         try:
             names = pl.read_parquet_schema(path)
         except (pl.exceptions.PolarsError, OSError) as error:
@@ -90,7 +94,6 @@ class _ParquetFile:
         missing = [name for name in ["label", *self._dense, *self._sparse] if name not in names]
         if missing:
             raise DataError(f"{path}: no column {', '.join(missing)}; it has {', '.join(names)}. Prepare it again.")
-        self._blocks: OrderedDict[int, ClickRows] = OrderedDict()
 
     def take(self, rows: np.ndarray) -> ClickRows:
         numbers = rows // BLOCK_ROWS
@@ -110,9 +113,10 @@ class _ParquetFile:
     def _block(self, number: int) -> ClickRows:
         import polars as pl
 
-        if number in self._blocks:
-            self._blocks.move_to_end(number)
-            return self._blocks[number]
+        key = (*self._key, number)
+        if key in _BLOCKS:
+            _BLOCKS.move_to_end(key)
+            return _BLOCKS[key]
         frame = pl.scan_parquet(self._path).slice(number * BLOCK_ROWS, BLOCK_ROWS).collect()
         nulls = [name for name in ["label", *self._dense, *self._sparse] if frame[name].null_count()]
         if nulls:
@@ -123,9 +127,9 @@ class _ParquetFile:
             ids=np.stack([frame[name].to_numpy() for name in self._sparse], axis=1),
             labels=frame["label"].to_numpy().astype(np.int32),
         )
-        self._blocks[number] = block
-        if len(self._blocks) > _BLOCKS_KEPT:
-            self._blocks.popitem(last=False)
+        _BLOCKS[key] = block
+        if len(_BLOCKS) > _BLOCKS_KEPT:
+            _BLOCKS.popitem(last=False)
         return block
 
 
@@ -134,6 +138,7 @@ def npz_arrays(path: Path, sizes: list[int], rows: int) -> list[np.ndarray]:
     arrays: list[np.ndarray] = []
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            whole = np.memmap(path, np.uint8, "r")  # one mapping for all: each would keep the file open
             for index, size in enumerate(sizes):
                 member = archive.getinfo(f"{index}.npy")
                 if member.compress_type != zipfile.ZIP_STORED:
@@ -146,7 +151,8 @@ def npz_arrays(path: Path, sizes: list[int], rows: int) -> list[np.ndarray]:
                 shape, fortran, dtype = read(file)
                 if shape != (rows, size) or fortran or dtype.str[1:] not in ("i4", "i8"):
                     raise DataError(f"{path}: '{index}' is {dtype} {list(shape)}, expected i4 or i8 {[rows, size]}.")
-                arrays.append(np.memmap(path, dtype, "r", offset=file.tell(), shape=shape))
+                values = whole[file.tell() : file.tell() + rows * size * dtype.itemsize]
+                arrays.append(values.view(dtype).reshape(shape))
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
         raise DataError(f"{path}: not a NumPy archive of {len(sizes)} arrays ({error}). Prepare it again.") from None
     return arrays

@@ -123,6 +123,9 @@ def test_preparing_launching_and_checking_configs_need_no_torch() -> None:
         for f in rooms
     ] + [
         "recmill.commands.prepare",
+        "recmill.commands.adopt",
+        "recmill.commands.audit",
+        "recmill.commands.split",
         "recmill.commands.train",
         "recmill.commands.evaluate",
         "recmill.commands.recommend",

@@ -15,10 +15,20 @@ from pydantic import Field, PositiveInt
 
 from recmill.commands.prepare import checked_options
 from recmill.config.sections import Section
+from recmill.datasets.clicks import split_rows
 from recmill.datasets.writing import MADE_BY, seal
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.observe.progress import Progress
-from recmill.schema import DESCRIPTION_FILE, ClicksDescription, Dataset, FileInfo, RowRange, SparseFeature, open_dataset
+from recmill.schema import (
+    DESCRIPTION_FILE,
+    SPLITS,
+    ClicksDescription,
+    Dataset,
+    FileInfo,
+    RowRange,
+    SparseFeature,
+    open_dataset,
+)
 from recmill.stored import ClickRows, StoredDay, bad_id_text, feature_of_column, first_bad_id, id_limits, npz_arrays
 
 log = logging.getLogger(__name__)
@@ -35,7 +45,7 @@ _ANY_ID = 2**63 - 1  # stands for a table size that is not known yet
 class Options(Section):
     last_day: Literal["val-first", "test-first", "none"] = "val-first"
     val_fraction: float | None = Field(None, gt=0.0, lt=0.5)
-    table_size: list[PositiveInt] | None = None
+    table_size: list[PositiveInt] | None = Field(None, min_length=1)
     dense_transform: str | None = None
 
 
@@ -79,7 +89,7 @@ def _write_description(path: Path, options: Options) -> None:
     """Names, headers and labels come first: what they tell, nobody should learn after hours of reading."""
     about, day_rows = _from_headers(path, options.table_size)
     splits = _splits(path, day_rows, options)
-    with Progress(f"reading {path.name}", sum(day_rows.values()), "rows") as progress:
+    with Progress(f"reading {path}", sum(day_rows.values()), "rows") as progress:
         largest_ids = _largest_ids(Dataset(path, about, fingerprint=""), list(day_rows), progress)
     notes = [f"dense values: {options.dense_transform or 'transformed elsewhere; nobody told how'}"]
     notes += [f"{part.day}: all labels are -1, so it is split unlabelled" for part in splits.get("unlabelled", [])]
@@ -197,12 +207,11 @@ def _splits(path: Path, day_rows: dict[str, int], options: Options) -> dict[str,
     if not labelled:
         problems.append("no labels but -1: there is nothing to train on")
     _raise_if_any(path, problems)
-    first, second = _held_out(path, list(labelled.values()), options)
-    end = sum(labelled.values())
-    held = [_ranges(labelled, end - second - first, end - second), _ranges(labelled, end - second, end)]
-    val, test = held[::-1] if options.last_day == "test-first" else held
-    splits = {"train": _ranges(labelled, 0, end - second - first), "val": val, "test": test}
-    splits["unlabelled"] = _ranges(unlabelled, 0, sum(unlabelled.values()))
+    splits = split_rows(labelled, *_last_day(len(labelled), options))
+    splits["unlabelled"] = [RowRange(day=day, start=0, stop=rows) for day, rows in unlabelled.items()]
+    if not all(splits[split] for split in SPLITS) and (options.last_day != "none" or options.val_fraction):
+        fact = f"{sum(labelled.values()):,} labelled rows are too few for all of train, val and test"
+        raise DataError(f"{path}: {fact}. Use --last-day none, or more rows.")
     return {split: ranges for split, ranges in splits.items() if ranges}
 
 
@@ -215,31 +224,15 @@ def _has_labels(file: Path, problems: list[str]) -> bool:
     return not is_bad.all()
 
 
-def _held_out(path: Path, rows: list[int], options: Options) -> tuple[int, int]:
-    """How many rows at the end are for the first and the second of validation and test."""
-    if options.last_day == "none" and options.val_fraction is None:
-        return 0, 0
-    if len(rows) > 1 and options.last_day != "none":
-        if options.val_fraction is not None:
-            fact = f"--val-fraction {options.val_fraction}: of {len(rows)} days the last one is for val and test"
-            raise ConfigError(f"{fact}. Leave it out, or say --last-day none as well: then it is a share of all rows.")
-        first, second = (rows[-1] + 1) // 2, rows[-1] // 2
-    else:
-        first = second = round(sum(rows) * (options.val_fraction or VAL_FRACTION))
-    if second == 0 or first + second >= sum(rows):
-        fact = f"of {sum(rows):,} labelled rows {first:,} and {second:,} are for val and test; every split needs one"
-        raise DataError(f"{path}: {fact}. Use --last-day none, or more rows.")
-    return first, second
-
-
-def _ranges(day_rows: dict[str, int], start: int, stop: int) -> list[RowRange]:
-    ranges, first = [], 0
-    for day, rows in day_rows.items():
-        low, high = max(start - first, 0), min(stop - first, rows)
-        if low < high:
-            ranges.append(RowRange(day=day, start=low, stop=high))
-        first += rows
-    return ranges
+def _last_day(num_days: int, options: Options) -> tuple[str, float]:
+    if options.last_day == "none":
+        return "none", options.val_fraction or 0.0
+    if num_days == 1:
+        return "none", options.val_fraction or VAL_FRACTION
+    if options.val_fraction is not None:
+        fact = f"--val-fraction {options.val_fraction}: of {num_days} days the last one is for val and test"
+        raise ConfigError(f"{fact}. Leave it out, or say --last-day none as well: then it is a share of all rows.")
+    return options.last_day, 0.0
 
 
 def _largest_ids(dataset: Dataset, days: list[str], progress: Progress) -> np.ndarray:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from recmill import registry
 from recmill.config import Config, load_config
-from recmill.errors import CheckpointError, ConfigError
+from recmill.errors import CheckpointError, ConfigError, DataError
 from recmill.observe.run_dir import RunDirectory
-from recmill.schema import Dataset, open_dataset
+from recmill.schema import SPLITS, Dataset, open_dataset
 
 if TYPE_CHECKING:
     from recmill.training.checkpoint import Checkpoint
@@ -24,6 +24,13 @@ def open_matching_dataset(config: Config, verify: Any = "sizes") -> Dataset:
             f"model '{config.model_name}' learns from {kind}, but {dataset.path} holds {dataset.about.kind}. "
             "Change model.name or data.path."
         )
+    if dataset.about.kind == "clicks":
+        absent = [split for split in SPLITS if not dataset.about.splits.get(split)]
+        if absent:
+            raise DataError(
+                f"{dataset.path} has no rows for {' and '.join(absent)}, and every run is validated and tested. "
+                "Prepare it again with --last-day val-first or --val-fraction."
+            )
     return dataset
 
 

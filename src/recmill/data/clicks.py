@@ -23,10 +23,6 @@ class SplitRows:
         about = dataset.about
         assert isinstance(about, ClicksDescription)
         self._path, self._about, self._limits = dataset.path, about, id_limits(about)
-        if not about.splits.get(split):
-            raise DataError(
-                f"{dataset.path} has no rows for {split}. Prepare it again with --last-day or --val-fraction."
-            )
         self._ranges: list[RowRange] = about.splits[split]
         self._starts = np.cumsum([0, *(r.stop - r.start for r in self._ranges)])
         days = {r.day: StoredDay(dataset, r.day) for r in self._ranges}

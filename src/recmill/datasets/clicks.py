@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from recmill.config.sections import Section
 from recmill.datasets.writing import MADE_BY, NpyWriter, seal, write_parquet
-from recmill.schema import ClicksDescription, Description, FileInfo, RowRange, SparseFeature
+from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange, SparseFeature
 from recmill.stored import BLOCK_ROWS as STORED_BLOCK_ROWS
 from recmill.stored import ClickRows
 
@@ -73,38 +73,60 @@ def write_parquet_parts(
     import polars as pl
 
     rows_of: dict[str, int] = {}
-    waiting: list[ClickRows] = []
+    columns: dict[str, np.ndarray] = {}
+    filled = 0
 
-    def write_part(rows: list[ClickRows]) -> None:
+    def write_part() -> None:
         name = f"{stem}-{len(rows_of):05d}.parquet"
-        dense, ids = np.concatenate([r.dense for r in rows]), np.concatenate([r.ids for r in rows])
-        columns: dict[str, np.ndarray] = {"label": np.concatenate([r.labels for r in rows]).astype(label_type)}
-        columns |= {f"I{i + 1}": np.ascontiguousarray(dense[:, i]) for i in range(dense.shape[1])}
-        columns |= {f"C{i + 1}": np.ascontiguousarray(ids[:, i], dtype=id_type) for i in range(ids.shape[1])}
-        write_parquet(directory / name, pl.DataFrame(columns), row_group_size=STORED_BLOCK_ROWS)
-        rows_of[name] = len(dense)
+        frame = pl.DataFrame({column: values[:filled] for column, values in columns.items()})
+        write_parquet(directory / name, frame, row_group_size=STORED_BLOCK_ROWS)
+        rows_of[name] = filled
 
-    count = 0
     for block in blocks:
-        while count + len(block) >= PARQUET_ROWS:
-            cut = PARQUET_ROWS - count
-            write_part([*waiting, block[:cut]])
-            waiting, count, block = [], 0, block[cut:]
-        waiting.append(block)
-        count += len(block)
-    if count:
-        write_part(waiting)
+        if not columns:
+            columns["label"] = np.empty(PARQUET_ROWS, label_type)
+            columns |= {f"I{i + 1}": np.empty(PARQUET_ROWS, np.float32) for i in range(block.dense.shape[1])}
+            columns |= {f"C{i + 1}": np.empty(PARQUET_ROWS, id_type) for i in range(block.ids.shape[1])}
+        while len(block):
+            part = block[: PARQUET_ROWS - filled]
+            by_column = [part.labels, *part.dense.T, *part.ids.T]
+            for values, new in zip(columns.values(), by_column, strict=True):
+                values[filled : filled + len(part)] = new
+            filled += len(part)
+            block = block[len(part) :]
+            if filled == PARQUET_ROWS:
+                write_part()
+                filled = 0
+    if filled:
+        write_part()
     return rows_of
 
 
-def split_last_day(rows_per_day: list[int]) -> dict[str, list[RowRange]]:
-    """train: all days but the last; val: the first half of the last day (the larger, if odd); test: the rest."""
-    last, middle = len(rows_per_day) - 1, (rows_per_day[-1] + 1) // 2
-    return {
-        "train": [RowRange(day=f"day_{d}", start=0, stop=rows_per_day[d]) for d in range(last)],
-        "val": [RowRange(day=f"day_{last}", start=0, stop=middle)],
-        "test": [RowRange(day=f"day_{last}", start=middle, stop=rows_per_day[-1])],
-    }
+def split_rows(day_rows: dict[str, int], last_day: str, val_fraction: float) -> dict[str, list[RowRange]]:
+    """train: all days but the last; its halves (the first is the larger, if odd) are val and test, or test and val.
+
+    `last_day` none: days are one long log, whose last rows are for val, then test, this fraction of all rows each.
+    """
+    total, last = sum(day_rows.values()), list(day_rows.values())[-1]
+    sizes = [total - last, (last + 1) // 2, last // 2]
+    if last_day == "none":
+        held_out = int(total * val_fraction)
+        sizes = [total - 2 * held_out, held_out, held_out]
+    names = ["train", "test", "val"] if last_day == "test-first" else ["train", "val", "test"]
+    ends = [sum(sizes[: i + 1]) for i in range(3)]
+    ranges = {n: _ranges(day_rows, end - size, end) for n, size, end in zip(names, sizes, ends, strict=True)}
+    return {name: ranges[name] for name in SPLITS}
+
+
+def _ranges(day_rows: dict[str, int], start: int, stop: int) -> list[RowRange]:
+    """Rows start..stop of all days end to end."""
+    ranges, first = [], 0
+    for day, rows in day_rows.items():
+        low, high = max(start - first, 0), min(stop - first, rows)
+        if low < high:
+            ranges.append(RowRange(day=day, start=low, stop=high))
+        first += rows
+    return ranges
 
 
 def rows_per_day(rows: int, days: int) -> list[int]:
@@ -129,7 +151,7 @@ def seal_clicks(
             truth=truth,
             dense=[f"I{i + 1}" for i in range(num_dense)],
             sparse=[SparseFeature(name=f"C{i + 1}", rows=rows) for i, rows in enumerate(table_rows)],
-            splits=split_last_day(day_rows),
+            splits=split_rows({f"day_{d}": n for d, n in enumerate(day_rows)}, "val-first", 0.0),
         )
 
     return seal(directory, describe, {f"day_{d}_{p}.npy": n for d, n in enumerate(day_rows) for p in PARTS})

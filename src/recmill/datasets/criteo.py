@@ -42,13 +42,13 @@ from recmill.datasets.criteo_log import (
 )
 from recmill.datasets.criteo_plan import Plan, Segment, describer, features, plan, ranges_by_split, segments
 from recmill.datasets.criteo_rules import Options
-from recmill.datasets.multi_hot import write_companions, write_multi_hot
+from recmill.datasets.multi_hot import companion_paths, write_companions, write_multi_hot
 from recmill.datasets.parallel import cores, ordered
 from recmill.datasets.shuffle import Buckets
 from recmill.datasets.writing import Work, seal
 from recmill.errors import ResourceError
 from recmill.observe.progress import Progress
-from recmill.schema import Description, SparseFeature
+from recmill.schema import SPLITS, Description, SparseFeature
 from recmill.stored import ClickRows
 
 __all__ = ["Options", "Plan", "plan", "write"]
@@ -107,6 +107,7 @@ class _Preparation:
     def __init__(self, work: Work, plan: Plan, pool: Executor) -> None:
         self.work, self.plan, self.rules, self.pool = work, plan, plan.rules, pool
         self.rounded = 0  # ids that --compat changed
+        self.memory = work.part("memory", lambda: plan.memory)  # buckets and rounds must be those of the first run
 
     def run(self) -> Description:
         self.parsed = self._read()
@@ -126,21 +127,22 @@ class _Preparation:
         with Progress("reading", total=sum(forecast_rows(raw) for raw in self.plan.logs), unit="rows") as progress:
             for raw in self.plan.logs:
                 allowed = None if rules.on_bad_row == "fail" else rules.max_bad_rows - bad_rows
-                saved = self.work.part(f"read-{raw.name}", partial(self._read_log, raw, allowed, progress))
-                parsed.append(ParsedLog.load(saved))
+                path = self.work.scratch / f"{raw.name}.rows"
+                saved = self.work.part(f"read-{raw.name}", partial(self._read_log, raw, path, allowed, progress))
+                parsed.append(ParsedLog(path, **saved))
                 bad_rows += parsed[-1].bad_rows
                 log.info("read %s: %s rows%s", raw.path, f"{parsed[-1].rows:,}", _skipped(parsed[-1].bad_rows))
         return parsed
 
-    def _read_log(self, raw: RawLog, bad_rows_allowed: int | None, progress: Progress) -> dict[str, Any]:
+    def _read_log(self, raw: RawLog, target: Path, bad_rows_allowed: int | None, progress: Progress) -> dict[str, Any]:
         parsed = parse_log(
             raw.path,
-            self.work.scratch / f"{raw.name}.rows",
+            target,
             has_labels=raw.has_labels,
             smallest=self.rules.smallest_dense,
             bad_rows_allowed=bad_rows_allowed,
             pool=self.pool,
-            chunk_bytes=min(max(self.plan.memory // (40 * cores()), 1 << 20), 1 << 24),
+            chunk_bytes=min(max(self.memory // (40 * cores()), 1 << 20), 1 << 24),
             progress=lambda text, rows: progress.advance(rows),
         )
         return parsed.saved()
@@ -167,7 +169,7 @@ class _Preparation:
                 min_frequency=rules.min_frequency,
                 max_ids=(rules.table_size[column] if rules.table_size and not rules.compat else 2**32) - FIRST_ID,
                 missing_is_zero=rules.missing_is_zero,
-                memory=self.plan.memory * 8 // 10 // cores(),
+                memory=self.memory * 7 // 10 // cores(),
                 scratch=self.work.scratch,
             )
 
@@ -186,7 +188,7 @@ class _Preparation:
     @cached_property
     def _rounds(self) -> list[LookupRound]:
         """Lazy: a round builds its hash tables when it is used."""
-        return self._vocabularies.rounds(self.plan.memory * 6 // 10)
+        return self._vocabularies.rounds(self.memory // 2)
 
     def _map_in_rounds(self) -> None:
         """If the vocabularies do not fit in memory together: all rows with the first tables, then with the next."""
@@ -269,7 +271,7 @@ class _Preparation:
     def _buckets(self) -> Buckets:
         total = sum(part.rows for part in self.segments if part.split == "train")
         id_type = np.int32 if self.rules.compat in _ROUNDED_BY_SHUFFLE else self.id_type().type
-        return Buckets(self.work.scratch / "buckets", total, NUM_DENSE, NUM_SPARSE, id_type, self.plan.memory // 2)
+        return Buckets(self.work.scratch / "buckets", total, NUM_DENSE, NUM_SPARSE, id_type, self.memory // 4)
 
     def _positions(self) -> Callable[[Segment, int, int], np.ndarray]:
         """New positions of training rows number .. number + n."""
@@ -284,7 +286,7 @@ class _Preparation:
 
             return within_the_day
         if rules.compat in _ROUNDED_BY_SHUFFLE:
-            order = _numpys_order(total, seed, self.plan.memory)
+            order = _numpys_order(total, seed, self.memory)
             return lambda part, number, rows: order[number : number + rows]
         permutation = rng.Permutation(total, rng.stream_key(seed, "criteo shuffle"))
         return lambda part, number, rows: permutation(np.arange(rows) + number)
@@ -370,7 +372,8 @@ class _Preparation:
         return self._to_multi_hot(rows_of) if self.rules.multi_hot else rows_of
 
     def _to_multi_hot(self, rows_of: dict[str, int]) -> dict[str, int]:
-        tables = self.work.part("companions", self._write_companions)
+        self.work.part("companions", self._write_companions)
+        tables = companion_paths(self.work.scratch, NUM_SPARSE)
         with Progress("multi-hot", total=len(self.plan.logs), unit="days") as progress:
             for raw in self.plan.logs:
                 one_hot, many = f"{raw.name}_sparse.npy", f"{raw.name}_sparse_multi_hot.npz"
@@ -381,17 +384,13 @@ class _Preparation:
                 progress.advance(1)
         return rows_of
 
-    def _write_multi_hot(self, one_hot: str, many: str, tables: list[str]) -> None:
-        ids = np.load(self.work.data / one_hot, mmap_mode="r")
-        write_multi_hot(self.work.data / many, ids, [Path(path) for path in tables])
+    def _write_multi_hot(self, one_hot: str, many: str, tables: list[Path]) -> None:
+        write_multi_hot(self.work.data / many, np.load(self.work.data / one_hot, mmap_mode="r"), tables)
 
-    def _write_companions(self) -> list[str]:
+    def _write_companions(self) -> None:
         rules = self.rules
         sizes = [feature.rows for feature in self._features()]
-        paths = write_companions(
-            self.work.scratch, sizes, list(rules.multi_hot), rules.multi_hot_distribution, rules.seed
-        )
-        return [str(path) for path in paths]
+        write_companions(self.work.scratch, sizes, list(rules.multi_hot), rules.multi_hot_distribution, rules.seed)
 
     def _write_parquet(self) -> dict[str, int]:
         rows_of: dict[str, int] = {}
@@ -430,6 +429,9 @@ class _Preparation:
                 f"--compat {rules.compat}: {self.rounded:,} training ids above 2^24 were rounded to float32, "
                 "as the original's shuffle does; those of the last day were not"
             )
+        absent = [split for split in SPLITS if not any(part.split == split for part in self.segments)]
+        if absent:
+            notes.append(f"no rows for {' and '.join(absent)}: this dataset cannot be trained on as it is")
         counts = [(parsed.rows, parsed.bad_rows) for parsed in self.parsed]
         ranges = ranges_by_split(rules, self.plan.logs, self.segments, rows_of)
         return seal(self.work.data, describer(self.plan, self._features(), ranges, counts, notes), rows_of)

@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 
 from recmill.datasets.criteo_log import NUM_SPARSE, LogBlock, ParsedLog
+from recmill.datasets.parallel import compiled
 from recmill.datasets.writing import NpyWriter
 
 MISSING, RARE, FIRST_ID = 0, 1, 2  # contiguous ids
@@ -276,13 +276,13 @@ class LookupRound:
         return tables, offsets, shifts, np.array([column for column, _, _ in self._parts]), edges
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _slot_of(key, shift):
     """Fibonacci hashing: the top bits of a product."""
     return np.int64((np.uint64(key) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)) >> shift)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _fill(slots, shift, pairs):
     mask = len(slots) - 1
     for row in range(len(pairs)):
@@ -292,7 +292,7 @@ def _fill(slots, shift, pairs):
         slots[slot] = (np.uint64(pairs[row, 0]) << np.uint64(32)) | np.uint64(pairs[row, 1])
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _map(slots, offsets, shifts, columns, edges, ids, missing, missing_is_zero, out):
     rows = len(missing)
     tile = 512  # rows of `out` that stay in the cache while all columns are written

@@ -4,17 +4,16 @@ The text is read by a compiled kernel: Polars takes a row that is too short, or 
 without a word, and in Criteo a missing value is legal.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numba import njit
 
 from recmill.datasets.compressed import SUFFIXES, read_blocks
-from recmill.datasets.parallel import ordered
+from recmill.datasets.parallel import compiled, ordered
 from recmill.errors import DataError
 
 NUM_DENSE, NUM_SPARSE = 13, 26
@@ -74,12 +73,9 @@ class ParsedLog:
     def rows(self) -> int:
         return sum(self.block_rows)
 
-    def saved(self) -> dict[str, object]:
-        return json.loads(json.dumps(asdict(self), default=str))
-
-    @classmethod
-    def load(cls, saved: dict[str, object]) -> "ParsedLog":
-        return cls(**{**saved, "path": Path(str(saved["path"]))})  # type: ignore[arg-type]
+    def saved(self) -> dict[str, Any]:
+        """What ParsedLog(path, **saved) needs."""
+        return {name: value for name, value in asdict(self).items() if name != "path"}
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """(first row, number of rows) of each block."""
@@ -256,7 +252,7 @@ def _bad_row(text: bytes, has_labels: bool, line: int, line_start: int, column: 
     return BadRow(line + 1, f", column {COLUMNS[column]}: {value!r} {_FACTS[kind]}")
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _are_hex(letters):
     """Whether each of 8 bytes is a hexadecimal digit, all at once: adding 128 - x sets the top bit of bytes >= x."""
     lower = letters | np.uint64(0x2020202020202020)
@@ -266,7 +262,7 @@ def _are_hex(letters):
     return letters & tops == 0 and (digit | letter) & tops == tops
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _hex_value(letters):
     """The number that 8 hexadecimal digits stand for; the first byte is the lowest of the word."""
     x = (letters & np.uint64(0x0F0F0F0F0F0F0F0F)) + np.uint64(9) * (
@@ -277,7 +273,7 @@ def _hex_value(letters):
     return ((x << np.uint64(16)) | (x >> np.uint64(32))) & np.uint64(0xFFFFFFFF)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _parse(text, eights, has_labels, smallest, hex_value, labels, dense, missing, ids, bad):
     """Good rows fill the arrays, bad ones `bad` (line, its start, column, kind). Every line ends with a line break."""
     rows = 0

@@ -1,10 +1,13 @@
 """What is decided before any work on Criteo logs, and what comes out of it: splits, tables, the description."""
 
+import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from recmill.datasets.clicks import split_rows
 from recmill.datasets.criteo_ids import FIRST_ID
 from recmill.datasets.criteo_input import RawLog, find_logs
 from recmill.datasets.criteo_log import NUM_DENSE, NUM_SPARSE
@@ -31,7 +34,7 @@ class Plan:
     def recipe(self) -> dict[str, Any]:
         """Same recipe, same bytes (rows, for Spark): memory, cores and paths are no part of it."""
         files = {raw.name: f"{raw.bytes} bytes, sample {raw.sample}" for raw in self.logs}
-        return {**asdict(self.rules), "engine": self.engine, "files": files}
+        return json.loads(json.dumps({**asdict(self.rules), "engine": self.engine, "files": files}))
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -107,32 +110,17 @@ def features(rules: Rules, vocabulary_sizes: list[int]) -> list[SparseFeature]:
 
 def segments(rules: Rules, logs: list[RawLog], rows: list[int]) -> list[Segment]:
     """Every row of every log in one split, in the order of the logs."""
-    labelled = [index for index, raw in enumerate(logs) if raw.has_labels]
-    total = sum(rows[index] for index in labelled)
-    if rules.last_day == "none":
-        held_out = int(total * rules.val_fraction)
-        cuts = [("train", total - 2 * held_out), ("val", held_out), ("test", held_out)]
-    else:
-        last = rows[labelled[-1]]
-        first, second = ("val", "test") if rules.last_day == "val-first" else ("test", "val")
-        cuts = [("train", total - last), (first, (last + 1) // 2), (second, last // 2)]
-    found, number, before = [], 0, 0
-    for index in labelled:
-        start = 0
-        low = 0
-        for split, count in cuts:
-            high = low + count
-            stop = min(high - before, rows[index])
-            if stop > start:
-                found.append(Segment(split, index, start, stop, number if split == "train" else 0))
-                number += stop - start if split == "train" else 0
-                start = stop
-            low = high
-        before += rows[index]
-    for index, raw in enumerate(logs):
-        if not raw.has_labels:
-            found.append(Segment("unlabelled", index, 0, rows[index]))
-    return found
+    names = [raw.name for raw in logs]
+    labelled = {raw.name: count for raw, count in zip(logs, rows, strict=True) if raw.has_labels}
+    splits = split_rows(labelled, rules.last_day, rules.val_fraction)
+    splits["unlabelled"] = [
+        RowRange(day=n, start=0, stop=count) for n, count in zip(names, rows, strict=True) if n not in labelled
+    ]
+    found = [Segment(s, names.index(r.day), r.start, r.stop) for s, ranges in splits.items() for r in ranges]
+    train = [part for part in found if part.split == "train"]
+    numbers = accumulate((part.rows for part in train), initial=0)
+    numbered = [replace(part, number=number) for part, number in zip(train, numbers, strict=False)]
+    return sorted([*numbered, *found[len(train) :]], key=lambda part: (part.index, part.start))
 
 
 def ranges_by_split(

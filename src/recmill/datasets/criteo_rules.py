@@ -25,7 +25,8 @@ class Options(Section):
         None, description="1tb: day_0, day_1, ...; kaggle: train.txt and test.txt. Found out if not given."
     )
     ids: Literal["contiguous", "mod", "hash64"] | None = Field(
-        None, description="contiguous: by vocabulary (default); mod: raw id modulo table size; hash64: xxhash64."
+        None,
+        description="contiguous: by vocabulary (default); mod: modulo table size; hash64: xxhash64. 0: missing.",
     )
     min_frequency: NonNegativeInt | None = Field(
         None, description="Ids that occur less often share id 1. 2 or more also trains that row for unseen ids."
@@ -33,7 +34,7 @@ class Options(Section):
     id_order: Literal["frequency", "first-seen"] | None = Field(
         None, description="Contiguous ids: the most frequent first (default), or in order of occurrence."
     )
-    table_size: list[Annotated[int, Field(ge=3, le=2**40)]] | None = Field(
+    table_size: list[Annotated[int, Field(ge=3, le=2**32)]] | None = Field(
         None, description="Most rows per table: one number, or 26. Contiguous ids beyond it share id 1."
     )
     dense: Literal["log3", "log-min", "log2", "log1-clip"] | None = Field(

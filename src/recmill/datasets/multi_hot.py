@@ -37,15 +37,17 @@ def companions(rows: list[int], sizes: list[int], distribution: str, seed: int) 
         yield blocks(count, size)
 
 
-def write_companions(directory: Path, rows: list[int], sizes: list[int], distribution: str, seed: int) -> list[Path]:
+def companion_paths(directory: Path, features: int) -> list[Path]:
+    return [directory / f"companions-{index}.npy" for index in range(features)]
+
+
+def write_companions(directory: Path, rows: list[int], sizes: list[int], distribution: str, seed: int) -> None:
     """The tables as files: together they may be larger than memory."""
-    paths = []
+    paths = companion_paths(directory, len(rows))
     for index, blocks in enumerate(companions(rows, sizes, distribution, seed)):
-        paths.append(directory / f"companions-{index}.npy")
-        with NpyWriter(paths[-1], np.int32, (rows[index], sizes[index])) as file:
+        with NpyWriter(paths[index], np.int32, (rows[index], sizes[index])) as file:
             for block in blocks:
                 file.append(block)
-    return paths
 
 
 def write_multi_hot(path: Path, ids: np.ndarray, tables: list[Path]) -> None:

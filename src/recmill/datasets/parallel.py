@@ -4,7 +4,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from numba import njit
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -12,6 +14,17 @@ Result = TypeVar("Result")
 
 def cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """By Numba, for the types it is first called with; without Python's lock, so that threads run side by side.
+
+    The machine code is kept beside the source or in the user's cache, if either can be written.
+    """
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        return njit(nogil=True)(function)
 
 
 def ordered(pool: Executor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int) -> Iterator[Result]:
