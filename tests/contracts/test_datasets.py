@@ -10,14 +10,27 @@ import pytest
 from recmill import prepare, registry
 from recmill.schema import ClicksDescription, HistoriesDescription, open_dataset
 
+from ..criteo_raw import write_days
+
 # Small, and quick to make; a dataset with defaults that are small enough needs no entry.
 SMALL: dict[str, dict[str, Any]] = {
+    "criteo": {"shuffle": "global"},  # what a seed is for; `raw_input` says of which rows
     "synthetic-clicks": {"rows": 1000, "tables": [3, 1000, 20]},
     "random-clicks": {"rows": 1000, "tables": [3, 1000, 20]},
     "synthetic-histories": {"users": 50, "items": 150, "interactions": 500},
 }
 
+CRITEO_ROWS = [400, 350, 250]
+
 every_dataset = pytest.mark.parametrize("name", sorted(registry.DATASETS))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def raw_input(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a dataset is made of, if it is made of something."""
+    directory = tmp_path_factory.mktemp("raw") / "criteo"
+    write_days(directory, CRITEO_ROWS)
+    SMALL["criteo"]["input"] = directory
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -50,7 +63,7 @@ def test_splits_are_there_and_disjoint(name: str, tmp_path: Path) -> None:
     if isinstance(about, ClicksDescription):
         rows = [(r.day, i) for ranges in about.splits.values() for r in ranges for i in range(r.start, r.stop)]
         assert set(about.splits) == {"train", "val", "test"}
-        assert len(rows) == len(set(rows)) == about.recipe["rows"]
+        assert len(rows) == len(set(rows)) == (sum(CRITEO_ROWS) if name == "criteo" else about.recipe["rows"])
     else:  # by position: the last, the one before, the rest
         assert isinstance(about, HistoriesDescription)
         assert np.diff(np.load(tmp_path / "d" / "offsets.npy")).min() >= 3

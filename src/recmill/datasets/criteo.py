@@ -55,8 +55,6 @@ __all__ = ["Options", "Plan", "plan", "write"]
 
 log = logging.getLogger(__name__)
 
-_ROUNDED_BY_SHUFFLE = ("torchrec", "mlperf-v2")  # ids pass through float32 there
-
 
 def write(work: Work, plan: Plan) -> Description:
     if plan.engine == "spark":
@@ -107,7 +105,6 @@ class _Preparation:
     def __init__(self, work: Work, plan: Plan, pool: Executor) -> None:
         self.work, self.plan, self.rules, self.pool = work, plan, plan.rules, pool
         self.rounded = 0  # ids that --compat changed
-        self.memory = work.part("memory", lambda: plan.memory)  # buckets and rounds must be those of the first run
 
     def run(self) -> Description:
         self.parsed = self._read()
@@ -142,7 +139,7 @@ class _Preparation:
             smallest=self.rules.smallest_dense,
             bad_rows_allowed=bad_rows_allowed,
             pool=self.pool,
-            chunk_bytes=min(max(self.memory // (40 * cores()), 1 << 20), 1 << 24),
+            chunk_bytes=min(max(self.plan.memory // (40 * cores()), 1 << 20), 1 << 24),
             progress=lambda text, rows: progress.advance(rows),
         )
         return parsed.saved()
@@ -169,7 +166,7 @@ class _Preparation:
                 min_frequency=rules.min_frequency,
                 max_ids=(rules.table_size[column] if rules.table_size and not rules.compat else 2**32) - FIRST_ID,
                 missing_is_zero=rules.missing_is_zero,
-                memory=self.memory * 7 // 10 // cores(),
+                memory=self.plan.memory * 7 // 10 // cores(),
                 scratch=self.work.scratch,
             )
 
@@ -187,8 +184,8 @@ class _Preparation:
 
     @cached_property
     def _rounds(self) -> list[LookupRound]:
-        """Lazy: a round builds its hash tables when it is used."""
-        return self._vocabularies.rounds(self.memory // 2)
+        """A round builds its hash tables when it is used. Once begun, rounds stay as they are."""
+        return self._vocabularies.rounds(self.work.part("memory-of-rounds", lambda: self.plan.memory // 2))
 
     def _map_in_rounds(self) -> None:
         """If the vocabularies do not fit in memory together: all rows with the first tables, then with the next."""
@@ -210,7 +207,7 @@ class _Preparation:
         """Doing it twice does no harm: each round writes its own ids only."""
         row_bytes, dtype = NUM_SPARSE * self.id_type().itemsize, self.id_type()
         self._mapped(parsed).touch()
-        with self._mapped(parsed).open("r+b", buffering=0) as file:
+        with self._mapped(parsed).open("r+b") as file:
             file.truncate(parsed.rows * row_bytes)
 
             def mapped(place: tuple[int, int]) -> tuple[int, np.ndarray]:
@@ -270,8 +267,9 @@ class _Preparation:
     @cached_property
     def _buckets(self) -> Buckets:
         total = sum(part.rows for part in self.segments if part.split == "train")
-        id_type = np.int32 if self.rules.compat in _ROUNDED_BY_SHUFFLE else self.id_type().type
-        return Buckets(self.work.scratch / "buckets", total, NUM_DENSE, NUM_SPARSE, id_type, self.memory // 4)
+        id_type = np.int32 if self.rules.is_rounded else self.id_type().type
+        memory = self.work.part("memory-of-buckets", lambda: self.plan.memory // 4)  # once begun, they stay as they are
+        return Buckets(self.work.scratch / "buckets", total, NUM_DENSE, NUM_SPARSE, id_type, memory)
 
     def _positions(self) -> Callable[[Segment, int, int], np.ndarray]:
         """New positions of training rows number .. number + n."""
@@ -285,8 +283,8 @@ class _Preparation:
                 return permutation(np.arange(rows) + (number - part.number)) + part.number
 
             return within_the_day
-        if rules.compat in _ROUNDED_BY_SHUFFLE:
-            order = _numpys_order(total, seed, self.memory)
+        if rules.is_rounded:
+            order = _numpys_order(total, seed, self.plan.memory)
             return lambda part, number, rows: order[number : number + rows]
         permutation = rng.Permutation(total, rng.stream_key(seed, "criteo shuffle"))
         return lambda part, number, rows: permutation(np.arange(rows) + number)
@@ -317,7 +315,7 @@ class _Preparation:
         def packed(item: tuple[int, ClickRows]) -> tuple[np.ndarray, np.ndarray, int]:
             at, rows = item
             changed = 0
-            if self.rules.compat in _ROUNDED_BY_SHUFFLE:
+            if self.rules.is_rounded:
                 ids = rows.ids.astype(np.float32).astype(np.int64)
                 changed = int((ids != rows.ids).sum())
                 rows = replace(rows, ids=ids)
@@ -357,12 +355,11 @@ class _Preparation:
     def _write_npy(self) -> dict[str, int]:
         """A day's three files hold all its segments, one after the other."""
         rows_of: dict[str, int] = {}
-        shuffled_type = np.int32 if self.rules.compat in _ROUNDED_BY_SHUFFLE else None
         with Progress("writing", total=sum(part.rows for part in self.segments), unit="rows") as progress:
             for index, raw in enumerate(self.plan.logs):
                 parts = [part for part in self.segments if part.index == index]
-                is_shuffled = self.rules.shuffle != "none" and any(part.split == "train" for part in parts)
-                id_type = (shuffled_type if is_shuffled else None) or self.id_type().type
+                is_rounded = self.rules.is_rounded and any(part.split == "train" for part in parts)
+                id_type = np.int32 if is_rounded else self.id_type().type
                 rows = sum(part.rows for part in parts)
                 blocks = chain.from_iterable(self._written(part, progress) for part in parts)
                 self.work.part(f"write-{raw.name}", partial(write_day, self.work.data, raw.name, rows, blocks, id_type))

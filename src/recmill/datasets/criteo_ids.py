@@ -119,7 +119,7 @@ def _slabs(
     count = 0
     for part in rows:
         for first, ids, is_missing in part.log.read_column(column, part.start, part.stop):
-            if count and count + len(ids) > at_once:
+            if any(map(len, ids_parts)) and count + len(ids) > at_once:
                 yield np.concatenate(ids_parts), np.concatenate(number_parts) if with_first else ids[:0]
                 ids_parts, number_parts, count = [], [], 0
             is_kept = slice(None) if missing_is_zero else ~is_missing
@@ -127,7 +127,7 @@ def _slabs(
             if with_first:
                 number_parts.append((np.arange(len(ids)) + (part.number + first - part.start))[is_kept])
             count += len(ids)
-    if count:
+    if count and any(map(len, ids_parts)):
         yield np.concatenate(ids_parts), np.concatenate(number_parts) if with_first else ids_parts[0][:0]
 
 

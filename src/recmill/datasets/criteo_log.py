@@ -123,7 +123,7 @@ def parse_log(
     """
     log, line = ParsedLog(target), 0
     with target.open("wb") as file:
-        chunks = _chunks(source, chunk_bytes)
+        chunks = _chunks(source, chunk_bytes, len(COLUMNS) - (not has_labels))
         for text, block, lines, bad in ordered(pool, lambda c: _parse_chunk(c, has_labels, smallest), chunks, ahead=4):
             for bad_row in bad:
                 _count_bad(log, source, BadRow(line + bad_row.row, bad_row.text), bad_rows_allowed)
@@ -154,10 +154,10 @@ def _count_bad(log: ParsedLog, source: Path, bad: BadRow, allowed: int | None) -
         raise DataError(f"{text}. That is one more than the bad rows allowed: see --max-bad-rows.")
 
 
-def _chunks(source: Path, chunk_bytes: int) -> "Iterator[bytes | _Range]":
+def _chunks(source: Path, chunk_bytes: int, num_fields: int) -> "Iterator[bytes | _Range]":
     """The text in pieces that end with a line: of a plain file only where they are, the reading is for the threads."""
     if source.suffix in SUFFIXES[1:]:
-        yield from _whole_lines(source, chunk_bytes)
+        yield from _whole_lines(source, chunk_bytes, num_fields)
         return
     size, start = source.stat().st_size, 0
     with source.open("rb") as file:
@@ -175,12 +175,12 @@ def _chunks(source: Path, chunk_bytes: int) -> "Iterator[bytes | _Range]":
     if rest:
         cut = rest.rfind(b"\n") + 1
         yield from [rest[:cut]] if cut else []
-        yield from _last_line(source, rest[cut:])
+        yield from _last_line(source, rest[cut:], num_fields)
     elif start < size:
         raise _too_long(source)
 
 
-def _whole_lines(source: Path, chunk_bytes: int) -> Iterator[bytes]:
+def _whole_lines(source: Path, chunk_bytes: int, num_fields: int) -> Iterator[bytes]:
     rest, is_first = b"", True
     for block in read_blocks(source, chunk_bytes):
         text = rest + block
@@ -192,19 +192,19 @@ def _whole_lines(source: Path, chunk_bytes: int) -> Iterator[bytes]:
             raise _too_long(source)
         if cut:
             yield text[:cut]
-    yield from _last_line(source, rest)
+    yield from _last_line(source, rest, num_fields)
 
 
 def _too_long(source: Path) -> DataError:
     return DataError(f"{source}: a row of more than {_LONGEST_ROW:,} bytes. This is not a Criteo log.")
 
 
-def _last_line(source: Path, line: bytes) -> Iterator[bytes]:
+def _last_line(source: Path, line: bytes, num_fields: int) -> Iterator[bytes]:
     """A last line without its end may be whole: if its last id has all its 8 digits."""
     if not line:
         return
     last = line.rpartition(b"\t")[2].strip(b'"\r')
-    if line.count(b"\t") < len(COLUMNS) - 2 or len(last) != 8:
+    if line.count(b"\t") + 1 < num_fields or len(last) != 8:
         shown = line[-40:].decode("utf-8", "backslashreplace")
         raise DataError(
             f"{source}: the file ends in the middle of its last row, with {shown!r}. Get it again; if that row is "

@@ -7,6 +7,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from recmill.datasets.clicks import split_rows
 from recmill.datasets.criteo_ids import FIRST_ID
 from recmill.datasets.criteo_input import RawLog, find_logs
@@ -97,14 +99,16 @@ def describer(
 
 def features(rules: Rules, vocabulary_sizes: list[int]) -> list[SparseFeature]:
     names = [f"C{c + 1}" for c in range(NUM_SPARSE)]
+    sizes = rules.table_size or (2**32,) * NUM_SPARSE
     if rules.ids == "contiguous" and not (rules.compat and rules.table_size):
-        return [SparseFeature(name=n, rows=s + FIRST_ID) for n, s in zip(names, vocabulary_sizes, strict=True)]
+        sizes = tuple(size + FIRST_ID for size in vocabulary_sizes)
     if rules.ids == "hash64" and not rules.table_size:
         return [SparseFeature(name=name, rows=2**64, first_id=-(2**63)) for name in names]
     if rules.compat == "oneflow":
         size = rules.table_size[0]
         return [SparseFeature(name=name, rows=size + 1, first_id=size * c) for c, name in enumerate(names)]
-    sizes = rules.table_size or (2**32,) * NUM_SPARSE
+    if rules.is_rounded:
+        sizes = tuple(max(size, int(np.float32(size - 1)) + 1) for size in sizes)  # the last id may be rounded up
     return [SparseFeature(name=name, rows=size) for name, size in zip(names, sizes, strict=True)]
 
 

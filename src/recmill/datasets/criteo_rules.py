@@ -17,6 +17,7 @@ _ONEFLOW_SIZE = 40_000_000
 _OFFSETS = {"log3": 3, "log2": 2}
 _DEFAULT_BAD_ROWS = 1000
 _NO_LIMIT = -(2**31)
+_INT32 = 2**31 - 128  # the largest float32 that is an int32
 
 
 class Options(Section):
@@ -145,6 +146,14 @@ class Options(Section):
             (as_torchrec and self.shuffle == "day", f"{compat} shuffles all (global) or nothing."),
             (self.compat is not None and self.dense not in (None, dense_of), f"{compat} means --dense {dense_of}."),
             (
+                self.compat == "oneflow" and ids == "hash64" and self.table_size is not None,
+                f"{compat} has no --table-size for hash64.",
+            ),
+            (
+                as_torchrec and ids == "mod" and self.shuffle == "global" and max(self.table_size or [2**32]) > _INT32,
+                f"{compat} --shuffle global keeps 31 bits of an id: give --table-size, {_INT32} at most.",
+            ),
+            (
                 as_torchrec and by_vocabulary and self.table_size is not None and self.multi_hot is None,
                 f"{compat} applies table sizes when it loads: leave out --table-size.",
             ),
@@ -189,6 +198,11 @@ class Rules:
     def missing_is_zero(self) -> bool:
         """A missing id counts as raw id 0."""
         return self.compat in ("torchrec", "mlperf-v2")
+
+    @property
+    def is_rounded(self) -> bool:
+        """Training ids pass through float32, and come out as int32, in TorchRec's shuffle."""
+        return self.compat in ("torchrec", "mlperf-v2") and self.shuffle == "global"
 
     @property
     def wide_ids(self) -> bool:

@@ -48,7 +48,7 @@ class Buckets:
     def add(self, records: np.ndarray, buckets: np.ndarray) -> None:
         starts = np.flatnonzero(np.diff(buckets, prepend=-1))
         for start, stop in zip(starts, np.append(starts[1:], len(buckets)), strict=True):
-            with self._file(int(buckets[start])).open("ab", buffering=0) as file:
+            with self._file(int(buckets[start])).open("ab") as file:
                 file.write(records[start:stop].data)
 
     def rows(self, start: int, stop: int) -> Iterator[ClickRows]:

@@ -146,6 +146,9 @@ def resumable_directory(output: Path, recipe: dict[str, Any], inputs: dict[str, 
         raise as_user_error(error) or error from error
     with _locked(directory):
         note = directory / "recipe.json"
+        if note.is_file() and not (directory / "data").is_dir():  # left by a run that was killed at its very end
+            for left in directory.glob("done-*.json"):
+                left.unlink()
         now = json.loads(json.dumps({"made_by": MADE_BY, "recipe": recipe, "inputs": inputs}))
         if note.is_file():
             _check_unchanged(directory, json.loads(note.read_bytes()), now)
@@ -156,8 +159,9 @@ def resumable_directory(output: Path, recipe: dict[str, Any], inputs: dict[str, 
             work = Work(directory)
             yield work
             _replace(output, work.data)
-        except DataError:
-            shutil.rmtree(directory, ignore_errors=True)
+        except BaseException as error:
+            if isinstance(error, DataError) or not any(directory.glob("done-*.json")):
+                shutil.rmtree(directory, ignore_errors=True)
             raise
         shutil.rmtree(directory, ignore_errors=True)
 
