@@ -5,7 +5,7 @@ SETUP ?= cpu
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart test check lint types clean
+.PHONY: setup quickstart test check lint types java clean
 .DEFAULT_GOAL := help
 
 help:
@@ -49,7 +49,12 @@ types: $(VENV)/.installed-dev
 
 check: lint types
 
-test: check
+# Spark's tests need a Java runtime: installed where we may, else they are skipped and say so.
+java:
+	@command -v java >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq openjdk-17-jre-headless >/dev/null; } \
+		|| echo "no Java here, and none could be installed: the tests of --engine spark will be skipped"
+
+test: check java
 	$(BIN)/pytest -n 2 --dist worksteal
 
 clean:
