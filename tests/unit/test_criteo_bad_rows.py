@@ -91,7 +91,7 @@ def test_a_bad_value_is_named_with_its_file_row_and_column(column: int, value: s
 
 def test_bytes_that_are_no_text_are_shown(tmp_path: Path) -> None:
     raw = two_days(tmp_path, with_field(4, 22, "@@@@").replace(b"@@@@", b"\xff\xfe12"))
-    assert_refused(tmp_path, raw, f"{raw / 'day_0'}: row 4, column C9: '\\\\xff\\\\xfe12' is not a hexadecimal id")
+    assert_refused(tmp_path, raw, f"{raw / 'day_0'}: row 4, column C9: '\\xff\\xfe12' is not a hexadecimal id")
 
 
 @pytest.mark.parametrize(
@@ -306,6 +306,13 @@ def test_skipped_rows_are_counted_and_told_and_the_good_ones_kept(tmp_path: Path
     assert [(source["rows"], source["bad_rows"]) for source in about["source"]] == [(28, 2), (20, 1)]
     for fact in ("day_0: row 4: expected 40 fields, got 2", "day_0: row 11, column I1: '@", "day_1: row 1: expected"):
         assert any(fact in note for note in about["notes"])
+
+
+def test_skipped_rows_are_told_alike_wherever_the_log_is(tmp_path: Path) -> None:
+    for place in ("here", "there"):
+        write_text(tmp_path / place / "day_0", b"?\n" + to_text(ROWS))
+        prepare("criteo", tmp_path / f"{place}-out", input=tmp_path / place, on_bad_row="skip")
+    assert contents(tmp_path / "here-out") == contents(tmp_path / "there-out")
 
 
 def test_more_bad_rows_than_allowed_are_an_error_counted_over_all_files(tmp_path: Path) -> None:

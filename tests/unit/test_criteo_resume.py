@@ -489,6 +489,38 @@ def test_enough_disk_is_enough(logs: Path, tmp_path: Path, monkeypatch: pytest.M
     prepare("criteo", tmp_path / "d", input=logs)
 
 
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("options", [{}, {"shuffle": "global"}, {"shuffle": "day", "format": "parquet"}], ids=str)
+def test_the_forecast_of_disk_space_is_never_exceeded(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for vocabularies: nobody knows beforehand how many ids there are. In a real log they are a hundredth."""
+    write_days(tmp_path / "raw", [2000, 1500, 300], distinct=600)
+    forecasts, used, part, check = [], [], Work.part, criteo._check_disk
+
+    def checked(*args: Any) -> int:
+        forecasts.append(check(*args))
+        return forecasts[-1]
+
+    def measured(self: Work, name: str, make: Callable[[], Any]) -> Any:
+        result = part(self, name, make)
+        if name.startswith("count"):
+            return result  # in several threads at once: files come and go
+        ours = [path for path in self.directory.rglob("*") if path.is_file() and "vocabulary" not in path.name]
+        used.append(sum(path.stat().st_size for path in ours if path.suffix != ".json"))
+        return result
+
+    monkeypatch.setattr(criteo, "_check_disk", checked)
+    monkeypatch.setattr(Work, "part", measured)
+    prepare("criteo", tmp_path / "d", input=tmp_path / "raw", memory_budget="512MB", **options)
+    assert max(used) <= forecasts[0] * 1.01
+
+
+def test_a_table_size_that_is_never_reached_needs_no_disk(logs: Path, tmp_path: Path) -> None:
+    """Contiguous ids: 561 rows have 561 ids at most, whatever the most rows of a table may be."""
+    prepare("criteo", tmp_path / "d", input=logs, multi_hot=[2], table_size=[2**32])
+
+
 @pytest.mark.parametrize("options", [FULL, PARQUET], ids=["npy", "parquet"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("target", ["scratch", "dataset"])

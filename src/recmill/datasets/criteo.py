@@ -83,11 +83,17 @@ def _check_disk(work: Work, plan: Plan) -> int:
     """Bytes needed at the worst moment, by a forecast from the size and the first rows of each file."""
     rules = plan.rules
     rows = [forecast_rows(raw) for raw in plan.logs]
-    ids = sum(rules.multi_hot) if rules.multi_hot else NUM_SPARSE
-    out_bytes = 4 + 4 * NUM_DENSE + ids * (8 if rules.wide_ids else 4)
-    companions = 4 * sum(a * b for a, b in zip(rules.table_size, rules.multi_hot, strict=False))
+    ids_bytes = NUM_SPARSE * (8 if rules.wide_ids else 4)
+    out_bytes = 4 + 4 * NUM_DENSE + (4 * sum(rules.multi_hot) or ids_bytes)
+    largest = BYTES_PER_ROW + (ids_bytes if _may_need_rounds(plan, sum(rows)) else 0)
+    scratch = 0
+    if rules.shuffle != "none":
+        scratch = min(plan.memory // 4, sum(rows) * (out_bytes + 4))  # a bucket stays until all of it is written
+    if rules.multi_hot:
+        tables = [min(size, max(rows) + FIRST_ID) if rules.ids == "contiguous" else size for size in rules.table_size]
+        scratch += max(rows) * ids_bytes + 4 * sum(a * b for a, b in zip(tables, rules.multi_hot, strict=False))
     # A log's parsed rows are removed once they stand in the dataset: only the largest has both.
-    needed = sum(rows) * max(BYTES_PER_ROW, out_bytes) + max(rows) * min(BYTES_PER_ROW, out_bytes) + companions
+    needed = sum(rows) * max(largest, out_bytes) + max(rows) * min(largest, out_bytes) + scratch
     free = shutil.disk_usage(work.directory).free
     missing = needed - work.bytes_written()
     if missing > free:
@@ -97,6 +103,11 @@ def _check_disk(work: Work, plan: Plan) -> int:
         )
     log.info("about %s rows; at most %.1f GB of disk, %.1f GB are free", f"{sum(rows):,}", needed / 1e9, free / 1e9)
     return needed
+
+
+def _may_need_rounds(plan: Plan, rows: int) -> bool:
+    """Hash tables take 8 to 16 bytes per id, and there are at most as many as rows."""
+    return plan.rules.ids == "contiguous" and NUM_SPARSE * 16 * rows > plan.memory // 2
 
 
 class _Preparation:
@@ -184,7 +195,10 @@ class _Preparation:
 
     @cached_property
     def _rounds(self) -> list[LookupRound]:
-        """A round builds its hash tables when it is used. Once begun, rounds stay as they are."""
+        """A round builds its hash tables when it is used. Once begun, several rounds stay as they are."""
+        rounds = self._vocabularies.rounds(self.plan.memory // 2)
+        if len(rounds) == 1 and not self.work.is_done("memory-of-rounds"):
+            return rounds
         return self._vocabularies.rounds(self.work.part("memory-of-rounds", lambda: self.plan.memory // 2))
 
     def _map_in_rounds(self) -> None:
@@ -195,7 +209,7 @@ class _Preparation:
         total = sum(parsed.rows for parsed in self.parsed) * len(self._rounds)
         with Progress("mapping ids", total=total, unit="rows") as progress:
             for number, lookup in enumerate(self._rounds):
-                for parsed in self.parsed:
+                for parsed in (parsed for parsed in self.parsed if parsed.path.exists()):  # the others are written
                     name = f"map-{number}-{parsed.path.stem}"
                     self.work.part(name, partial(self._map_log, parsed, lookup, progress))
                 lookup.forget()

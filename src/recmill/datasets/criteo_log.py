@@ -144,12 +144,13 @@ def parse_log(
 
 
 def _count_bad(log: ParsedLog, source: Path, bad: BadRow, allowed: int | None) -> None:
-    text = f"{source}: row {bad.row:,}{bad.text}"
+    place = f"row {bad.row:,}{bad.text}"
+    text = f"{source}: {place}"
     if allowed is None:
         raise DataError(f"{text}. Mend the file, or leave such rows out with --on-bad-row skip.")
     log.bad_rows += 1
     if len(log.first_bad) < _SHOWN:
-        log.first_bad.append(text)
+        log.first_bad.append(f"{source.name}: {place}")
     if log.bad_rows > allowed:
         raise DataError(f"{text}. That is one more than the bad rows allowed: see --max-bad-rows.")
 
@@ -205,10 +206,9 @@ def _last_line(source: Path, line: bytes, num_fields: int) -> Iterator[bytes]:
         return
     last = line.rpartition(b"\t")[2].strip(b'"\r')
     if line.count(b"\t") + 1 < num_fields or len(last) != 8:
-        shown = line[-40:].decode("utf-8", "backslashreplace")
         raise DataError(
-            f"{source}: the file ends in the middle of its last row, with {shown!r}. Get it again; if that row is "
-            "whole, end it with a line break."
+            f"{source}: the file ends in the middle of its last row, with {_shown(line[-40:])}. Get it again; "
+            "if that row is whole, end it with a line break."
         )
     yield line + b"\n"
 
@@ -246,10 +246,16 @@ def _bad_row(text: bytes, has_labels: bool, line: int, line_start: int, column: 
     fields = text[line_start : text.index(b"\n", line_start)].rstrip(b"\r").split(b"\t")
     expected = len(COLUMNS) - (not has_labels)
     if len(fields) != expected:
-        shown = fields[-1][:40].decode("utf-8", "backslashreplace")
-        return BadRow(line + 1, f": expected {expected} fields, got {len(fields)}, the last is {shown!r}")
-    value = fields[column - (not has_labels)][:80].decode("utf-8", "backslashreplace")
-    return BadRow(line + 1, f", column {COLUMNS[column]}: {value!r} {_FACTS[kind]}")
+        return BadRow(line + 1, f": expected {expected} fields, got {len(fields)}, the last is {_shown(fields[-1])}")
+    value = fields[column - (not has_labels)]
+    return BadRow(line + 1, f", column {COLUMNS[column]}: {_shown(value)} {_FACTS[kind]}")
+
+
+def _shown(text: bytes) -> str:
+    try:
+        return repr(text[:80].decode())
+    except UnicodeDecodeError:
+        return repr(text[:80])[1:]
 
 
 @compiled
@@ -316,7 +322,7 @@ def _parse(text, eights, has_labels, smallest, hex_value, labels, dense, missing
                 kind = _NOT_AN_INTEGER
                 if negative and digits == 0:
                     break
-                if digits > 18 or value > 2147483647:
+                if digits > 18 or value > 2147483647 + np.int64(negative):
                     kind = _TOO_LARGE
                     break
                 if negative:

@@ -117,6 +117,10 @@ class Options(Section):
                 self.multi_hot is not None and ids != "contiguous" and self.table_size is None,
                 f"--multi-hot with {ids} ids needs --table-size.",
             ),
+            (
+                self.multi_hot is not None and not by_vocabulary and max(self.table_size or [0]) > 2**31,
+                "--multi-hot writes 32-bit ids: --table-size 2147483648 at most.",
+            ),
             (self.multi_hot is not None and self.compat == "oneflow", f"{compat} has no --multi-hot."),
             (
                 self.max_bad_rows is not None and self.on_bad_row == "fail",
