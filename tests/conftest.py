@@ -46,6 +46,16 @@ def dlrm(clicks: Path) -> Config:
 
 
 @pytest.fixture
+def dcnv2(dlrm: Config) -> Config:
+    return dlrm | {"model": dlrm["model"] | {"name": "dcnv2", "num_cross_layers": 2, "cross_rank": 4}}
+
+
+@pytest.fixture
+def projection(dlrm: Config) -> Config:
+    return dlrm | {"model": dlrm["model"] | {"name": "projection", "branch1_mlp": [16], "branch2_mlp": [24]}}
+
+
+@pytest.fixture
 def bert4rec(histories: Path) -> Config:
     return {
         "data": {"path": str(histories)},

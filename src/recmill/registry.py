@@ -9,6 +9,8 @@ from recmill.errors import ConfigError
 
 MODELS = {
     "dlrm": "recmill.models.dlrm",
+    "dcnv2": "recmill.models.dcnv2",
+    "projection": "recmill.models.projection",
     "bert4rec": "recmill.models.bert4rec",
 }
 DATASETS = {

@@ -1,13 +1,20 @@
 """Every shipped config is right, and every config key is documented."""
 
 import json
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from recmill import registry
+from recmill.commands.assemble import model_module
 from recmill.config import RunSections, load_config
 from recmill.config.sections import Section
+from recmill.datasets.criteo_rules import Options
+from recmill.schema import ClicksDescription, SparseFeature
 
 REPO = Path(__file__).parents[2]
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
@@ -20,6 +27,48 @@ def test_it_parses(file: Path) -> None:
 
 def test_every_model_has_a_config() -> None:
     assert {load_config(file).model_name for file in CONFIGS} == set(registry.MODELS)
+
+
+def prepare_command(file: Path) -> dict[str, Any]:
+    """The options of the command after `# Data:` in the file's first lines; lines that end with \\ go on."""
+    text = file.read_text(encoding="utf-8").replace("\\\n#", " ")
+    found = re.search(r"^# Data: (recmill prepare criteo .*)$", text, flags=re.M)
+    assert found, "no prepare command"
+    words = shlex.split(found[1])[3:]
+    options: dict[str, Any] = {}
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        name = flag.removeprefix("--").replace("-", "_")
+        options[name] = [int(v) for v in value.split(",")] if name in ("table_size", "multi_hot") else value
+    return options
+
+
+@pytest.mark.parametrize("file", [f for f in CONFIGS if "criteo" in str(f)], ids=lambda f: str(f.relative_to(REPO)))
+def test_its_network_builds_for_the_data_that_its_first_lines_prepare(file: Path) -> None:
+    """Tables are only declared: no memory."""
+    config, command = load_config(file), prepare_command(file)
+    assert command.pop("output") == config.run.data.path
+    options = Options(**command)  # contradictions are errors
+    found = re.search(r"^# Tables: ([\d,]+)$", file.read_text(encoding="utf-8"), flags=re.M)
+    assert found, "no table sizes"
+    sizes = [int(size) for size in found[1].split(",")]
+    assert len(sizes) == 26
+    if options.table_size:
+        limits = options.table_size * (26 // len(options.table_size))
+        assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
+    about = ClicksDescription(
+        name="criteo",
+        made_by="test",
+        recipe={},
+        files={},
+        dense=[f"I{i}" for i in range(1, 14)],
+        sparse=[SparseFeature(name=f"C{i}", rows=rows) for i, rows in enumerate(sizes, 1)],
+        multi_hot=options.multi_hot or [],
+        splits={},
+    )
+    network = model_module(config).build(config.model, about, torch.device("meta"))
+    tables = [value for key, value in network.state_dict().items() if key.startswith("tables.")]
+    assert all(table.is_meta for table in tables)
+    assert sorted(len(table) for table in tables) == sorted(sizes)
 
 
 def documented(section: type[Section], prefix: str) -> list[str]:

@@ -32,7 +32,14 @@ def test_one_two_and_three_processes_give_the_same_losses_and_metrics(
 
 
 @pytest.mark.parametrize(
-    ("model", "sharding"), [("dlrm", "row_wise"), ("dlrm", "column_wise"), ("bert4rec", "row_wise")]
+    ("model", "sharding"),
+    [
+        ("dlrm", "row_wise"),
+        ("dlrm", "column_wise"),
+        ("dcnv2", "row_wise"),
+        ("projection", "row_wise"),
+        ("bert4rec", "row_wise"),
+    ],
 )
 def test_two_sharded_processes_equal_plain_torch(
     model: str, sharding: str, request: pytest.FixtureRequest, tmp_path: Path

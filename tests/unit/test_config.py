@@ -49,7 +49,10 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
         ({**GOOD, "train": {"seed": 2**64}}, "'train.seed': should be less than"),
         ({**GOOD, "train": {"seed": True}}, "'train.seed': should be a valid integer, got True"),
         ({**GOOD, "train": 3}, "'train': should be an object, got 3"),
-        ({"data": {"path": "d"}}, "a [model] section with a name is missing. Known: bert4rec, dlrm."),
+        (
+            {"data": {"path": "d"}},
+            "a [model] section with a name is missing. Known: bert4rec, dcnv2, dlrm, projection.",
+        ),
         ({**GOOD, "modle": {}}, "unknown key 'modle'. Did you mean 'model'?"),
         ({**GOOD, "checkpoint": {"keep": 1}}, "'checkpoint.keep': should be greater than or equal to 2, got 1"),
     ],

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -11,10 +11,7 @@ from recmill import rng
 from recmill.batch import CtrBatch, RankingBatch, SequenceBatch
 from recmill.config.sections import EvalSection
 from recmill.nn.bert4rec import Bert4Rec
-from recmill.nn.dlrm import Dlrm
 from recmill.nn.dropout import RowDropout
-from recmill.nn.interactions import DotInteraction
-from recmill.nn.mlp import mlp
 from recmill.schema import TableSpec
 from recmill.tasks import ctr, next_item
 from recmill.world import World
@@ -22,38 +19,6 @@ from recmill.world import World
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)
 KEYS = torch.from_numpy(rng.bits(np.uint64(0), np.arange(1, 6)).view(np.int64))
-
-
-def test_interactions_are_the_dense_vector_then_the_dot_products_row_by_row() -> None:
-    """Vectors a (dense), b, c, d: a.b, a.c, a.d, b.c, b.d, c.d."""
-    dense = torch.tensor([[1.0, 2.0]])
-    sparse = torch.tensor([[[3.0, -1.0], [0.5, 4.0], [-2.0, 1.0]]])
-    layer = DotInteraction(4, 2)
-    assert layer(dense, sparse).tolist() == [[1.0, 2.0, 1.0, 8.5, 0.0, -2.5, -7.0, 3.0]]
-    assert layer.out_features == 8
-
-
-def test_an_mlp_has_a_relu_after_every_layer() -> None:
-    layers = mlp(3, [5, 2])
-    assert [type(layer) for layer in layers] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU]
-    assert [layer.weight.shape for layer in layers if isinstance(layer, nn.Linear)] == [(5, 3), (2, 5)]
-
-
-def test_dlrm_equals_the_same_network_written_plainly() -> None:
-    torch.manual_seed(0)
-    tables = [TableSpec(f"t{i}", f"c{i}", rows, 4, 0.1) for i, rows in enumerate([5, 9])]
-    model = Dlrm(tables, num_dense=3, bottom_mlp=[6, 4], top_mlp=[8], device=CPU)
-    dense, ids = torch.randn(3, 3), torch.tensor([[0, 8], [4, 2], [0, 0]])
-    sparse = KeyedJaggedTensor(keys=["c0", "c1"], values=ids.T.flatten(), lengths=torch.ones(6, dtype=torch.int32))
-    weights = model.state_dict()
-    bottom = dense
-    for layer in (0, 2):
-        bottom = torch.relu(F.linear(bottom, weights[f"bottom.{layer}.weight"], weights[f"bottom.{layer}.bias"]))
-    one, other = (weights[f"tables.embedding_bags.t{i}.weight"][ids[:, i]] for i in range(2))
-    products = [(bottom * one).sum(1), (bottom * other).sum(1), (one * other).sum(1)]
-    top = F.linear(torch.cat([bottom, torch.stack(products, 1)], 1), weights["top.0.weight"], weights["top.0.bias"])
-    expected = F.linear(torch.relu(top), weights["logit.weight"], weights["logit.bias"])[:, 0]
-    torch.testing.assert_close(model(dense, sparse), expected)
 
 
 def dropped(probability: float, site: int, keys: Tensor, length: int = 200, dim: int = 16) -> Tensor:

@@ -1,51 +1,51 @@
 """DLRM: click-through rate from dense and sparse features (Naumov et al., 2019).
 
-As in TorchRec's version, layers start with torch's own initialisation, tables uniform in +-sqrt(1/rows).
+As in TorchRec's version, layers start with torch's own initialisation unless `init` says otherwise. With
+`interaction_itself` the products come in rows of the upper triangle; OneFlow's come in those of the lower one.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
-from recmill.config.sections import Section
-from recmill.schema import ClicksDescription, TableSpec
+from recmill.models.click_model import ClickModelConfig, tables
+from recmill.schema import ClicksDescription
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+__all__ = ["KIND", "TASK", "Config", "build", "tables"]
+
 TASK = "ctr"
 KIND = "clicks"  # of dataset
 
 
-class Config(Section):
-    embedding_dim: PositiveInt = Field(16, multiple_of=4, description="Width of every table; a multiple of 4.")
-    bottom_mlp: list[PositiveInt] = Field(
-        [64, 16], min_length=1, description="Layers over the dense features; the last equals embedding_dim."
+class Config(ClickModelConfig):
+    interaction_itself: bool = Field(False, description="Also each vector's dot product with itself.")
+    init: Literal["torch", "dlrm"] = Field(
+        "torch", description="How layers start: as torch's do (TorchRec), or normal (original DLRM, OneFlow)."
     )
-    top_mlp: list[PositiveInt] = Field(
-        [64, 32], min_length=1, description="Layers over the interactions, before the logit."
+    pad_to_multiple_of: PositiveInt = Field(
+        1, description="Zeros fill up the input of both MLPs to a multiple (8: fast on GPUs). Changes no result."
     )
-
-    @model_validator(mode="after")
-    def ends_at_the_tables_width(self) -> "Config":
-        if self.bottom_mlp[-1] != self.embedding_dim:
-            raise ValueError(
-                f"model.bottom_mlp ends with {self.bottom_mlp[-1]}, but model.embedding_dim is {self.embedding_dim}: "
-                "dot products need them equal."
-            )
-        return self
-
-
-def tables(config: Config, about: ClicksDescription) -> list[TableSpec]:
-    return [
-        TableSpec(f"table_{feature.name}", feature.name, feature.rows, config.embedding_dim, feature.rows**-0.5)
-        for feature in about.sparse
-    ]
 
 
 def build(config: Config, about: ClicksDescription, device: "torch.device") -> "nn.Module":
     """Tables on `device` ('meta': only declared), all else in memory."""
     from recmill.nn.dlrm import Dlrm
+    from recmill.nn.interactions import DotInteraction
 
-    return Dlrm(tables(config, about), len(about.dense), config.bottom_mlp, config.top_mlp, device)
+    interaction = DotInteraction(
+        len(about.sparse) + 1, config.embedding_dim, config.interaction_itself, config.pad_to_multiple_of
+    )
+    return Dlrm(
+        tables(config, about),
+        len(about.dense),
+        config.bottom_mlp,
+        interaction,
+        config.top_mlp,
+        device,
+        config.init,
+        config.pad_to_multiple_of,
+    )

@@ -1,31 +1,40 @@
-"""The DLRM network (Naumov et al., 2019) on TorchRec's embedding tables."""
+"""The network of every click model, on TorchRec's embedding tables; the models differ in their interaction."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recmill.nn.interactions import DotInteraction
-from recmill.nn.mlp import mlp
+from recmill.nn.interactions import Interaction
+from recmill.nn.mlp import Init, linear, mlp
 from recmill.schema import TableSpec
 
 
 class Dlrm(nn.Module):
-    """Bottom MLP over dense features, sum-pooled tables, dot products of all pairs, top MLP -> one logit."""
+    """Bottom MLP over dense features, sum-pooled tables, their interaction, top MLP -> one logit.
+
+    The dense features are filled up with zeros to a multiple of `pad_dense_to_multiple_of`.
+    """
 
     def __init__(
         self,
         tables: list[TableSpec],
         num_dense: int,
         bottom_mlp: Sequence[int],
+        interaction: Interaction,
         top_mlp: Sequence[int],
         device: torch.device,
+        init: Init = "torch",
+        pad_dense_to_multiple_of: int = 1,
     ) -> None:
         super().__init__()
         self._features = [table.feature for table in tables]
+        self._dim = tables[0].dim
+        self._dense_padding = -num_dense % pad_dense_to_multiple_of
         self.tables = EmbeddingBagCollection(
             tables=[
                 EmbeddingBagConfig(
@@ -35,14 +44,23 @@ class Dlrm(nn.Module):
             ],
             device=device,
         )
-        self.bottom = mlp(num_dense, bottom_mlp)
-        self.interaction = DotInteraction(len(tables) + 1, tables[0].dim)
-        self.top = mlp(self.interaction.out_features, top_mlp)
-        self.logit = nn.Linear(top_mlp[-1], 1)
+        self.bottom = mlp(num_dense, bottom_mlp, init, self._dense_padding)
+        self.interaction = interaction
+        self.top = mlp(interaction.out_features, top_mlp, init, interaction.padding)
+        self.logit = linear(top_mlp[-1], 1, init)
 
     def forward(self, dense_BF: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """Logits [B]."""
-        pooled = self.tables(sparse).to_dict()
-        # By name: the order of a sharded collection's columns depends on the sharding plan.
-        sparse_BND = torch.stack([pooled[feature] for feature in self._features], dim=1)
-        return self.logit(self.top(self.interaction(self.bottom(dense_BF), sparse_BND))).squeeze(1)
+        pooled = self.tables(sparse)
+        if self._dense_padding:
+            dense_BF = F.pad(dense_BF, (0, self._dense_padding))
+        dense_BD = self.bottom(dense_BF)
+        vectors_BND = torch.cat([dense_BD, *self._in_order(pooled)], dim=1).unflatten(1, (-1, self._dim))
+        return self.logit(self.top(self.interaction(dense_BD, vectors_BND))).squeeze(1)
+
+    def _in_order(self, pooled: KeyedTensor) -> list[Tensor]:
+        """By name: the order of a sharded collection's columns depends on the sharding plan. All at once if it fits."""
+        if pooled.keys() == self._features:
+            return [pooled.values()]
+        by_name = pooled.to_dict()
+        return [by_name[feature] for feature in self._features]

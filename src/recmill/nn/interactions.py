@@ -1,21 +1,125 @@
-"""How dense and sparse features meet. B rows, N vectors, D dims."""
+"""How the dense vector and the tables' vectors meet. B rows, N vectors (the dense one first), D dims, P pairs."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recmill.nn.mlp import mlp
 
-class DotInteraction(nn.Module):
-    """Every pair's dot product (strict upper triangle, row by row), with the dense vector in front."""
 
-    pairs: Tensor
+class Interaction(nn.Module):
+    """(dense [B, D], vectors [B, N, D]) -> [B, out_features + padding]; the last `padding` columns are 0.
 
-    def __init__(self, num_vectors: int, dim: int) -> None:
+    The dense vector comes on its own too: taking it out of all vectors would cost a gradient of their size.
+    """
+
+    out_features: int
+    padding: int = 0
+
+
+class DotInteraction(Interaction):
+    """The dense vector, then every pair's dot product: the upper triangle, row by row (Naumov et al., 2019).
+
+    `itself`: also each vector with itself, that is with the diagonal.
+    """
+
+    pairs_P: Tensor
+    pair_of_place: Tensor
+
+    def __init__(self, num_vectors: int, dim: int, itself: bool = False, pad_to_multiple_of: int = 1) -> None:
         super().__init__()
-        rows, columns = torch.triu_indices(num_vectors, num_vectors, offset=1)
-        self.register_buffer("pairs", rows * num_vectors + columns, persistent=False)
+        rows, columns = torch.triu_indices(num_vectors, num_vectors, offset=0 if itself else 1)
+        pair_of_place = torch.zeros(num_vectors, num_vectors, dtype=torch.int64)
+        pair_of_place[rows, columns] = pair_of_place[columns, rows] = torch.arange(len(rows))
+        self.register_buffer("pairs_P", rows * num_vectors + columns, persistent=False)
+        self.register_buffer("pair_of_place", pair_of_place.flatten(), persistent=False)
+        self._itself = itself
         self.out_features = dim + len(rows)
+        self.padding = -self.out_features % pad_to_multiple_of
 
-    def forward(self, dense_BD: Tensor, sparse_BND: Tensor) -> Tensor:
-        all_BND = torch.cat([dense_BD.unsqueeze(1), sparse_BND], dim=1)
-        products_BNN = torch.bmm(all_BND, all_BND.transpose(1, 2))
-        return torch.cat([dense_BD, products_BNN.flatten(1).index_select(1, self.pairs)], dim=1)
+    def forward(self, dense_BD: Tensor, vectors_BND: Tensor) -> Tensor:
+        device = vectors_BND.device.type
+        if torch.is_autocast_enabled(device):  # ours is no operator that autocast knows
+            vectors_BND = vectors_BND.to(torch.get_autocast_dtype(device))
+        products_BP = _PairProducts.apply(vectors_BND, self.pairs_P, self.pair_of_place, self._itself)
+        zeros = [dense_BD.new_zeros(len(dense_BD), self.padding)] if self.padding else []
+        return torch.cat([dense_BD, products_BP, *zeros], dim=1)
+
+
+class _PairProducts(torch.autograd.Function):
+    """Dot products of some pairs of a row's vectors.
+
+    autograd's own backward sums the gradients of both factors from two matrix products, after adding P columns into
+    zeros. The gradient by products is symmetric, so one gather and one matrix product do: 1.2 to 1.5 times faster
+    with the forward, on CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors_BND: Tensor, pairs_P: Tensor, pair_of_place: Tensor, itself: bool) -> Tensor:
+        ctx.save_for_backward(vectors_BND, pair_of_place)
+        ctx.itself = itself
+        return torch.bmm(vectors_BND, vectors_BND.transpose(1, 2)).flatten(1).index_select(1, pairs_P)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BP: Tensor) -> tuple[Tensor, None, None, None]:
+        vectors_BND, pair_of_place = ctx.saved_tensors
+        num_vectors = vectors_BND.shape[1]
+        grad_BNN = grad_BP.index_select(1, pair_of_place).view(-1, num_vectors, num_vectors)
+        diagonal_BN = grad_BNN.diagonal(dim1=1, dim2=2)
+        if ctx.itself:
+            diagonal_BN.mul_(2)  # d(v.v) = 2 v
+        else:
+            diagonal_BN.zero_()  # no pair
+        return torch.bmm(grad_BNN, vectors_BND), None, None, None
+
+
+class CrossInteraction(Interaction):
+    """All vectors end to end through low-rank cross layers (DCN V2: Wang et al., 2021)."""
+
+    def __init__(self, num_vectors: int, dim: int, num_layers: int, rank: int) -> None:
+        super().__init__()
+        self.out_features = num_vectors * dim
+        self.layers = nn.ModuleList(CrossLayer(self.out_features, rank) for _ in range(num_layers))
+
+    def forward(self, dense_BD: Tensor, vectors_BND: Tensor) -> Tensor:
+        first = x = vectors_BND.flatten(1)
+        for layer in self.layers:
+            x = layer(first, x)
+        return x
+
+
+class CrossLayer(nn.Module):
+    """first * (W V x + b) + x, elementwise, with V [rank, features] and W [features, rank]."""
+
+    def __init__(self, features: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(features, rank, bias=False)
+        self.up = nn.Linear(rank, features)
+        nn.init.xavier_normal_(self.down.weight)
+        nn.init.xavier_normal_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, first: Tensor, x: Tensor) -> Tensor:
+        return torch.addcmul(x, first, self.up(self.down(x)))
+
+
+class ProjectionInteraction(Interaction):
+    """The dense vector, then the dot products of F1 and F2 vectors that two MLPs make of all vectors end to end.
+
+    As in TorchRec's DLRM_Projection: the second MLP's output is read as [D, F2].
+    """
+
+    def __init__(self, num_vectors: int, dim: int, branch1_mlp: Sequence[int], branch2_mlp: Sequence[int]) -> None:
+        super().__init__()
+        self.branch1 = mlp(num_vectors * dim, branch1_mlp)
+        self.branch2 = mlp(num_vectors * dim, branch2_mlp)
+        self._dim = dim
+        self.out_features = dim + (branch1_mlp[-1] // dim) * (branch2_mlp[-1] // dim)
+
+    def forward(self, dense_BD: Tensor, vectors_BND: Tensor) -> Tensor:
+        flat = vectors_BND.flatten(1)
+        one = self.branch1(flat).unflatten(1, (-1, self._dim))
+        other = self.branch2(flat).unflatten(1, (self._dim, -1))
+        return torch.cat([dense_BD, torch.bmm(one, other).flatten(1)], dim=1)

@@ -1,0 +1,38 @@
+"""What the click models declare alike: their tables, and the MLPs below and above their interaction. No plug-in."""
+
+from pydantic import Field, PositiveInt, model_validator
+
+from recmill.config.sections import Section
+from recmill.schema import ClicksDescription, TableSpec
+
+
+class ClickModelConfig(Section):
+    embedding_dim: PositiveInt = Field(16, multiple_of=4, description="Width of every table; a multiple of 4.")
+    bottom_mlp: list[PositiveInt] = Field(
+        [64, 16], min_length=1, description="Layers over the dense features; the last equals embedding_dim."
+    )
+    top_mlp: list[PositiveInt] = Field(
+        [64, 32], min_length=1, description="Layers over the interactions, before the logit."
+    )
+
+    @model_validator(mode="after")
+    def sizes_fit_together(self) -> "ClickModelConfig":
+        if problems := self.contradictions():
+            raise ValueError("\n  ".join(problems))
+        return self
+
+    def contradictions(self) -> list[str]:
+        if self.bottom_mlp[-1] == self.embedding_dim:
+            return []
+        return [
+            f"model.bottom_mlp ends with {self.bottom_mlp[-1]}, but model.embedding_dim is {self.embedding_dim}: "
+            "the dense vector meets the tables' vectors, so make them equal."
+        ]
+
+
+def tables(config: ClickModelConfig, about: ClicksDescription) -> list[TableSpec]:
+    """One per sparse feature, uniform in +-sqrt(1/rows) as in the original DLRM."""
+    return [
+        TableSpec(f"table_{feature.name}", feature.name, feature.rows, config.embedding_dim, feature.rows**-0.5)
+        for feature in about.sparse
+    ]

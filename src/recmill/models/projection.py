@@ -1,0 +1,47 @@
+"""DLRM whose dot products are those of learnt mixtures of all vectors (TorchRec's DLRM_Projection)."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveInt
+
+from recmill.models.click_model import ClickModelConfig, tables
+from recmill.schema import ClicksDescription
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["KIND", "TASK", "Config", "build", "tables"]
+
+TASK = "ctr"
+KIND = "clicks"  # of dataset
+
+
+class Config(ClickModelConfig):
+    branch1_mlp: list[PositiveInt] = Field(
+        [128, 128], min_length=1, description="Layers over all vectors; the last is a multiple of embedding_dim."
+    )
+    branch2_mlp: list[PositiveInt] = Field(
+        [128, 128], min_length=1, description="The same for the other side of the dot products."
+    )
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        for key, sizes in (("branch1_mlp", self.branch1_mlp), ("branch2_mlp", self.branch2_mlp)):
+            if sizes[-1] % self.embedding_dim:
+                problems.append(
+                    f"model.{key} ends with {sizes[-1]}, which is not a multiple of model.embedding_dim = "
+                    f"{self.embedding_dim}: it is cut into vectors of that width."
+                )
+        return problems
+
+
+def build(config: Config, about: ClicksDescription, device: "torch.device") -> "nn.Module":
+    """Tables on `device` ('meta': only declared), all else in memory."""
+    from recmill.nn.dlrm import Dlrm
+    from recmill.nn.interactions import ProjectionInteraction
+
+    interaction = ProjectionInteraction(
+        len(about.sparse) + 1, config.embedding_dim, config.branch1_mlp, config.branch2_mlp
+    )
+    return Dlrm(tables(config, about), len(about.dense), config.bottom_mlp, interaction, config.top_mlp, device)
