@@ -40,9 +40,60 @@ class TablesOptim(Section):
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator (Adagrad, Adam).")
 
 
+_SCHEDULE_KEYS = {
+    "constant": set[str](),
+    "mlperf": {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"},
+    "oneflow": {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"},
+    "step": {"step_size", "gamma"},
+}
+
+
+class Schedule(Section):
+    name: Literal["constant", "mlperf", "oneflow", "step"] = Field(
+        "constant", description="How both learning rates change from step to step."
+    )
+    warmup_steps: NonNegativeInt = Field(0, description="Steps of linear warmup (mlperf, oneflow).")
+    decay_start_step: NonNegativeInt = Field(0, description="First step of the quadratic decay (mlperf, oneflow).")
+    decay_steps: NonNegativeInt = Field(0, description="Length of the decay; 0: none (mlperf, oneflow).")
+    end_lr: float = Field(0.0, ge=0.0, description="Lowest rate of the decay; mlperf: at least 1e-7 (mlperf, oneflow).")
+    step_size: NonNegativeInt = Field(0, description="Steps between two changes (step).")
+    gamma: PositiveFloat = Field(0.1, description="Factor of each change (step).")
+
+    @model_validator(mode="after")
+    def no_contradictions(self) -> "Schedule":
+        fields = type(self).model_fields
+        set_keys = {key for key in fields if key != "name" and getattr(self, key) != fields[key].default}
+        problems = [
+            f"optim.schedule.{key} has no meaning for optim.schedule.name = '{self.name}'. Remove it."
+            for key in sorted(set_keys - _SCHEDULE_KEYS[self.name])
+        ]
+        if self.name == "step" and not self.step_size:
+            problems.append("optim.schedule.name = 'step' needs optim.schedule.step_size. Set it to 1 or more.")
+        if self.decay_steps and self.decay_start_step < self.warmup_steps:
+            problems.append(
+                f"optim.schedule.decay_start_step = {self.decay_start_step} is before the end of warmup, at step "
+                f"{self.warmup_steps}. Start the decay at optim.schedule.warmup_steps or later."
+            )
+        if not self.decay_steps and (useless := set_keys & {"decay_start_step", "end_lr"}):
+            problems.append(
+                f"optim.schedule.{sorted(useless)[0]} without optim.schedule.decay_steps does nothing. Set both."
+            )
+        if problems:
+            raise ValueError("\n  ".join(problems))
+        return self
+
+
 class OptimSection(Section):
     dense: DenseOptim = DenseOptim()
     tables: TablesOptim = TablesOptim()
+    schedule: Schedule = Schedule()
+
+    @model_validator(mode="after")
+    def decay_goes_down(self) -> "OptimSection":
+        lowest = min(self.dense.lr, self.tables.lr)
+        if self.schedule.end_lr > lowest:
+            raise ValueError(f"optim.schedule.end_lr = {self.schedule.end_lr} is above a learning rate, {lowest}.")
+        return self
 
 
 class TrainSection(Section):

@@ -19,6 +19,7 @@ from recmill.errors import UserError
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.run_dir import RunDirectory
 from recmill.training.checkpoint import Position
+from recmill.training.optim import set_learning_rates
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ def fit(
                 if stops:
                     break
                 batch = batch.to(world.device)
+                rates = set_learning_rates(optimizer, settings.optim, position.step)
                 optimizer.zero_grad()
                 loss_sum = task.loss_sum(model(*batch.inputs()), batch)
                 # Ranks' gradients are averaged, so times their number over the global weight: a global mean.
@@ -109,7 +111,7 @@ def fit(
                 is_last = position.step == num_steps
                 is_report_due = position.step % train.log_every_steps == 0
                 if is_report_due or is_last:
-                    _report(meter.values(position, world), position, world, run, progress)
+                    _report(meter.values(position, world) | rates, position, world, run, progress)
                 else:
                     progress.advance(1)
                 if is_report_due:
@@ -196,5 +198,6 @@ def _report(values: dict[str, float], position: Position, world: World, run: Run
         run.append_metrics({"step": position.step, "epoch": position.epoch, "split": "train", **values})
         rate = human_rate(values["samples_per_s"])
         extra = {"file_only": progress.is_shown}  # the bar shows the same on a terminal
-        log.info("step %s  loss %.4f  %s samples/s", f"{position.step:,}", values["loss"], rate, extra=extra)
+        text = f"step {position.step:,}  loss {values['loss']:.4f}  {rate} samples/s  lr {values['lr']:.3g}"
+        log.info("%s, tables %.3g", text, values["lr_tables"], extra=extra)
     progress.advance(1, note=f"loss {values['loss']:.4f}")

@@ -7,7 +7,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from recmill.config.sections import DenseOptim
+from recmill.config.sections import DenseOptim, OptimSection
+from recmill.training.schedule import learning_rate
 
 _DENSE: dict[str, Any] = {
     "adam": torch.optim.Adam,
@@ -25,3 +26,15 @@ def build_optimizer(model: DistributedModelParallel, dense: DenseOptim) -> Combi
         parameters, lambda params: make(params, lr=dense.lr, weight_decay=dense.weight_decay)
     )
     return CombinedOptimizer([("tables", model.fused_optimizer), ("dense", wrapped)])
+
+
+def set_learning_rates(optimizer: CombinedOptimizer, optim: OptimSection, step: int) -> dict[str, float]:
+    """For the step after `step` finished ones. FBGEMM's kernels read theirs in `zero_grad()`, before backward."""
+    rates = {
+        "tables": learning_rate(optim.schedule, optim.tables.lr, step),
+        "dense": learning_rate(optim.schedule, optim.dense.lr, step),
+    }
+    for name, part in optimizer.optimizers:
+        for group in part.param_groups:
+            group["lr"] = rates[name]
+    return {"lr": rates["dense"], "lr_tables": rates["tables"]}
