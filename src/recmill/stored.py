@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ class StoredDay:
 
 
 _BLOCKS: "OrderedDict[tuple[object, ...], ClickRows]" = OrderedDict()
+_BLOCKS_LOCK = Lock()  # training's batches are prepared in a thread, and validation reads meanwhile
 
 
 class _ParquetFile:
@@ -114,9 +116,10 @@ class _ParquetFile:
         import polars as pl
 
         key = (*self._key, number)
-        if key in _BLOCKS:
-            _BLOCKS.move_to_end(key)
-            return _BLOCKS[key]
+        with _BLOCKS_LOCK:
+            if key in _BLOCKS:
+                _BLOCKS.move_to_end(key)
+                return _BLOCKS[key]
         frame = pl.scan_parquet(self._path).slice(number * BLOCK_ROWS, BLOCK_ROWS).collect()
         nulls = [name for name in ["label", *self._dense, *self._sparse] if frame[name].null_count()]
         if nulls:
@@ -127,9 +130,10 @@ class _ParquetFile:
             ids=np.stack([frame[name].to_numpy() for name in self._sparse], axis=1),
             labels=frame["label"].to_numpy().astype(np.int32),
         )
-        _BLOCKS[key] = block
-        if len(_BLOCKS) > _BLOCKS_KEPT:
-            _BLOCKS.popitem(last=False)
+        with _BLOCKS_LOCK:
+            _BLOCKS[key] = block
+            if len(_BLOCKS) > _BLOCKS_KEPT:
+                _BLOCKS.popitem(last=False)
         return block
 
 

@@ -14,9 +14,15 @@ class Section(BaseModel):
 
 class DataSection(Section):
     path: str = Field(description="The prepared dataset's directory (as given: relative to where you are).")
-    order: Literal["shuffled", "file"] = Field(
-        "shuffled", description="Training order: a new permutation each epoch, or the files' own order."
+    order: Literal["shuffled", "file", "batch"] = Field(
+        "shuffled",
+        description="Training order: a new permutation each epoch; the files' own; or that, mixed within each batch.",
     )
+    drop_last: bool = Field(False, description="Leave out the last global batch of an epoch if it is not full.")
+    limit_train_batches: NonNegativeInt = Field(0, description="Train on so many global batches an epoch; 0: all.")
+    limit_val_batches: NonNegativeInt = Field(0, description="Validate on the first so many global batches; 0: all.")
+    limit_test_batches: NonNegativeInt = Field(0, description="Test on the first so many global batches; 0: all.")
+    prefetch: NonNegativeInt = Field(2, le=64, description="Batches prepared ahead, in the background; 0: none.")
 
 
 class TablesSection(Section):
@@ -110,6 +116,10 @@ class EvalSection(Section):
         4096, lt=2**31, description="Samples per evaluation step, over all processes."
     )
     every_steps: NonNegativeInt = Field(0, description="Validate every so many steps; 0: after each epoch.")
+    each_epoch: bool = Field(False, description="Validate after each epoch as well, where every_steps is set.")
+    before_training: bool = Field(False, description="Validate before the first step: the baseline, as step 0.")
+    target_auroc: float = Field(0.0, ge=0.0, le=1.0, description="Stop when validation reaches it (clicks); 0: off.")
+    patience: NonNegativeInt = Field(0, description="Stop after so many validations without a better one; 0: off.")
     protocols: list[Literal["full", "pop100"]] = Field(
         ["full", "pop100"], min_length=1, description="Ranking protocols (histories only)."
     )
@@ -119,6 +129,7 @@ class EvalSection(Section):
 class CheckpointSection(Section):
     every_steps: NonNegativeInt = Field(0, description="Save every so many steps; 0: after each epoch.")
     keep: PositiveInt = Field(2, ge=2, description="How many of the newest checkpoints stay on disk.")
+    keep_best: bool = Field(False, description="Save each validation's best (auroc, ndcg) and keep it beside those.")
 
 
 class RunSections(Section):

@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill import rng
 from recmill.batch import CtrBatch
-from recmill.data.share import Share, num_batches, shares
+from recmill.data.share import EVERYTHING, Limits, Share, mixed_within_batches, num_batches, shares
 from recmill.errors import DataError
 from recmill.schema import MAX_TABLE_ROWS, ClicksDescription, Dataset, RowRange
 from recmill.stored import BLOCK_ROWS, ClickRows, StoredDay, bad_id_text, feature_of_column, first_bad_id, id_limits
@@ -110,8 +110,9 @@ class ClickSource:
         eval_batch_size: int,
         rank: int,
         size: int,
+        limits: Limits = EVERYTHING,
     ) -> None:
-        self._dataset, self._order, self._seed = dataset, order, seed
+        self._dataset, self._order, self._seed, self._limits = dataset, order, seed, limits
         self._train_batch_size, self._eval_batch_size = train_batch_size, eval_batch_size
         self._rank, self._size = rank, size
         assert isinstance(dataset.about, ClicksDescription)
@@ -124,27 +125,38 @@ class ClickSource:
         self._multi_hot = dataset.about.multi_hot or [1] * len(self._features)
         self._permutation = WindowedOrder if dataset.about.layout == "parquet" else rng.Permutation
         self._train = SplitRows(dataset, "train")
+        self.samples_per_epoch = limits.samples("train", len(self._train), train_batch_size)
 
     @property
     def batches_per_epoch(self) -> int:
-        return num_batches(len(self._train), self._train_batch_size)
+        return num_batches(self.samples_per_epoch, self._train_batch_size)
 
     def train_batches(self, epoch: int, first: int) -> Iterator[CtrBatch]:
         """Batch `first` and all after it; the order depends on the seed and the epoch alone."""
-        rows = self._train
+        rows, batch_size = self._train, self._train_batch_size
         permutation = self._permutation(len(rows), rng.stream_key(self._seed, "order", epoch))
-        for share in shares(len(rows), self._train_batch_size, first, self._rank, self._size):
-            yield self._batch(
-                rows, share, permutation(share.positions) if self._order == "shuffled" else share.positions
-            )
+        for share in shares(self.samples_per_epoch, batch_size, first, self._rank, self._size):
+            chosen = share.positions
+            if self._order == "shuffled":
+                chosen = permutation(chosen)
+            elif self._order == "batch":
+                chosen = mixed_within_batches(
+                    chosen, self.samples_per_epoch, batch_size, self._seed, "within batch", epoch
+                )
+            yield self._batch(rows, share, chosen)
 
     def eval_batches(self, split: str) -> Iterator[CtrBatch]:
-        rows = SplitRows(self._dataset, split)
-        for share in shares(len(rows), self._eval_batch_size, 0, self._rank, self._size):
+        rows, samples = self._eval_rows(split)
+        for share in shares(samples, self._eval_batch_size, 0, self._rank, self._size):
             yield self._batch(rows, share, share.positions)
 
     def num_eval_batches(self, split: str) -> int:
-        return num_batches(len(SplitRows(self._dataset, split)), self._eval_batch_size)
+        return num_batches(self._eval_rows(split)[1], self._eval_batch_size)
+
+    def _eval_rows(self, split: str) -> tuple[SplitRows, int]:
+        """And how many of them are used."""
+        rows = SplitRows(self._dataset, split)
+        return rows, self._limits.samples(split, len(rows), self._eval_batch_size)
 
     def _batch(self, rows: SplitRows, share: Share, chosen: np.ndarray) -> CtrBatch:
         found = rows.take(chosen)
