@@ -11,11 +11,13 @@ from torch import nn
 from recmill import train
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import load_config
+from recmill.errors import ConfigError
 from recmill.schema import open_dataset
 
 from .runs import losses, metric_lines
 from .test_world_sizes import give_tables_memory
 
+Config = dict[str, Any]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -41,6 +43,9 @@ def reference(values: dict[str, Any], steps: int, dense: Make, tables: Make, *sc
         loss = task.loss_sum(network(*batch.inputs()), batch) / batch.weight()
         network.zero_grad()
         loss.backward()
+        if config.run.optim.dense.clip_grad_norm:
+            before = torch.nn.utils.clip_grad_norm_(parts[False], config.run.optim.dense.clip_grad_norm)
+            assert before > config.run.optim.dense.clip_grad_norm
         for optimizer, rate in zip(optimizers, base, strict=True):
             optimizer.param_groups[0]["lr"] = rate * (schedule[step] if schedule else 1)
             optimizer.step()
@@ -71,3 +76,57 @@ def test_a_schedule_reaches_dense_layers_and_fused_tables(dlrm: dict[str, Any], 
     assert [line["lr"] for line in lines] == pytest.approx([0.2 * factor for factor in factors])
     assert [line["lr_tables"] for line in lines] == pytest.approx([0.1 * factor for factor in factors])
     assert "samples/s  lr 0.1, tables 0.05" in (tmp_path / "run" / "log.txt").read_text()
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """One sum of squares per row, of the mean over its columns, written down once more."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            sums = self.state[parameter].setdefault("sums", torch.zeros(len(parameter), 1))
+            sums += parameter.grad.square().mean(1, keepdim=True)
+            parameter -= self.param_groups[0]["lr"] * parameter.grad / (sums.sqrt() + 1e-8)
+
+
+OPTIMIZERS: dict[str, tuple[Config, Make, Make]] = {
+    "clipped sgd, adagrad": (
+        {
+            "dense": {"name": "sgd", "lr": 0.5, "weight_decay": 0.1, "clip_grad_norm": 0.03},
+            "tables": {"name": "adagrad"},
+        },
+        lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.1, fused=False),
+        lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-8),
+    ),
+    "adamw, sgd": (
+        {"dense": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}, "tables": {"name": "sgd", "lr": 1.0}},
+        lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=False),
+        lambda p: torch.optim.SGD(p, lr=1.0),
+    ),
+    "adagrad, rowwise_adagrad": (
+        {"dense": {"name": "adagrad", "lr": 0.02}, "tables": {"name": "rowwise_adagrad", "lr": 0.1}},
+        lambda p: torch.optim.Adagrad(p, lr=0.02, fused=False),
+        lambda p: RowwiseAdagrad(p, lr=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_equal_torch_s_own_also_after_resuming(name: str, dlrm: Config, tmp_path: Path) -> None:
+    dlrm["optim"], dense, tables = OPTIMIZERS[name]
+    dlrm["train"]["max_steps"] = 7
+    dlrm["eval"]["every_steps"] = 100
+    train(dlrm, tmp_path / "run", procs=2, overrides=["tables.sharding=row_wise", "train.max_steps=4"])
+    train(dlrm, tmp_path / "run")
+    assert losses(tmp_path / "run") == pytest.approx(reference(dlrm, 7, dense, tables), rel=2e-5)
+
+
+def test_adam_for_tables_on_cpu_is_refused_before_anything_is_written(dlrm: Config, tmp_path: Path) -> None:
+    """Also where the device is known only when the work starts."""
+    dlrm["optim"] = {"tables": {"name": "adam"}}
+    with pytest.raises(ConfigError, match=r"'adam' needs CUDA.* Use 'rowwise_adagrad' or 'adagrad'"):
+        train(dlrm, tmp_path / "run", overrides=["train.device=auto"])
+    assert not (tmp_path / "run" / "config.toml").exists()

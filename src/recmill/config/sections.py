@@ -36,6 +36,7 @@ class DenseOptim(Section):
     name: Literal["adam", "adamw", "adagrad", "sgd"] = Field("adam", description="Optimizer of all dense layers.")
     lr: PositiveFloat = Field(0.001, description="Learning rate of the dense layers.")
     weight_decay: float = Field(0.0, ge=0.0, description="Weight decay of the dense layers.")
+    clip_grad_norm: float = Field(0.0, ge=0.0, description="Largest norm of all dense gradients together; 0: any.")
 
 
 class TablesOptim(Section):

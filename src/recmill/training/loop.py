@@ -20,7 +20,7 @@ from recmill.errors import UserError
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.run_dir import RunDirectory
 from recmill.training.checkpoint import Position
-from recmill.training.optim import set_learning_rates
+from recmill.training.optim import clip_dense_gradients, set_learning_rates
 from recmill.training.prefetch import prefetched
 from recmill.world import World
 
@@ -108,6 +108,7 @@ def fit(
             loss_sum = task.loss_sum(model(*batch.inputs()), batch)
             # Ranks' gradients are averaged, so times their number over the global weight: a global mean.
             (loss_sum * (world.size / weight)).backward()
+            clip_dense_gradients(optimizer, settings.optim.dense)
             optimizer.step()
             samples = min(train.global_batch_size, source.samples_per_epoch - position.batch * train.global_batch_size)
             position = _next(position, source.batches_per_epoch)

@@ -22,10 +22,19 @@ def build_optimizer(model: DistributedModelParallel, dense: DenseOptim) -> Combi
     """The tables' part already ran when backward ends; `step()` does the dense part."""
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     make = _DENSE[dense.name]
+    # One pass over all parameters: 3.5 (SGD) to 9 (Adam) times faster on CPU. Adagrad has it for CPU alone.
+    is_fused = dense.name != "adagrad" or next(iter(parameters.values())).device.type == "cpu"
     wrapped = KeyedOptimizerWrapper(
-        parameters, lambda params: make(params, lr=dense.lr, weight_decay=dense.weight_decay)
+        parameters, lambda params: make(params, lr=dense.lr, weight_decay=dense.weight_decay, fused=is_fused)
     )
     return CombinedOptimizer([("tables", model.fused_optimizer), ("dense", wrapped)])
+
+
+def clip_dense_gradients(optimizer: CombinedOptimizer, dense: DenseOptim) -> None:
+    """To `clip_grad_norm` in all; the same on every rank, because gradients are averaged by then."""
+    if dense.clip_grad_norm:
+        (parameters,) = [list(part.params.values()) for name, part in optimizer.optimizers if name == "dense"]
+        torch.nn.utils.clip_grad_norm_(parameters, dense.clip_grad_norm)
 
 
 def set_learning_rates(optimizer: CombinedOptimizer, optim: OptimSection, step: int) -> dict[str, float]:
