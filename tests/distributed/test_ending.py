@@ -85,3 +85,12 @@ def test_a_best_that_was_not_kept_is_not_replaced_by_another(dlrm: Config, tmp_p
 def test_drop_last_of_less_than_a_batch_is_an_error(dlrm: Config, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fewer rows for training than one train.global_batch_size of 2,000"):
         train(dlrm, tmp_path / "run", overrides=["data.drop_last=true", "train.global_batch_size=2000"])
+
+
+def test_batches_of_one_row_and_so_of_one_class_train_on_two_processes(dlrm: Config, tmp_path: Path) -> None:
+    """One process of the two has nothing but a filler in each step."""
+    keys = ["train.global_batch_size=1", "data.limit_train_batches=4", "eval.every_steps=100"]
+    train(dlrm, tmp_path / "two", procs=2, overrides=keys)
+    train(dlrm, tmp_path / "one", overrides=keys)
+    assert list(loss_by_step(tmp_path / "two")) == [1, 2, 3, 4]
+    assert loss_by_step(tmp_path / "two") == pytest.approx(loss_by_step(tmp_path / "one"), rel=2e-5)

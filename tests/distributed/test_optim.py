@@ -85,7 +85,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             sums = self.state[parameter].setdefault("sums", torch.zeros(len(parameter), 1))
             sums += parameter.grad.square().mean(1, keepdim=True)

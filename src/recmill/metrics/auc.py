@@ -70,7 +70,7 @@ def _cuts(values: np.ndarray, world: "World") -> np.ndarray:
     (entries,) = world.sum([float(len(values))])
     step = max(1, int(entries) // (_SAMPLES_PER_RANK * world.size))
     samples = world.gather(values[::step])
-    cuts = None
+    cuts: np.ndarray = np.empty(0)
     if samples is not None:  # rank 0 chooses
         ranked = np.sort(np.concatenate(samples))
         places = [len(ranked) * part // world.size for part in range(1, world.size)]
