@@ -216,15 +216,22 @@ def train_command(config: str, run: str, procs: int, overrides: tuple[str, ...],
 @click.option(
     "--split", type=click.Choice(["val", "test"]), default="test", show_default=True, help="What to evaluate on."
 )
+@click.option(
+    "--checkpoint",
+    type=click.Choice(["newest", "best"]),
+    default="newest",
+    show_default=True,
+    help="best: in validation, where checkpoint.keep_best was set.",
+)
 @_procs
 @_verify
 @_json
-def evaluate_command(run: str, split: Any, procs: int, verify: bool, as_json: bool) -> None:
-    """Evaluate the newest checkpoint of RUN."""
+def evaluate_command(run: str, split: Any, checkpoint: Any, procs: int, verify: bool, as_json: bool) -> None:
+    """Evaluate the newest or best checkpoint of RUN."""
     from recmill.commands.evaluate import evaluate
     from recmill.commands.results import best_of_run
 
-    values = evaluate(run, split=split, procs=procs, verify=verify)
+    values = evaluate(run, split=split, procs=procs, verify=verify, checkpoint=checkpoint)
     if own_rank() != 0:
         return
     if as_json:

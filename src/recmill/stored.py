@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -54,9 +55,11 @@ class StoredDay:
             self._ids = [dataset.array(about.sparse_file(day))]
 
     def take(self, rows: np.ndarray | slice) -> ClickRows:
-        """The stored rows of these numbers, in this order."""
-        if self._parquet:
-            found = self._parquet.take(np.arange(self.rows)[rows] if isinstance(rows, slice) else rows)
+        """The stored rows of these numbers, in this order; of a slice maybe the stored arrays themselves, read-only."""
+        if self._parquet and isinstance(rows, slice):
+            found = self._parquet.between(*rows.indices(self.rows)[:2])
+        elif self._parquet:
+            found = self._parquet.take(rows)
         else:
             ids = [array[rows] for array in self._ids]
             found = ClickRows(
@@ -77,6 +80,7 @@ class StoredDay:
 
 
 _BLOCKS: "OrderedDict[tuple[object, ...], ClickRows]" = OrderedDict()
+_BLOCKS_LOCK = Lock()  # training's batches are prepared in a thread, and validation reads meanwhile
 
 
 class _ParquetFile:
@@ -110,13 +114,24 @@ class _ParquetFile:
         dense, ids, labels = (np.concatenate(part)[back] for part in parts)
         return ClickRows(dense, ids, labels)
 
+    def between(self, start: int, stop: int) -> ClickRows:
+        found = []
+        for first in range(start - start % BLOCK_ROWS, stop, BLOCK_ROWS):
+            block = self._block(first // BLOCK_ROWS)
+            found.append(block[max(start - first, 0) : stop - first])
+        if len(found) == 1:
+            return found[0]
+        parts = ([f.dense for f in found], [f.ids for f in found], [f.labels for f in found])
+        return ClickRows(*(np.concatenate(part) for part in parts))
+
     def _block(self, number: int) -> ClickRows:
         import polars as pl
 
         key = (*self._key, number)
-        if key in _BLOCKS:
-            _BLOCKS.move_to_end(key)
-            return _BLOCKS[key]
+        with _BLOCKS_LOCK:
+            if key in _BLOCKS:
+                _BLOCKS.move_to_end(key)
+                return _BLOCKS[key]
         frame = pl.scan_parquet(self._path).slice(number * BLOCK_ROWS, BLOCK_ROWS).collect()
         nulls = [name for name in ["label", *self._dense, *self._sparse] if frame[name].null_count()]
         if nulls:
@@ -127,9 +142,12 @@ class _ParquetFile:
             ids=np.stack([frame[name].to_numpy() for name in self._sparse], axis=1),
             labels=frame["label"].to_numpy().astype(np.int32),
         )
-        _BLOCKS[key] = block
-        if len(_BLOCKS) > _BLOCKS_KEPT:
-            _BLOCKS.popitem(last=False)
+        for array in (block.dense, block.ids, block.labels):
+            array.flags.writeable = False
+        with _BLOCKS_LOCK:
+            _BLOCKS[key] = block
+            if len(_BLOCKS) > _BLOCKS_KEPT:
+                _BLOCKS.popitem(last=False)
         return block
 
 
@@ -172,7 +190,10 @@ def feature_of_column(about: ClicksDescription, column: int) -> SparseFeature:
 
 def first_bad_id(ids: np.ndarray, limits: np.ndarray) -> tuple[int, int] | None:
     """(row, column) of the first id outside 0..rows-1; one unsigned comparison finds negatives too."""
-    bad = ids.astype(np.int64).view(np.uint64) >= limits
+    if ids.dtype == np.int32:  # as it is: copies would cost three times the comparison
+        bad = ids.view(np.uint32) >= np.minimum(limits, 1 << 31).astype(np.uint32)
+    else:
+        bad = ids.astype(np.int64, copy=False).view(np.uint64) >= limits
     if not bad.any():
         return None
     row, column = np.argwhere(bad)[0]

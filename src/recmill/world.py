@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -55,6 +56,17 @@ class World:
         box = [value]
         dist.broadcast_object_list(box)
         return box[0]
+
+    def exchange(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """All-to-all of 1-D arrays: part i goes to rank i; what each rank sent here, in rank order."""
+        if self.size == 1:
+            return parts
+        sizes = [len(part) for part in parts]
+        received_sizes = exchange(self, sizes)
+        sent = torch.from_numpy(np.concatenate(parts))
+        received = torch.empty(sum(received_sizes), dtype=sent.dtype)
+        dist.all_to_all_single(received, sent, received_sizes, sizes)
+        return np.split(received.numpy(), np.cumsum(received_sizes)[:-1])
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,23 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (9, 10, 11):
         save(tmp_path, nn.Linear(2, 2), step, keep=2)
     assert [path.name for path in checkpoint.committed(tmp_path)] == ["step-00000010", "step-00000011"]
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    """Validations of 0.6, 0.8, none, 0.7, 0.8: the second is the best; a tie is not better."""
+    position = Position()
+    for step, value in ((1, 0.6), (2, 0.8), (3, None), (4, 0.7), (5, 0.8)):
+        position = replace(position, step=step)
+        if value:
+            position = position.judged(value)
+        checkpoint.save(tmp_path, nn.Linear(2, 2), NoOptimizer(), position, "data", 2, ALONE, keep_best=True)
+    assert [path.name for path in checkpoint.committed(tmp_path)] == ["step-00000002", "step-00000004", "step-00000005"]
+    found = checkpoint.found_for_all(tmp_path, "best", ALONE)
+    assert found is not None
+    assert (found.position.step, found.position.best) == (2, 0.8)
+    assert position.worse_evals == 2
+    save(tmp_path, nn.Linear(2, 2), step=6)  # no longer asked for
+    assert checkpoint.found_for_all(tmp_path, "best", ALONE) is None
 
 
 def test_a_save_that_dies_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,5 +158,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_no_code_is_stored_beside_the_tensors(tmp_path: Path) -> None:
     save(tmp_path, nn.Linear(2, 2), step=1)
     state = json.loads((tmp_path / "step-00000001" / "state.json").read_text())
-    position = {"step": 1, "epoch": 1, "batch": 2, "loss_sum": 0.0, "loss_weight": 0.0}
+    position: dict[str, object] = {"step": 1, "epoch": 1, "batch": 2, "loss_sum": 0.0, "loss_weight": 0.0}
+    position |= {"best": None, "best_step": 0, "worse_evals": 0}
     assert state == {"position": position, "dataset": "data"}

@@ -9,6 +9,10 @@ from recmill.errors import ConfigError
 GOOD: dict[str, Any] = {"data": {"path": "data/clicks"}, "model": {"name": "dlrm"}}
 
 
+def schedule(**keys: Any) -> dict[str, Any]:
+    return {**GOOD, "optim": {"schedule": keys}}
+
+
 def problem(values: dict[str, Any], overrides: tuple[str, ...] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(values, overrides)
@@ -71,6 +75,15 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
         ),
         ({**GOOD, "model": {"name": "bert4rec", "max_length": 5, "window_stride": 6}}, "would never be trained on"),
         ({**GOOD, "optim": {"tables": {"name": "adam"}}, "train": {"device": "cpu"}}, "no fused Adam on CPU"),
+        (
+            schedule(name="mlperf", warmup_steps=9, decay_start_step=8, decay_steps=1),
+            "before the end of warmup, at step 9",
+        ),
+        (schedule(name="step"), "needs optim.schedule.step_size"),
+        (schedule(warmup_steps=5), "warmup_steps has no meaning for optim.schedule.name = 'constant'"),
+        (schedule(name="step", step_size=2, decay_steps=5), "decay_steps has no meaning for"),
+        (schedule(name="oneflow", decay_start_step=5), "without optim.schedule.decay_steps does nothing"),
+        (schedule(name="oneflow", decay_steps=5, end_lr=0.02), "end_lr = 0.02 is above a learning rate, 0.001"),
         ({**GOOD, "tables": {"sharding": "column_wise"}}, "the run would depend on the number of processes"),
     ],
 )

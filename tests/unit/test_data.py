@@ -14,7 +14,7 @@ from recmill import prepare
 from recmill.batch import CtrBatch, RankingBatch, SequenceBatch
 from recmill.data.clicks import ClickSource, SplitRows
 from recmill.data.histories import HistorySource, Masking, train_windows
-from recmill.data.share import num_batches, shares
+from recmill.data.share import Limits, num_batches, shares
 from recmill.errors import DataError
 from recmill.schema import open_dataset
 
@@ -95,6 +95,56 @@ def test_file_order_is_the_order_of_the_files(clicks: Path) -> None:
     for epoch in (0, 1):
         batches = click_epoch(clicks, size=2, epoch=epoch, order="file")
         assert [row for batch in batches for row in batch] == click_file_rows(clicks, 0, 1, 2)
+
+
+def test_batch_order_mixes_rows_within_their_batches_only(clicks: Path) -> None:
+    in_file = click_epoch(clicks, order="file")
+    mixed = click_epoch(clicks, size=3, order="batch")
+    assert [sorted(batch) for batch in mixed] == [sorted(batch) for batch in in_file]
+    assert all(one != other for one, other in zip(mixed[:12], in_file[:12], strict=True))
+    assert mixed == click_epoch(clicks, size=1, order="batch")
+    assert mixed[0] != click_epoch(clicks, epoch=1, order="batch")[0]
+
+
+def test_limits_cut_each_split_to_its_first_batches(clicks: Path) -> None:
+    """1,501 rows for training in batches of 125: 12 full ones and 1 row; 251 and 250 others in batches of 100."""
+    whole = click_epoch(clicks)
+    assert click_epoch(clicks, size=2, limits=Limits(train=3)) == whole[:3]
+    assert click_epoch(clicks, size=2, limits=Limits(drop_last=True)) == whole[:12]
+    assert click_epoch(clicks, limits=Limits(train=13, drop_last=True)) == whole[:12]
+    assert click_epoch(clicks, first=2, limits=Limits(train=3)) == whole[2:3]
+    source = click_source(clicks, eval_batch_size=100, limits=Limits(train=3, val=2, test=9, drop_last=True))
+    assert (source.batches_per_epoch, source.samples_per_epoch) == (3, 375)
+    assert (source.num_eval_batches("val"), source.num_eval_batches("test")) == (2, 3)
+    rows = {split: [len(click_rows(b)) for b in source.eval_batches(split)] for split in ("val", "test")}
+    assert rows == {"val": [100, 100], "test": [100, 100, 50]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "per_rank", "world", "counts"),
+    [
+        # The reference's own examples, 103 rows in batches of 10 on 4 ranks and so on. It gives the ranks' last batches
+        # 6, 6, 6, 5 rows as we do, but for the second: there it makes one of 11, 11, 10, 10 of the last two.
+        (103, 10, 4, [[10, 10, 10, 10], [10, 10, 10, 10], [5, 6, 6, 6]]),
+        (82, 10, 4, [[10, 10, 10, 10], [10, 10, 10, 10], [0, 1, 0, 1]]),
+        (80, 10, 4, [[10, 10, 10, 10], [10, 10, 10, 10]]),
+        (25, 10, 4, [[6, 6, 6, 7]]),
+        (3, 10, 4, [[0, 1, 1, 1]]),  # the reference has no batch at all for this one
+    ],
+)
+def test_the_last_global_batch_is_divided_evenly(rows: int, per_rank: int, world: int, counts: list[list[int]]) -> None:
+    by_rank = [list(shares(rows, per_rank * world, 0, rank, world)) for rank in range(world)]
+    assert [[part.num_real for part in parts] for parts in zip(*by_rank, strict=True)] == counts
+
+
+def test_more_ranks_than_rows_get_equally_many_batches_of_equal_size(clicks: Path) -> None:
+    """3 rows of training on 5 ranks."""
+    ranks = [
+        list(click_source(clicks, rank, 5, train_batch_size=3, limits=Limits(train=1)).train_batches(0, 0))
+        for rank in range(5)
+    ]
+    assert [[len(batch.labels_B) for batch in batches] for batches in ranks] == [[1]] * 5
+    assert sum(batch.weight() for batches in ranks for batch in batches) == 3
 
 
 @pytest.mark.parametrize(("first", "order"), [(1, "shuffled"), (12, "shuffled"), (13, "shuffled"), (5, "file")])

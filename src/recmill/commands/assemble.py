@@ -44,8 +44,12 @@ def task_module(config: Config) -> ModuleType:
 
 def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> Any:
     """This rank's batches."""
-    run = config.run
+    from recmill.data.share import Limits
+
+    run, data = config.run, config.run.data
+    limits = Limits(data.limit_train_batches, data.limit_val_batches, data.limit_test_batches, data.drop_last)
     common: dict[str, Any] = {
+        "limits": limits,
         "order": run.data.order,
         "seed": run.train.seed,
         "train_batch_size": run.train.global_batch_size,

@@ -82,7 +82,7 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     from recmill.training import checkpoint
     from recmill.training.checkpoint import Position
     from recmill.training.evaluate import evaluate_split
-    from recmill.training.loop import fit, steps_in_all
+    from recmill.training.loop import early_end, fit, steps_in_all
     from recmill.training.optim import build_optimizer
     from recmill.training.tables import fill_tables
 
@@ -97,11 +97,16 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     _log_facts(world, config, dataset.path, tables, source)
 
     # Where to start: from a checkpoint, or from the seed
-    found = checkpoint.newest_for_all(run.checkpoints, world)
+    found = checkpoint.found_for_all(run.checkpoints, "newest", world)
     position = found.position if found else Position()
     if found:
         check_same_data(found, dataset)
     num_steps = steps_in_all(config.run.train, source.batches_per_epoch)
+    if not num_steps:
+        raise ConfigError(
+            f"{dataset.path} has fewer rows for training than one train.global_batch_size of "
+            f"{config.run.train.global_batch_size:,}, and data.drop_last leaves them out. Change one of the two."
+        )
     if position.step > num_steps:
         raise ConfigError(
             f"{run.path} is at step {position.step:,} already, beyond the {num_steps:,} of train.num_epochs and "
@@ -113,7 +118,7 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
         write_text(run.config, to_toml(config))
         write_json(run.path / "env.json", environment(world.size, str(world.device)))
         run.results.unlink(missing_ok=True)
-        run.forget_metrics_after(position.step)
+        run.forget_metrics_after(position.step if found else -1)
         run.write_status("running", step=position.step)
     if found:
         checkpoint.load(found, model, optimizer)
@@ -122,35 +127,46 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
         fill_tables(model, tables, config.run.train.seed)
 
     # The training
-    def validate(at: Position) -> None:
-        report("val", at)
+    results: Results = {}
 
-    def report(split: str, at: Position) -> dict[str, Any]:
-        values = evaluate_split(model, task, source, split, config.run.eval, world)
+    def report(split: str, at: Position) -> None:
+        results[split] = evaluate_split(model, task, source, split, config.run, world)
         if world.is_main:
-            run.append_metrics({"step": at.step, "epoch": at.epoch, "split": split, **values})
-            log.info("step %s  %s  %s", f"{at.step:,}", split, short(values))
-        return values
+            run.append_metrics({"step": at.step, "epoch": at.epoch, "split": split, **results[split]})
+            log.info("step %s  %s  %s", f"{at.step:,}", split, short(results[split]))
+
+    def validate(at: Position) -> Position:
+        report("val", at)
+        return at.judged(world.broadcast(task.headline(results["val"])))
 
     def save(at: Position) -> None:
-        checkpoint.save(run.checkpoints, model, optimizer, at, dataset.fingerprint, config.run.checkpoint.keep, world)
+        section = config.run.checkpoint
+        checkpoint.save(
+            run.checkpoints, model, optimizer, at, dataset.fingerprint, section.keep, world, section.keep_best
+        )
         if world.is_main:
             run.write_status("running", step=at.step)
 
     started = time.monotonic()
+    if config.run.eval.before_training and not position.step:
+        report("val", position)
     fitted = fit(model, optimizer, task, source, config.run, world, run, position, validate, save)
+    at = fitted.position
     if fitted.was_stopped:
         if world.is_main:
-            run.write_status("interrupted", step=fitted.position.step)
-            log.info("stopped at step %s as asked; run the same command to go on", f"{fitted.position.step:,}")
+            run.write_status("interrupted", step=at.step)
+            log.info("stopped at step %s as asked; run the same command to go on", f"{at.step:,}")
         return {}
 
     # The results
-    results = {split: report(split, fitted.position) for split in ("val", "test")}
+    report("test", at)
     if world.is_main:
         write_json(run.results, results)
         seconds = round(time.monotonic() - started, 1)
-        run.write_status("done", step=fitted.position.step, seconds=seconds, dataset=dataset.fingerprint)
+        end = early_end(at, config.run.eval) or "all steps done"
+        best = {"best_step": at.best_step, "best": at.best}
+        run.write_status("done", step=at.step, end=end, **best, seconds=seconds, dataset=dataset.fingerprint)
+        log.info("the end at step %s: %s", f"{at.step:,}", end)
     return results
 
 

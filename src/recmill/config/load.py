@@ -18,6 +18,9 @@ from recmill.errors import ConfigError
 MAY_CHANGE_ON_RESUME = frozenset(
     [
         "data.path",  # the data itself is compared by its digest
+        "data.limit_val_batches",
+        "data.limit_test_batches",
+        "data.prefetch",
         "tables.store",
         "tables.sharding",
         "train.device",
@@ -26,10 +29,15 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "train.log_every_steps",
         "eval.global_batch_size",
         "eval.every_steps",
+        "eval.each_epoch",
+        "eval.before_training",
+        "eval.target_auroc",
+        "eval.patience",
         "eval.protocols",
         "eval.ks",
         "checkpoint.every_steps",
         "checkpoint.keep",
+        "checkpoint.keep_best",
     ]
 )
 
@@ -153,9 +161,13 @@ def _check(values: dict[str, Any]) -> tuple[Config | None, list[_Problem]]:
         problems.append(_Problem("model.name", f"'model.name': {registry.unknown('model', name, registry.MODELS)}"))
     else:
         settings = {key: value for key, value in (model_values or {}).items() if key != "name"}
-        config_class = registry.load(registry.MODELS, name, "model").Config
-        model, found = _validated(config_class, settings, "model.", extra_names=["name"])
+        module = registry.load(registry.MODELS, name, "model")
+        model, found = _validated(module.Config, settings, "model.", extra_names=["name"])
         problems += found
+        if run is not None and run.eval.target_auroc and module.TASK != "ctr":
+            problems.append(
+                _Problem("eval.target_auroc", f"'eval.target_auroc': '{name}' is not measured by AUROC. Remove it.")
+            )
     tables = values.get("tables")
     store = tables.get("store") if isinstance(tables, dict) else None
     if isinstance(store, str) and store not in registry.STORES:

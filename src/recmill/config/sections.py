@@ -14,9 +14,15 @@ class Section(BaseModel):
 
 class DataSection(Section):
     path: str = Field(description="The prepared dataset's directory (as given: relative to where you are).")
-    order: Literal["shuffled", "file"] = Field(
-        "shuffled", description="Training order: a new permutation each epoch, or the files' own order."
+    order: Literal["shuffled", "file", "batch"] = Field(
+        "shuffled",
+        description="Training order: a new permutation each epoch; the files' own; or that, mixed within each batch.",
     )
+    drop_last: bool = Field(False, description="Leave out the last global batch of an epoch if it is not full.")
+    limit_train_batches: NonNegativeInt = Field(0, description="Train on so many global batches an epoch; 0: all.")
+    limit_val_batches: NonNegativeInt = Field(0, description="Validate on the first so many global batches; 0: all.")
+    limit_test_batches: NonNegativeInt = Field(0, description="Test on the first so many global batches; 0: all.")
+    prefetch: NonNegativeInt = Field(2, le=64, description="Batches prepared ahead, in the background; 0: none.")
 
 
 class TablesSection(Section):
@@ -30,6 +36,7 @@ class DenseOptim(Section):
     name: Literal["adam", "adamw", "adagrad", "sgd"] = Field("adam", description="Optimizer of all dense layers.")
     lr: PositiveFloat = Field(0.001, description="Learning rate of the dense layers.")
     weight_decay: float = Field(0.0, ge=0.0, description="Weight decay of the dense layers.")
+    clip_grad_norm: float = Field(0.0, ge=0.0, description="Largest norm of all dense gradients together; 0: any.")
 
 
 class TablesOptim(Section):
@@ -40,9 +47,60 @@ class TablesOptim(Section):
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator (Adagrad, Adam).")
 
 
+_SCHEDULE_KEYS = {
+    "constant": set[str](),
+    "mlperf": {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"},
+    "oneflow": {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"},
+    "step": {"step_size", "gamma"},
+}
+
+
+class Schedule(Section):
+    name: Literal["constant", "mlperf", "oneflow", "step"] = Field(
+        "constant", description="How both learning rates change from step to step."
+    )
+    warmup_steps: NonNegativeInt = Field(0, description="Steps of linear warmup (mlperf, oneflow).")
+    decay_start_step: NonNegativeInt = Field(0, description="First step of the quadratic decay (mlperf, oneflow).")
+    decay_steps: NonNegativeInt = Field(0, description="Length of the decay; 0: none (mlperf, oneflow).")
+    end_lr: float = Field(0.0, ge=0.0, description="Lowest rate of the decay; mlperf: at least 1e-7 (mlperf, oneflow).")
+    step_size: NonNegativeInt = Field(0, description="Steps between two changes (step).")
+    gamma: PositiveFloat = Field(0.1, description="Factor of each change (step).")
+
+    @model_validator(mode="after")
+    def no_contradictions(self) -> "Schedule":
+        fields = type(self).model_fields
+        set_keys = {key for key in fields if key != "name" and getattr(self, key) != fields[key].default}
+        problems = [
+            f"optim.schedule.{key} has no meaning for optim.schedule.name = '{self.name}'. Remove it."
+            for key in sorted(set_keys - _SCHEDULE_KEYS[self.name])
+        ]
+        if self.name == "step" and not self.step_size:
+            problems.append("optim.schedule.name = 'step' needs optim.schedule.step_size. Set it to 1 or more.")
+        if self.decay_steps and self.decay_start_step < self.warmup_steps:
+            problems.append(
+                f"optim.schedule.decay_start_step = {self.decay_start_step} is before the end of warmup, at step "
+                f"{self.warmup_steps}. Start the decay at optim.schedule.warmup_steps or later."
+            )
+        if not self.decay_steps and (useless := set_keys & {"decay_start_step", "end_lr"}):
+            problems.append(
+                f"optim.schedule.{sorted(useless)[0]} without optim.schedule.decay_steps does nothing. Set both."
+            )
+        if problems:
+            raise ValueError("\n  ".join(problems))
+        return self
+
+
 class OptimSection(Section):
     dense: DenseOptim = DenseOptim()
     tables: TablesOptim = TablesOptim()
+    schedule: Schedule = Schedule()
+
+    @model_validator(mode="after")
+    def decay_goes_down(self) -> "OptimSection":
+        lowest = min(self.dense.lr, self.tables.lr)
+        if self.schedule.end_lr > lowest:
+            raise ValueError(f"optim.schedule.end_lr = {self.schedule.end_lr} is above a learning rate, {lowest}.")
+        return self
 
 
 class TrainSection(Section):
@@ -59,6 +117,10 @@ class EvalSection(Section):
         4096, lt=2**31, description="Samples per evaluation step, over all processes."
     )
     every_steps: NonNegativeInt = Field(0, description="Validate every so many steps; 0: after each epoch.")
+    each_epoch: bool = Field(False, description="Validate after each epoch as well, where every_steps is set.")
+    before_training: bool = Field(False, description="Validate before the first step: the baseline, as step 0.")
+    target_auroc: float = Field(0.0, ge=0.0, le=1.0, description="Stop when validation reaches it (clicks); 0: off.")
+    patience: NonNegativeInt = Field(0, description="Stop after so many validations without a better one; 0: off.")
     protocols: list[Literal["full", "pop100"]] = Field(
         ["full", "pop100"], min_length=1, description="Ranking protocols (histories only)."
     )
@@ -68,6 +130,7 @@ class EvalSection(Section):
 class CheckpointSection(Section):
     every_steps: NonNegativeInt = Field(0, description="Save every so many steps; 0: after each epoch.")
     keep: PositiveInt = Field(2, ge=2, description="How many of the newest checkpoints stay on disk.")
+    keep_best: bool = Field(False, description="Save each validation's best (auroc, ndcg) and keep it beside those.")
 
 
 class RunSections(Section):

@@ -1,6 +1,8 @@
 """Prepared click logs -> this rank's CtrBatches, straight from the files."""
 
 from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill import rng
 from recmill.batch import CtrBatch
-from recmill.data.share import Share, num_batches, shares
+from recmill.data.share import EVERYTHING, Limits, Share, mixed_within_batches, num_batches, shares
 from recmill.errors import DataError
 from recmill.schema import MAX_TABLE_ROWS, ClicksDescription, Dataset, RowRange
 from recmill.stored import BLOCK_ROWS, ClickRows, StoredDay, bad_id_text, feature_of_column, first_bad_id, id_limits
@@ -32,28 +34,46 @@ class SplitRows:
         return int(self._starts[-1])
 
     def take(self, rows: np.ndarray) -> ClickRows:
-        """ids int64, labels float32; every value is checked."""
+        """Every value is checked. Rows that follow each other may come as the stored arrays themselves, read-only."""
+        if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
+            parts = self._between(int(rows[0]), int(rows[-1]) + 1)
+            return parts[0] if len(parts) == 1 else _joined(parts)
         which = np.searchsorted(self._starts, rows, side="right") - 1
-        parts: list[ClickRows] = []
-        order = []
-        for index in np.unique(which):
-            chosen = np.flatnonzero(which == index)
-            local = rows[chosen] - self._starts[index] + self._ranges[index].start
-            found = self._days[index].take(local)
-            self._check(self._ranges[index].day, local, found)
-            parts.append(found)
-            order.append(chosen)
-        if len(parts) == 1:
-            dense, ids, labels = parts[0].dense, parts[0].ids, parts[0].labels
-        else:
-            back = np.argsort(np.concatenate(order), kind="stable")
-            columns = ([p.dense for p in parts], [p.ids for p in parts], [p.labels for p in parts])
-            dense, ids, labels = (np.concatenate(column)[back] for column in columns)
-        return ClickRows(dense, ids.astype(np.int64, copy=False), labels.astype(np.float32))
+        if len(self._ranges) == 1 or (which == which[0]).all():
+            return self._checked(int(which[0]), rows - self._starts[which[0]])
+        order = np.argsort(which.astype(np.uint16), kind="stable")
+        ends = np.cumsum(np.bincount(which, minlength=len(self._ranges)))[:-1]
+        parts = [
+            self._checked(index, rows[chosen] - self._starts[index])
+            for index, chosen in enumerate(np.split(order, ends))
+            if len(chosen)
+        ]
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return _joined(parts)[back]
 
-    def _check(self, day: str, local: np.ndarray, rows: ClickRows) -> None:
+    def _between(self, start: int, stop: int) -> list[ClickRows]:
+        parts = []
+        for index, (first, end) in enumerate(pairwise(self._starts.tolist())):
+            if start < end and stop > first:
+                parts.append(self._checked(index, slice(max(start, first) - first, min(stop, end) - first)))
+        return parts
+
+    def _checked(self, index: int, rows: np.ndarray | slice) -> ClickRows:
+        """`rows` of one range, counted from its start."""
+        range_ = self._ranges[index]
+        if isinstance(rows, slice):
+            rows = slice(rows.start + range_.start, rows.stop + range_.start)
+        else:
+            rows = rows + range_.start
+        found = self._days[index].take(rows)
+        self._check(range_.day, rows, found)
+        return found
+
+    def _check(self, day: str, chosen: np.ndarray | slice, rows: ClickRows) -> None:
         """For a bad id FBGEMM would train a wrong row without a word, and which one depends on the world size."""
         about = self._about
+        local: Any = range(chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
         dense_file, label_file = about.day_files(day)[0], about.day_files(day)[-1]
         if bad := first_bad_id(rows.ids, self._limits):
             row, column = bad
@@ -69,6 +89,11 @@ class SplitRows:
             row = int(np.argmax(is_bad))
             place = f"{self._path / label_file}: row {local[row]:,}"
             raise DataError(f"{place}: label {rows.labels[row]} is neither 0 nor 1. Prepare the dataset again.")
+
+
+def _joined(parts: list[ClickRows]) -> ClickRows:
+    columns = ([p.dense for p in parts], [p.ids for p in parts], [p.labels for p in parts])
+    return ClickRows(*(np.concatenate(column) for column in columns))
 
 
 class WindowedOrder:
@@ -110,8 +135,9 @@ class ClickSource:
         eval_batch_size: int,
         rank: int,
         size: int,
+        limits: Limits = EVERYTHING,
     ) -> None:
-        self._dataset, self._order, self._seed = dataset, order, seed
+        self._dataset, self._order, self._seed, self._limits = dataset, order, seed, limits
         self._train_batch_size, self._eval_batch_size = train_batch_size, eval_batch_size
         self._rank, self._size = rank, size
         assert isinstance(dataset.about, ClicksDescription)
@@ -123,41 +149,63 @@ class ClickSource:
         self._features = [feature.name for feature in dataset.about.sparse]
         self._multi_hot = dataset.about.multi_hot or [1] * len(self._features)
         self._permutation = WindowedOrder if dataset.about.layout == "parquet" else rng.Permutation
+        self._layouts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._train = SplitRows(dataset, "train")
+        self.samples_per_epoch = limits.samples("train", len(self._train), train_batch_size)
 
     @property
     def batches_per_epoch(self) -> int:
-        return num_batches(len(self._train), self._train_batch_size)
+        return num_batches(self.samples_per_epoch, self._train_batch_size)
 
     def train_batches(self, epoch: int, first: int) -> Iterator[CtrBatch]:
         """Batch `first` and all after it; the order depends on the seed and the epoch alone."""
-        rows = self._train
+        rows, batch_size = self._train, self._train_batch_size
         permutation = self._permutation(len(rows), rng.stream_key(self._seed, "order", epoch))
-        for share in shares(len(rows), self._train_batch_size, first, self._rank, self._size):
-            yield self._batch(
-                rows, share, permutation(share.positions) if self._order == "shuffled" else share.positions
-            )
+        for share in shares(self.samples_per_epoch, batch_size, first, self._rank, self._size):
+            chosen = share.positions
+            if self._order == "shuffled":
+                chosen = permutation(chosen)
+            elif self._order == "batch":
+                chosen = mixed_within_batches(
+                    chosen, self.samples_per_epoch, batch_size, self._seed, "within batch", epoch
+                )
+            yield self._batch(rows, share, chosen)
 
     def eval_batches(self, split: str) -> Iterator[CtrBatch]:
-        rows = SplitRows(self._dataset, split)
-        for share in shares(len(rows), self._eval_batch_size, 0, self._rank, self._size):
+        rows, samples = self._eval_rows(split)
+        for share in shares(samples, self._eval_batch_size, 0, self._rank, self._size):
             yield self._batch(rows, share, share.positions)
 
     def num_eval_batches(self, split: str) -> int:
-        return num_batches(len(SplitRows(self._dataset, split)), self._eval_batch_size)
+        return num_batches(self._eval_rows(split)[1], self._eval_batch_size)
+
+    def _eval_rows(self, split: str) -> tuple[SplitRows, int]:
+        """And how many of them are used."""
+        rows = SplitRows(self._dataset, split)
+        return rows, self._limits.samples(split, len(rows), self._eval_batch_size)
 
     def _batch(self, rows: SplitRows, share: Share, chosen: np.ndarray) -> CtrBatch:
         found = rows.take(chosen)
         count = len(found)
-        ends = np.cumsum(self._multi_hot)
-        by_feature = [found.ids[:, end - hot : end].ravel() for end, hot in zip(ends, self._multi_hot, strict=True)]
-        lengths = np.repeat(np.array(self._multi_hot, dtype=np.int32), count)
+        values = np.empty(sum(self._multi_hot) * count, dtype=np.int64)  # feature after feature
+        if max(self._multi_hot) == 1:
+            values.reshape(-1, count)[:] = found.ids.T
+        else:
+            ends = np.cumsum(self._multi_hot)
+            for end, hot in zip(ends, self._multi_hot, strict=True):
+                values[(end - hot) * count : end * count].reshape(count, hot)[:] = found.ids[:, end - hot : end]
+        lengths, offsets = self._layout(count)
         sparse = KeyedJaggedTensor(
-            keys=self._features,
-            values=torch.from_numpy(np.concatenate(by_feature)),
-            lengths=torch.from_numpy(lengths),
-            offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
-            stride=count,
+            keys=self._features, values=torch.from_numpy(values), lengths=lengths, offsets=offsets, stride=count
         )
-        weights = torch.from_numpy(share.weights())
-        return CtrBatch(torch.from_numpy(found.dense), sparse, torch.from_numpy(found.labels), weights)
+        dense = found.dense if found.dense.flags.writeable else found.dense.copy()
+        labels, weights = found.labels.astype(np.float32), share.weights()
+        return CtrBatch(torch.from_numpy(dense), sparse, torch.from_numpy(labels), torch.from_numpy(weights))
+
+    def _layout(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(lengths, offsets) of a batch of so many rows. They cost more than the ids, and few sizes occur."""
+        if count not in self._layouts:
+            lengths = np.repeat(np.array(self._multi_hot, dtype=np.int32), count)
+            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            self._layouts[count] = torch.from_numpy(lengths), torch.from_numpy(offsets)
+        return self._layouts[count]

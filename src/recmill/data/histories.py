@@ -12,7 +12,7 @@ import torch
 
 from recmill import rng
 from recmill.batch import RankingBatch, SequenceBatch
-from recmill.data.share import Share, num_batches, shares
+from recmill.data.share import EVERYTHING, Limits, Share, mixed_within_batches, num_batches, shares
 from recmill.errors import DataError
 from recmill.metrics.ranking import POP100_NEGATIVES, PopularNegatives
 from recmill.schema import PAD_ITEM, Dataset, HistoriesDescription
@@ -47,15 +47,17 @@ class HistorySource:
         eval_batch_size: int,
         rank: int,
         size: int,
+        limits: Limits = EVERYTHING,
     ) -> None:
         assert isinstance(dataset.about, HistoriesDescription)
         self._dataset, self._masking, self._order, self._seed = dataset, masking, order, seed
         self._train_batch_size, self._eval_batch_size = train_batch_size, eval_batch_size
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._limits = rank, size, limits
         self._mask_token = dataset.about.num_items + 1
         self._items = dataset.array("items.npy")
         self._offsets = np.asarray(dataset.array("offsets.npy"))
         self._starts, self._lengths = train_windows(self._offsets, masking)
+        self.samples_per_epoch = limits.samples("train", len(self._starts), train_batch_size)
         self._negatives: PopularNegatives | None = None
         if "pop100" in protocols:
             self._negatives = _popular_negatives(dataset, self._items, self._offsets)
@@ -63,25 +65,33 @@ class HistorySource:
 
     @property
     def batches_per_epoch(self) -> int:
-        return num_batches(len(self._starts), self._train_batch_size)
+        return num_batches(self.samples_per_epoch, self._train_batch_size)
 
     def train_batches(self, epoch: int, first: int) -> Iterator[SequenceBatch]:
         """Batch `first` and all after it; order and masks depend on the seed and the epoch alone."""
         order = self._epoch_order(epoch)
-        for share in shares(len(order), self._train_batch_size, first, self._rank, self._size):
+        for share in shares(self.samples_per_epoch, self._train_batch_size, first, self._rank, self._size):
             yield self._masked(epoch, order[share.positions], share)
 
     def num_eval_batches(self, split: str) -> int:
-        return num_batches(len(self._offsets) - 1, self._eval_batch_size)
+        return num_batches(self._num_users(split), self._eval_batch_size)
 
     def eval_batches(self, split: str) -> Iterator[RankingBatch]:
         """Every user once. Test histories hold the validation item."""
-        for share in shares(len(self._offsets) - 1, self._eval_batch_size, 0, self._rank, self._size):
+        for share in shares(self._num_users(split), self._eval_batch_size, 0, self._rank, self._size):
             yield self._ranking(split, share)
+
+    def _num_users(self, split: str) -> int:
+        return self._limits.samples(split, len(self._offsets) - 1, self._eval_batch_size)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order == "file":
             return np.arange(len(self._starts))
+        if self._order == "batch":
+            size, windows = self._train_batch_size, self.samples_per_epoch
+            key = (self._seed, "within batch", epoch)
+            parts = [np.arange(start, min(start + size, windows)) for start in range(0, windows, size)]
+            return np.concatenate([mixed_within_batches(part, windows, size, *key) for part in parts])
         order = rng.Permutation(len(self._starts), rng.stream_key(self._seed, "order", epoch))(
             np.arange(len(self._starts))
         )

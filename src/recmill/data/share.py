@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from recmill import rng
+
 
 @dataclass(frozen=True)
 class Share:
@@ -19,6 +21,34 @@ class Share:
     def weights(self) -> np.ndarray:
         """float32: 1 for what counts, 0 for fillers."""
         return (np.arange(len(self.positions)) < self.num_real).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many global batches of a split are used (0: all), and whether a short last one of training is."""
+
+    train: int = 0
+    val: int = 0
+    test: int = 0
+    drop_last: bool = False
+
+    def samples(self, split: str, samples: int, global_batch_size: int) -> int:
+        """Of so many, those that are used: the first of the split's order."""
+        if split == "train" and self.drop_last:
+            samples -= samples % global_batch_size
+        limit = getattr(self, split)
+        return min(samples, limit * global_batch_size) if limit else samples
+
+
+EVERYTHING = Limits()
+
+
+def mixed_within_batches(positions: np.ndarray, samples: int, global_batch_size: int, *key: int | str) -> np.ndarray:
+    """Of one global batch: each stays in it, at a place that depends on the key and the batch alone."""
+    batch = int(positions[0]) // global_batch_size
+    start = batch * global_batch_size
+    count = min(global_batch_size, samples - start)
+    return rng.Permutation(count, rng.stream_key(*key, batch))(positions - start) + start
 
 
 def num_batches(samples: int, global_batch_size: int) -> int:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recmill.metrics.auc import auroc
+from recmill.metrics.auc import auroc_over_ranks
 
 if TYPE_CHECKING:
     from recmill.world import World
@@ -28,7 +28,7 @@ def log_loss_sum(logits: np.ndarray, labels: np.ndarray) -> float:
 
 
 class BinaryMetrics:
-    """Keeps every score, because AUROC is exact; everything else is a sum."""
+    """Keeps every score of this rank, because AUROC is exact; everything else is a sum."""
 
     def __init__(self) -> None:
         self._logits: list[np.ndarray] = []
@@ -45,11 +45,7 @@ class BinaryMetrics:
         loss, predicted, clicks, rows = world.sum(
             [log_loss_sum(logits, labels), float(sigmoid(logits).sum()), float(labels.sum()), float(len(labels))]
         )
-        parts = world.gather((logits, labels))
-        area = None
-        if parts is not None:  # rank 0 alone has all the scores
-            area = auroc(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]))
-        return values_of(world.broadcast(area), loss, predicted, clicks, rows)
+        return values_of(auroc_over_ranks(logits, labels, world), loss, predicted, clicks, rows)
 
 
 def values_of(area: float | None, loss: float, predicted: float, clicks: float, rows: float) -> Values:

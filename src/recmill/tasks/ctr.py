@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from recmill.batch import CtrBatch
 from recmill.config.sections import EvalSection
-from recmill.metrics.binary import BinaryMetrics
+from recmill.metrics.binary import BinaryMetrics, Values
 
 
 def loss_sum(logits_B: Tensor, batch: CtrBatch) -> Tensor:
@@ -15,6 +15,11 @@ def loss_sum(logits_B: Tensor, batch: CtrBatch) -> Tensor:
 
 def new_metrics(section: EvalSection) -> BinaryMetrics:
     return BinaryMetrics()
+
+
+def headline(values: Values) -> float | None:
+    """What the best checkpoint is chosen by: higher is better."""
+    return values["auroc"] if isinstance(values["auroc"], float) else None
 
 
 def update(metrics: BinaryMetrics, logits_B: Tensor, batch: CtrBatch) -> None:

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from recmill.batch import RankingBatch, SequenceBatch
 from recmill.config.sections import EvalSection
+from recmill.metrics.binary import Values
 from recmill.metrics.ranking import RankingMetrics
 
 
@@ -17,6 +18,13 @@ def loss_sum(logits_MV: Tensor, batch: SequenceBatch) -> Tensor:
 
 def new_metrics(section: EvalSection) -> RankingMetrics:
     return RankingMetrics(list(section.protocols), list(section.ks))
+
+
+def headline(values: Values) -> float | None:
+    """What the best checkpoint is chosen by, higher is better: NDCG of the first protocol at the last cut-off."""
+    first = next(iter(values)).split("/")[0]
+    value = [value for name, value in values.items() if name.startswith(f"{first}/ndcg@")][-1]
+    return value if isinstance(value, float) else None
 
 
 def update(metrics: RankingMetrics, logits_BV: Tensor, batch: RankingBatch) -> None:

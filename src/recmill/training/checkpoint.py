@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ STATE = "state.json"
 class Position:
     """Where training stands: `step` steps done, the next batch is `batch` of `epoch`.
 
-    The loss since the last report comes along, so that a resumed run reports what an unbroken one would.
+    The loss since the last report and how validation went come along, so that a resumed run does what an unbroken one
+    would.
     """
 
     step: int = 0
@@ -46,6 +47,19 @@ class Position:
     batch: int = 0
     loss_sum: float = 0.0
     loss_weight: float = 0.0
+    best: float | None = None  # of the validations so far
+    best_step: int = 0
+    worse_evals: int = 0  # since then
+
+    @property
+    def is_best(self) -> bool:
+        return 0 < self.best_step == self.step
+
+    def judged(self, value: float | None) -> "Position":
+        """After a validation at this step; None: it had no value."""
+        if value is not None and (self.best is None or value > self.best):
+            return replace(self, best=value, best_step=self.step, worse_evals=0)
+        return replace(self, worse_evals=self.worse_evals + 1)
 
 
 @dataclass(frozen=True)
@@ -63,10 +77,11 @@ def save(
     dataset: str,
     keep: int,
     world: World,
+    keep_best: bool = False,
 ) -> None:
     """All ranks take part; rank 0 commits."""
     started = time.monotonic()
-    final = directory / f"step-{position.step:08d}"
+    final = _path(directory, position.step)
     partial = directory / f".saving-{final.name}"
     if world.is_main:
         directory.mkdir(exist_ok=True)
@@ -85,8 +100,10 @@ def save(
         ) from error
     if world.is_main:
         _commit(partial, final, {"position": asdict(position), "dataset": dataset})
+        kept = best(directory) if keep_best else None
         for old in committed(directory)[:-keep]:
-            shutil.rmtree(old)
+            if old != kept:
+                shutil.rmtree(old)
         log.info("checkpoint committed: step %s in %.1f s, %s", f"{position.step:,}", time.monotonic() - started, final)
     world.broadcast(None)  # nobody goes on, or leaves, before it is committed
 
@@ -121,9 +138,31 @@ def newest(directory: Path) -> Checkpoint | None:
     return verified(found[-1]) if found else None
 
 
-def newest_for_all(directory: Path, world: World) -> Checkpoint | None:
+def best(directory: Path) -> Path | None:
+    """That of the best validation of all, as the newest tells; None if it was not kept."""
+    paths = committed(directory)
+    wanted = _path(directory, _read(paths[-1]).position.best_step) if paths else None
+    return wanted if wanted in paths else None
+
+
+def found_for_all(directory: Path, which: str, world: World) -> Checkpoint | None:
     """Chosen and checked by rank 0: another process may be saving or pruning meanwhile. All ranks take part."""
-    return world.broadcast(newest(directory) if world.is_main else None)
+    if not world.is_main:
+        return world.broadcast(None)
+    path = best(directory) if which == "best" else next(reversed(committed(directory)), None)
+    return world.broadcast(verified(path) if path else None)
+
+
+def _path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        return Checkpoint(path, Position(**state["position"]), state["dataset"])
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: unreadable state ({error!r}). {_remedy(path)}") from error
 
 
 def verified(path: Path) -> Checkpoint:
@@ -139,10 +178,9 @@ def verified(path: Path) -> Checkpoint:
                 )
             if digest(file) != expected["xxh3"]:
                 raise CheckpointError(f"{file}: its content changed since it was saved. {_remedy(path)}")
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        return Checkpoint(path, Position(**state["position"]), state["dataset"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: unreadable manifest or state ({error!r}). {_remedy(path)}") from error
+        raise CheckpointError(f"{path}: unreadable manifest ({error!r}). {_remedy(path)}") from error
+    return _read(path)
 
 
 def _remedy(path: Path) -> str:

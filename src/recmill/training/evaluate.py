@@ -6,22 +6,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from recmill.config.sections import EvalSection
+from recmill.config.sections import RunSections
 from recmill.metrics.binary import Values
 from recmill.observe.progress import Progress
+from recmill.training.prefetch import prefetched
 from recmill.world import World
 
 
 @torch.no_grad()
 def evaluate_split(
-    model: nn.Module, task: ModuleType, source: Any, split: str, section: EvalSection, world: World
+    model: nn.Module, task: ModuleType, source: Any, split: str, settings: RunSections, world: World
 ) -> Values:
     """All ranks take part and all get the same values."""
     was_training = model.training
     model.eval()
-    metrics = task.new_metrics(section)
-    with Progress(f"evaluating {split}", source.num_eval_batches(split), unit="batches", world=world) as progress:
-        for batch in source.eval_batches(split):
+    metrics = task.new_metrics(settings.eval)
+    progress = Progress(f"evaluating {split}", source.num_eval_batches(split), unit="batches", world=world)
+    with progress, prefetched(source.eval_batches(split), settings.data.prefetch) as batches:
+        for batch in batches:
             batch = batch.to(world.device)
             task.update(metrics, model(*batch.inputs()), batch)
             progress.advance(1)

@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 from types import FrameType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recmill.config.sections import RunSections, TrainSection
+from recmill.config.sections import EvalSection, RunSections, TrainSection
 from recmill.errors import UserError
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.run_dir import RunDirectory
 from recmill.training.checkpoint import Position
+from recmill.training.optim import clip_dense_gradients, set_learning_rates
+from recmill.training.prefetch import prefetched
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -77,61 +80,69 @@ def fit(
     world: World,
     run: RunDirectory,
     start: Position,
-    validate: Callable[[Position], None],
+    validate: Callable[[Position], Position],
     save: Callable[[Position], None],
 ) -> Fitted:
-    """Train from `start` to the end of the last epoch, or to max_steps, or until asked to stop."""
+    """Train from `start` to the last step, or to what `eval` says is enough, or until asked to stop; then validate."""
     train, position = settings.train, start
     stop = StopRequest()
     num_steps = steps_in_all(train, source.batches_per_epoch)
     saved_step = start.step
-    meter = _Meter(train.global_batch_size, start)
+    validated_step = -1
+    meter = _Meter(start)
     model.train()
     progress = Progress(
         "training", num_steps, unit="samples", world=world, done=start.step, per_item=train.global_batch_size
     )
-    with stop.listening(), progress:
-        while position.step < num_steps:
-            for batch in source.train_batches(position.epoch, first=position.batch):
-                # One small reduction: the loss is a mean over the *global* batch, and all ranks stop together.
-                weight, stops = world.sum([batch.weight(), float(stop.is_set)])
-                if stops:
-                    break
-                batch = batch.to(world.device)
-                optimizer.zero_grad()
-                loss_sum = task.loss_sum(model(*batch.inputs()), batch)
-                # Ranks' gradients are averaged, so times their number over the global weight: a global mean.
-                (loss_sum * (world.size / weight)).backward()
-                optimizer.step()
-                position = _next(position, source.batches_per_epoch)
-                meter.add(loss_sum.detach(), weight)
+    endless = _endless_batches(source, start)
+    with stop.listening(), progress, prefetched(endless, settings.data.prefetch) as batches:
+        while position.step < num_steps and not early_end(position, settings.eval):
+            batch = next(batches)
+            # One small reduction: the loss is a mean over the *global* batch, and all ranks stop together.
+            weight, stops = world.sum([batch.weight(), float(stop.is_set)])
+            if stops:
+                break
+            batch = batch.to(world.device)
+            rates = set_learning_rates(optimizer, settings.optim, position.step)
+            optimizer.zero_grad()
+            loss_sum = task.loss_sum(model(*batch.inputs()), batch)
+            # Ranks' gradients are averaged, so times their number over the global weight: a global mean.
+            (loss_sum * (world.size / weight)).backward()
+            clip_dense_gradients(optimizer, settings.optim.dense)
+            optimizer.step()
+            samples = min(train.global_batch_size, source.samples_per_epoch - position.batch * train.global_batch_size)
+            position = _next(position, source.batches_per_epoch)
+            meter.add(loss_sum.detach(), weight, samples)
 
-                is_last = position.step == num_steps
-                is_report_due = position.step % train.log_every_steps == 0
-                if is_report_due or is_last:
-                    _report(meter.values(position, world), position, world, run, progress)
-                else:
-                    progress.advance(1)
-                if is_report_due:
-                    meter.reset()
-                with meter.paused():
-                    # The end of training is validated and saved by what follows it.
-                    if not is_last and _is_due(settings.eval.every_steps, position):
-                        validate(position)
-                    if not is_last and _is_due(settings.checkpoint.every_steps, position):
-                        with stop.held():
-                            save(meter.at(position, world))
-                        saved_step = position.step
-                if is_last:
-                    break
+            is_last = position.step == num_steps
+            is_report_due = position.step % train.log_every_steps == 0
+            if is_report_due or is_last:
+                _report(meter.values(position, model, world) | rates, position, world, run, progress)
             else:
-                continue
-            break
+                progress.advance(1)
+            if is_report_due:
+                meter.reset()
+            if is_last:
+                break  # validated and saved below
+            with meter.paused():
+                is_save_due = _is_due(settings.checkpoint.every_steps, position)
+                if _is_validation_due(settings.eval, position):
+                    position, validated_step = validate(position), position.step
+                    is_save_due |= settings.checkpoint.keep_best and position.is_best
+                if is_save_due:
+                    with stop.held():
+                        save(meter.at(position, model, world))
+                    saved_step = position.step
         progress.close()
+        (stops,) = world.sum([float(stop.is_set)])
+        if not stops and validated_step != position.step:
+            validated = validate(position)
+            position = validated if position.step != start.step else position  # counted before it was saved
         if saved_step != position.step:
             with stop.held():
-                save(meter.at(position, world))
-    return Fitted(position, was_stopped=position.step < num_steps)
+                save(meter.at(position, model, world))
+        (stops,) = world.sum([float(stop.is_set)])
+    return Fitted(position, was_stopped=bool(stops))
 
 
 def steps_in_all(train: TrainSection, batches_per_epoch: int) -> int:
@@ -139,10 +150,27 @@ def steps_in_all(train: TrainSection, batches_per_epoch: int) -> int:
     return min(steps, train.max_steps) if train.max_steps else steps
 
 
+def early_end(position: Position, section: EvalSection) -> str | None:
+    """Why training has gone far enough; from the position alone, so a resumed run ends where an unbroken one does."""
+    if section.target_auroc and position.best is not None and position.best >= section.target_auroc:
+        return f"validation reached auroc {position.best:.5f}, eval.target_auroc is {section.target_auroc}"
+    if section.patience and position.worse_evals >= section.patience:
+        return f"no better validation than at step {position.best_step:,} for eval.patience = {section.patience}"
+    return None
+
+
+def _endless_batches(source: Any, position: Position) -> Iterator[Any]:
+    """From `position` on, epoch after epoch."""
+    epoch, first = position.epoch, position.batch
+    while True:
+        yield from source.train_batches(epoch, first)
+        epoch, first = epoch + 1, 0
+
+
 def _next(position: Position, batches_per_epoch: int) -> Position:
-    if position.batch + 1 < batches_per_epoch:
-        return Position(position.step + 1, position.epoch, position.batch + 1)
-    return Position(position.step + 1, position.epoch + 1, 0)
+    is_within = position.batch + 1 < batches_per_epoch
+    epoch, batch = (position.epoch, position.batch + 1) if is_within else (position.epoch + 1, 0)
+    return replace(position, step=position.step + 1, epoch=epoch, batch=batch)
 
 
 def _is_due(every_steps: int, position: Position) -> bool:
@@ -150,20 +178,32 @@ def _is_due(every_steps: int, position: Position) -> bool:
     return position.step % every_steps == 0 if every_steps else position.batch == 0
 
 
+def _is_validation_due(section: EvalSection, position: Position) -> bool:
+    return _is_due(section.every_steps, position) or (section.each_epoch and position.batch == 0)
+
+
 class _Meter:
     """Mean loss and speed since the last report. The loss stays on its device, unsummed over ranks, until then."""
 
-    def __init__(self, global_batch_size: int, start: Position) -> None:
-        self._global_batch_size = global_batch_size
+    def __init__(self, start: Position) -> None:
         self.reset()
         self._earlier_loss, self._weight = start.loss_sum, start.loss_weight  # of all ranks
 
     def reset(self) -> None:
         self._loss: Tensor | float = 0.0
-        self._earlier_loss, self._weight, self._steps, self._since = 0.0, 0.0, 0, time.monotonic()
+        self._finite_steps: Tensor | int = 0
+        self._earlier_loss, self._weight, self._steps, self._samples = 0.0, 0.0, 0, 0
+        self._since = time.monotonic()
 
-    def add(self, loss_sum: Tensor, global_weight: float) -> None:
-        self._loss, self._weight, self._steps = self._loss + loss_sum, self._weight + global_weight, self._steps + 1
+    def add(self, loss_sum: Tensor, global_weight: float, samples: int) -> None:
+        """`samples`: the rows of the global batch, without fillers."""
+        self._loss = self._loss + loss_sum
+        self._finite_steps = self._finite_steps + torch.isfinite(self._loss)
+        self._weight, self._steps, self._samples = (
+            self._weight + global_weight,
+            self._steps + 1,
+            self._samples + samples,
+        )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -172,23 +212,51 @@ class _Meter:
         yield
         self._since += time.monotonic() - started
 
-    def at(self, position: Position, world: World) -> Position:
-        """`position` with the loss so far, to be saved; an error if it is not finite. All ranks take part."""
-        return replace(position, loss_sum=self._finite_loss(position, world), loss_weight=self._weight)
+    def at(self, position: Position, model: nn.Module, world: World) -> Position:
+        """`position` with the loss so far, to be saved; an error if a tensor is not finite. All ranks take part."""
+        loss = self._finite_loss(position, model, world)
+        (bad_ranks,) = world.sum([float(first_bad_tensor(model) is not None)])
+        if bad_ranks:  # by the last update: its loss would be the next one
+            raise self._not_finite(position, model, world)
+        return replace(position, loss_sum=loss, loss_weight=self._weight)
 
-    def _finite_loss(self, position: Position, world: World) -> float:
+    def _finite_loss(self, position: Position, model: nn.Module, world: World) -> float:
         (loss,) = world.sum([float(self._loss)])
         if not math.isfinite(loss):
-            raise UserError(
-                f"The loss became {loss} by step {position.step:,}. The checkpoints on disk are from before. "
-                "Train again with lower optim.dense.lr and optim.tables.lr, into another --run."
-            )
+            raise self._not_finite(position, model, world)
         return self._earlier_loss + loss
 
-    def values(self, position: Position, world: World) -> dict[str, float]:
-        loss = self._finite_loss(position, world)
+    def _not_finite(self, position: Position, model: nn.Module, world: World) -> UserError:
+        """Who was first. All ranks take part."""
+        step = position.step - self._steps + int(self._finite_steps) + 1
+        name = first_bad_tensor(model)
+        everyone = world.gather((step, name is None, world.rank, name or "the loss itself"))
+        step, _, rank, name = world.broadcast(min(everyone) if everyone else (step, True, 0, ""))
+        return UserError(
+            f"The loss is no longer a finite number from step {step:,} on, first on rank {rank}. The first tensor "
+            f"there that is not finite after step {position.step:,}: {name}. The checkpoints on disk are from before. "
+            "Train again with lower optim.dense.lr and optim.tables.lr, into another --run."
+        )
+
+    def values(self, position: Position, model: nn.Module, world: World) -> dict[str, float]:
+        loss = self._finite_loss(position, model, world)
         seconds = time.monotonic() - self._since
-        return {"loss": loss / self._weight, "samples_per_s": self._steps * self._global_batch_size / seconds}
+        return {"loss": loss / self._weight, "samples_per_s": self._samples / seconds}
+
+
+def first_bad_tensor(model: nn.Module) -> str | None:
+    """In the order of the model's parameters, each with its gradient; of tables this rank's pieces."""
+    for name, parameter in model.named_parameters():
+        if not _is_finite(parameter.detach()):
+            return f"parameter {name}"
+        if parameter.grad is not None and not _is_finite(parameter.grad):
+            return f"the gradient of {name}"
+    return None
+
+
+def _is_finite(values: Tensor) -> bool:
+    """By the sum first: it needs no memory, and only if it overflows does it take more."""
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def _report(values: dict[str, float], position: Position, world: World, run: RunDirectory, progress: Progress) -> None:
@@ -196,5 +264,6 @@ def _report(values: dict[str, float], position: Position, world: World, run: Run
         run.append_metrics({"step": position.step, "epoch": position.epoch, "split": "train", **values})
         rate = human_rate(values["samples_per_s"])
         extra = {"file_only": progress.is_shown}  # the bar shows the same on a terminal
-        log.info("step %s  loss %.4f  %s samples/s", f"{position.step:,}", values["loss"], rate, extra=extra)
+        text = f"step {position.step:,}  loss {values['loss']:.4f}  {rate} samples/s  lr {values['lr']:.3g}"
+        log.info("%s, tables %.3g", text, values["lr_tables"], extra=extra)
     progress.advance(1, note=f"loss {values['loss']:.4f}")

@@ -7,7 +7,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from recmill.config.sections import DenseOptim
+from recmill.config.sections import DenseOptim, OptimSection
+from recmill.training.schedule import learning_rate
 
 _DENSE: dict[str, Any] = {
     "adam": torch.optim.Adam,
@@ -21,7 +22,28 @@ def build_optimizer(model: DistributedModelParallel, dense: DenseOptim) -> Combi
     """The tables' part already ran when backward ends; `step()` does the dense part."""
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     make = _DENSE[dense.name]
+    # One pass over all parameters: 3.5 (SGD) to 9 (Adam) times faster on CPU. Adagrad has it for CPU alone.
+    is_fused = dense.name != "adagrad" or next(iter(parameters.values())).device.type == "cpu"
     wrapped = KeyedOptimizerWrapper(
-        parameters, lambda params: make(params, lr=dense.lr, weight_decay=dense.weight_decay)
+        parameters, lambda params: make(params, lr=dense.lr, weight_decay=dense.weight_decay, fused=is_fused)
     )
     return CombinedOptimizer([("tables", model.fused_optimizer), ("dense", wrapped)])
+
+
+def clip_dense_gradients(optimizer: CombinedOptimizer, dense: DenseOptim) -> None:
+    """To `clip_grad_norm` in all; the same on every rank, because gradients are averaged by then."""
+    if dense.clip_grad_norm:
+        (parameters,) = [list(part.params.values()) for name, part in optimizer.optimizers if name == "dense"]
+        torch.nn.utils.clip_grad_norm_(parameters, dense.clip_grad_norm)
+
+
+def set_learning_rates(optimizer: CombinedOptimizer, optim: OptimSection, step: int) -> dict[str, float]:
+    """For the step after `step` finished ones. FBGEMM's kernels read theirs in `zero_grad()`, before backward."""
+    rates = {
+        "tables": learning_rate(optim.schedule, optim.tables.lr, step),
+        "dense": learning_rate(optim.schedule, optim.dense.lr, step),
+    }
+    for name, part in optimizer.optimizers:
+        for group in part.param_groups:
+            group["lr"] = rates[name]
+    return {"lr": rates["dense"], "lr_tables": rates["tables"]}

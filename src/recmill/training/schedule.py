@@ -1,0 +1,50 @@
+"""The learning rate of a step: a pure function of the config, so that a resumed run needs no state for it."""
+
+from recmill.config.sections import Schedule
+
+_MLPERF_LOWEST = 1e-7
+
+
+def learning_rate(schedule: Schedule, base: float, step: int) -> float:
+    """Of the step after `step` finished ones, for an optimizer whose own rate is `base`."""
+    if schedule.name == "mlperf":
+        return _mlperf(schedule, base, step + 1)
+    if schedule.name == "oneflow":
+        return _oneflow(schedule, base, step)
+    if schedule.name == "step":
+        return base * schedule.gamma ** (step // schedule.step_size)
+    return base
+
+
+def _mlperf(schedule: Schedule, base: float, count: int) -> float:
+    """LRPolicyScheduler of the DLRM reference; `count` is 1 at the first step. W warmup, S decay start, D decay steps:
+
+    count < W:            base * (1 - (W - count) / W)
+    S <= count < S + D:   max(1e-7, base * ((D - (count - S)) / D)^2)
+    otherwise:            the last value before, if D > 0 (so between warmup and decay base * (W - 1) / W), else base.
+    Where there is no value before (W = 0), the reference crashes; here it is base.
+    """
+    warmup, start, steps = schedule.warmup_steps, schedule.decay_start_step, schedule.decay_steps
+    if count < warmup:
+        return base * (1 - (warmup - count) / warmup)
+    if not steps:
+        return base
+    if count < start:
+        return base * (1 - 1 / warmup) if warmup > 1 else base
+    decayed = min(count, start + steps - 1) - start
+    return max(_MLPERF_LOWEST, schedule.end_lr, base * ((steps - decayed) / steps) ** 2)
+
+
+def _oneflow(schedule: Schedule, base: float, step: int) -> float:
+    """LinearLR from 0, then PolynomialLR of power 2 from the milestone S on; `step` is 0 at the first step.
+
+    step < W:   base * step / W          (the first step changes nothing)
+    step < S:   base
+    then:       (base - end_lr) * (1 - min(step - S, D) / D)^2 + end_lr
+    """
+    if step < schedule.warmup_steps:
+        return base * step / schedule.warmup_steps
+    if step < schedule.decay_start_step or not schedule.decay_steps:
+        return base
+    decayed = min(step - schedule.decay_start_step, schedule.decay_steps)
+    return (base - schedule.end_lr) * (1 - decayed / schedule.decay_steps) ** 2 + schedule.end_lr

@@ -1,0 +1,71 @@
+"""AUROC over real processes: the value of scikit-learn for all scores in one place."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from sklearn.metrics import roc_auc_score
+
+from recmill.metrics.auc import auroc_over_ranks
+from recmill.world import World
+
+
+def cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Every rank makes all of them and takes every third row, or the like."""
+    generator = np.random.default_rng(11)
+    normal = generator.normal(size=30_011).astype(np.float32)
+    clicks = generator.random(30_011) < 1 / (1 + np.exp(2 - normal))
+    rare = np.zeros(30_011, bool)
+    rare[7] = True
+    few = np.array([0.5, 0.5, -1.0], np.float32)
+    return {
+        "no ties": (normal, clicks),
+        "heavy ties": (np.round(normal), clicks),
+        "all equal": (np.zeros_like(normal), clicks),
+        "one score for nearly all": (np.where(generator.random(30_011) < 0.99, 3, normal).astype(np.float32), clicks),
+        "skewed by rank": (np.sort(normal), clicks[np.argsort(normal)]),
+        "skewed by size": (np.exp(normal * 15), clicks),
+        "one click": (normal, rare),
+        "fewer rows than ranks have samples": (few, np.array([True, False, False])),
+        "one row": (few[:1], np.array([True])),
+        "one class": (normal, np.ones_like(clicks)),
+        "none": (few[:0], np.empty(0, bool)),
+    }
+
+
+class Watched(World):
+    """Its processes never get many more entries than their share: that is what bounds their memory."""
+
+    def exchange(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        received = super().exchange(parts)
+        (entries,) = self.sum([float(sum(map(len, parts)))])
+        assert sum(map(len, received)) <= 1.1 * entries / self.size + self.size
+        return received
+
+
+def measure(rank: int, size: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    world = Watched(rank, size, rank, size, torch.device("cpu"))
+    found = {}
+    for name, (scores, labels) in cases().items():
+        low, high = len(scores) * rank // size, len(scores) * (rank + 1) // size
+        found[name] = auroc_over_ranks(scores[low:high], labels[low:high], world)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_it_equals_scikit_learn_for_all_scores_in_one_place(size: int, tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(measure, (size, str(tmp_path)), nprocs=size, start_method="spawn")
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
+    assert all(values == found[0] for values in found), "the same on every rank"
+    for name, (scores, labels) in cases().items():
+        if len(set(labels.tolist())) < 2:
+            assert found[0][name] is None, name
+        else:
+            assert found[0][name] == pytest.approx(roc_auc_score(labels, scores.astype(np.float64)), abs=1e-12), name

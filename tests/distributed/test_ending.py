@@ -1,0 +1,96 @@
+"""When training ends, what is validated on the way, and which checkpoint is the best."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recmill import evaluate, train
+from recmill.errors import CheckpointError, ConfigError
+
+from .runs import loss_by_step, metric_lines
+
+Config = dict[str, Any]
+
+
+def status(run: Path) -> dict[str, Any]:
+    return json.loads((run / "status.json").read_text(encoding="utf-8"))
+
+
+def validations(run: Path, name: str = "auroc") -> dict[int, float]:
+    return {line["step"]: line[name] for line in metric_lines(run) if line["split"] == "val"}
+
+
+def test_a_target_ends_the_run_at_the_first_validation_that_reaches_it(dlrm: Config, tmp_path: Path) -> None:
+    dlrm["train"]["num_epochs"] = 2
+    dlrm["eval"] |= {"before_training": True, "each_epoch": True}
+    train(dlrm, tmp_path / "whole")
+    found = validations(tmp_path / "whole")
+    assert list(found) == [0, 5, 10, 13, 15, 20, 25, 26]
+    values = [found[step] for step in (5, 10, 13, 15, 20, 25, 26)]  # the baseline does not count
+    target = sorted(values)[2]
+    expected = next(step for step in found if step and found[step] >= target)
+    results = train(dlrm, tmp_path / "run", procs=2, overrides=[f"eval.target_auroc={target - 1e-6}"])
+    assert status(tmp_path / "run")["state"] == "done"
+    assert status(tmp_path / "run")["step"] == expected
+    assert "validation reached auroc" in status(tmp_path / "run")["end"]
+    assert results["val"]["auroc"] == pytest.approx(found[expected], rel=1e-6)
+    assert 0 < results["test"]["auroc"] < 1
+    assert list(validations(tmp_path / "run")) == [step for step in found if step <= expected]
+    assert train(dlrm, tmp_path / "run", overrides=[f"eval.target_auroc={target - 1e-6}"]) == results  # finished
+    train(dlrm, tmp_path / "run")  # without a target it goes on to the end, as if it had never ended
+    assert loss_by_step(tmp_path / "run") == pytest.approx(loss_by_step(tmp_path / "whole"), rel=2e-5)
+    assert status(tmp_path / "run")["end"] == "all steps done"
+
+
+@pytest.mark.parametrize("model", ["dlrm", "bert4rec"])
+def test_patience_ends_a_run_that_gets_worse_and_the_best_checkpoint_stays(
+    model: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    config = request.getfixturevalue(model)
+    rate = 15.0 if model == "dlrm" else 3.0  # so high that it soon gets worse
+    config["optim"] = {"dense": {"name": "sgd", "lr": rate}, "tables": {"name": "sgd", "lr": rate}}
+    config["train"]["num_epochs"] = 30
+    config["eval"] |= {"every_steps": 2, "patience": 3}
+    config["checkpoint"] = {"keep_best": True, "every_steps": 1000}
+    train(config, tmp_path / "run", procs=2, overrides=["train.max_steps=3"])  # a patience that is resumed
+    results = train(config, tmp_path / "run")
+    name = "auroc" if model == "dlrm" else "full/ndcg@10"
+    found = validations(tmp_path / "run", name)
+    best = max(found, key=lambda step: (found[step], -step))
+    at = status(tmp_path / "run")
+    assert (at["best_step"], at["best"]) == (best, found[best])
+    assert "for eval.patience = 3" in at["end"]
+    assert [step for step in found if step > best] == list(found)[-3:]
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert f"step-{best:08d}" in kept
+    assert len(kept) <= 3
+    newest = evaluate(tmp_path / "run", split="val")
+    assert newest[name] == pytest.approx(results["val"][name], rel=1e-6)
+    assert evaluate(tmp_path / "run", split="val", checkpoint="best")[name] == pytest.approx(found[best], rel=1e-6)
+
+
+def test_a_best_that_was_not_kept_is_not_replaced_by_another(dlrm: Config, tmp_path: Path) -> None:
+    dlrm["optim"] = {"dense": {"name": "sgd", "lr": 30.0}, "tables": {"name": "sgd", "lr": 30.0}}
+    dlrm["train"]["max_steps"] = 4
+    dlrm["eval"]["every_steps"] = 2
+    train(dlrm, tmp_path / "run")
+    found = validations(tmp_path / "run")
+    assert found[2] > found[4]  # and only step 4 is on disk
+    with pytest.raises(CheckpointError, match=r"no best checkpoint. Only a run with checkpoint.keep_best"):
+        evaluate(tmp_path / "run", checkpoint="best")
+
+
+def test_drop_last_of_less_than_a_batch_is_an_error(dlrm: Config, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"fewer rows for training than one train.global_batch_size of 2,000"):
+        train(dlrm, tmp_path / "run", overrides=["data.drop_last=true", "train.global_batch_size=2000"])
+
+
+def test_batches_of_one_row_and_so_of_one_class_train_on_two_processes(dlrm: Config, tmp_path: Path) -> None:
+    """One process of the two has nothing but a filler in each step."""
+    keys = ["train.global_batch_size=1", "data.limit_train_batches=4", "eval.every_steps=100"]
+    train(dlrm, tmp_path / "two", procs=2, overrides=keys)
+    train(dlrm, tmp_path / "one", overrides=keys)
+    assert list(loss_by_step(tmp_path / "two")) == [1, 2, 3, 4]
+    assert loss_by_step(tmp_path / "two") == pytest.approx(loss_by_step(tmp_path / "one"), rel=2e-5)

@@ -1,0 +1,132 @@
+"""Optimizers and schedules of sharded runs against torch's own, on an unsharded network in one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recmill import train
+from recmill.commands.assemble import build_source, model_module, task_module
+from recmill.config import load_config
+from recmill.errors import ConfigError
+from recmill.schema import open_dataset
+
+from .runs import losses, metric_lines
+from .test_world_sizes import give_tables_memory
+
+Config = dict[str, Any]
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def reference(values: dict[str, Any], steps: int, dense: Make, tables: Make, *schedule: float) -> list[float]:
+    """Losses of plain torch; `schedule`: a factor of both learning rates for each step."""
+    config = load_config(values)
+    dataset = open_dataset(config.run.data.path)
+    module, task = model_module(config), task_module(config)
+    torch.manual_seed(config.run.train.seed)
+    network = module.build(config.model, dataset.about, torch.device("meta"))
+    specs = module.tables(config.model, dataset.about)
+    give_tables_memory(network, specs, config.run.train.seed)
+    names = {table.name for table in specs}
+    parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in network.named_parameters():
+        parts[name.split(".")[-2] in names].append(parameter)
+    optimizers = [dense(parts[False]), tables(parts[True])]
+    base = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    out = []
+    for step, batch in zip(
+        range(steps), build_source(config, dataset, rank=0, size=1).train_batches(0, 0), strict=False
+    ):
+        loss = task.loss_sum(network(*batch.inputs()), batch) / batch.weight()
+        network.zero_grad()
+        loss.backward()
+        if config.run.optim.dense.clip_grad_norm:
+            before = torch.nn.utils.clip_grad_norm_(parts[False], config.run.optim.dense.clip_grad_norm)
+            assert before > config.run.optim.dense.clip_grad_norm
+        for optimizer, rate in zip(optimizers, base, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * (schedule[step] if schedule else 1)
+            optimizer.step()
+        out.append(float(loss.detach()))
+    return out
+
+
+def test_a_schedule_reaches_dense_layers_and_fused_tables(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    """Warmup 2, decay from 3 over 4 steps: factors by hand; without them the losses differ."""
+    dlrm["optim"] = {
+        "dense": {"name": "sgd", "lr": 0.2},
+        "tables": {"name": "adagrad", "lr": 0.1},
+        "schedule": {"name": "oneflow", "warmup_steps": 2, "decay_start_step": 3, "decay_steps": 4},
+    }
+    dlrm["train"]["max_steps"] = 8
+    factors = [0, 0.5, 1, 1, 0.5625, 0.25, 0.0625, 0]
+    train(dlrm, tmp_path / "run", procs=2, overrides=["tables.sharding=row_wise", "train.max_steps=4"])
+    train(dlrm, tmp_path / "run")  # the rest of it, resumed in one process
+    expected = reference(
+        dlrm, 8, lambda p: torch.optim.SGD(p, lr=0.2), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8), *factors
+    )
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=2e-5)
+    constant = reference(
+        dlrm, 8, lambda p: torch.optim.SGD(p, lr=0.2), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8)
+    )
+    assert losses(tmp_path / "run") != pytest.approx(constant, rel=1e-3)
+    lines = [line for line in metric_lines(tmp_path / "run") if line["split"] == "train"]
+    assert [line["lr"] for line in lines] == pytest.approx([0.2 * factor for factor in factors])
+    assert [line["lr_tables"] for line in lines] == pytest.approx([0.1 * factor for factor in factors])
+    assert "samples/s  lr 0.1, tables 0.05" in (tmp_path / "run" / "log.txt").read_text()
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """One sum of squares per row, of the mean over its columns, written down once more."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            sums = self.state[parameter].setdefault("sums", torch.zeros(len(parameter), 1))
+            sums += parameter.grad.square().mean(1, keepdim=True)
+            parameter -= self.param_groups[0]["lr"] * parameter.grad / (sums.sqrt() + 1e-8)
+
+
+OPTIMIZERS: dict[str, tuple[Config, Make, Make]] = {
+    "clipped sgd, adagrad": (
+        {
+            "dense": {"name": "sgd", "lr": 0.5, "weight_decay": 0.1, "clip_grad_norm": 0.03},
+            "tables": {"name": "adagrad"},
+        },
+        lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.1, fused=False),
+        lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-8),
+    ),
+    "adamw, sgd": (
+        {"dense": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}, "tables": {"name": "sgd", "lr": 1.0}},
+        lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=False),
+        lambda p: torch.optim.SGD(p, lr=1.0),
+    ),
+    "adagrad, rowwise_adagrad": (
+        {"dense": {"name": "adagrad", "lr": 0.02}, "tables": {"name": "rowwise_adagrad", "lr": 0.1}},
+        lambda p: torch.optim.Adagrad(p, lr=0.02, fused=False),
+        lambda p: RowwiseAdagrad(p, lr=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_equal_torch_s_own_also_after_resuming(name: str, dlrm: Config, tmp_path: Path) -> None:
+    dlrm["optim"], dense, tables = OPTIMIZERS[name]
+    dlrm["train"]["max_steps"] = 7
+    dlrm["eval"]["every_steps"] = 100
+    train(dlrm, tmp_path / "run", procs=2, overrides=["tables.sharding=row_wise", "train.max_steps=4"])
+    train(dlrm, tmp_path / "run")
+    assert losses(tmp_path / "run") == pytest.approx(reference(dlrm, 7, dense, tables), rel=2e-5)
+
+
+def test_adam_for_tables_on_cpu_is_refused_before_anything_is_written(dlrm: Config, tmp_path: Path) -> None:
+    """Also where the device is known only when the work starts."""
+    dlrm["optim"] = {"tables": {"name": "adam"}}
+    with pytest.raises(ConfigError, match=r"'adam' needs CUDA.* Use 'rowwise_adagrad' or 'adagrad'"):
+        train(dlrm, tmp_path / "run", overrides=["train.device=auto"])
+    assert not (tmp_path / "run" / "config.toml").exists()

@@ -1,0 +1,79 @@
+"""Learning-rate schedules against values worked out by hand, and against torch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from recmill.config.sections import Schedule
+from recmill.training.schedule import learning_rate
+
+
+def rates(steps: int, base: float = 8.0, **schedule: Any) -> list[float]:
+    return [learning_rate(Schedule(**schedule), base, step) for step in range(steps)]
+
+
+def test_mlperf_stays_below_its_base_between_warmup_and_decay() -> None:
+    """Counted from 1: 1/4, 2/4, 3/4 of 8; frozen there at 4 and 5; 8 x (4/4, 3/4, 2/4, 1/4)^2; frozen."""
+    found = rates(12, name="mlperf", warmup_steps=4, decay_start_step=6, decay_steps=4)
+    assert found == [2, 4, 6, 6, 6, 8, 4.5, 2, 0.5, 0.5, 0.5, 0.5]
+
+
+def test_mlperf_with_the_published_numbers_of_the_first_dlrm() -> None:
+    """Warmup 2750, decay of 27772 steps from 49315, rate 24: a line up, the square of a line down."""
+    schedule = Schedule(name="mlperf", warmup_steps=2750, decay_start_step=49315, decay_steps=27772)
+    at = {step: learning_rate(schedule, 24.0, step) for step in (0, 2748, 2749, 49313, 49314, 63200, 77085, 90000)}
+    assert at[0] == pytest.approx(24 / 2750)
+    assert at[2748] == at[2749] == at[49313] == pytest.approx(24 * 2749 / 2750)
+    assert at[49314] == 24
+    assert at[63200] == pytest.approx(24 * 0.25)  # half-way: 13886 of 27772 steps
+    assert at[77085] == at[90000] == 1e-7  # the formula alone would give 24 / 27772^2 = 3.1e-8
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_mlperf_without_warmup_starts_at_its_base_where_the_reference_crashes(warmup: int) -> None:
+    found = rates(7, name="mlperf", warmup_steps=warmup, decay_start_step=3, decay_steps=2)
+    assert found == [8, 8, 8, 2, 2, 2, 2]
+
+
+def test_mlperf_without_decay_ends_warmup_at_its_base() -> None:
+    assert rates(5, name="mlperf", warmup_steps=2) == [4, 8, 8, 8, 8]
+
+
+def test_mlperf_never_falls_below_its_lowest_rate() -> None:
+    assert rates(5, base=1e-6, name="mlperf", decay_steps=4)[-1] == 1e-7
+    assert rates(5, name="mlperf", decay_steps=4, end_lr=1.0) == [4.5, 2, 1, 1, 1]
+
+
+def test_oneflow_starts_at_zero_and_ends_at_zero() -> None:
+    """Counted from 0: 0, 1/4, 2/4, 3/4 of 8; 8 up to the milestone 6; 8 x (1, 3/4, 2/4, 1/4, 0)^2."""
+    found = rates(12, name="oneflow", warmup_steps=4, decay_start_step=6, decay_steps=4)
+    assert found == [0, 2, 4, 6, 8, 8, 8, 4.5, 2, 0.5, 0, 0]
+
+
+def test_oneflow_decays_to_its_end_value() -> None:
+    """(8 - 4) x (1, 1/2, 0)^2 + 4."""
+    assert rates(4, name="oneflow", decay_steps=2, end_lr=4.0) == [8, 5, 4, 4]
+
+
+def test_oneflow_decay_equals_torch_s_polynomial() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=24.0)
+    torch_s = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=7, power=2.0)
+    found = rates(13, base=24.0, name="oneflow", decay_start_step=3, decay_steps=7)[3:]
+    for rate in found:
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        torch_s.step()
+
+
+def test_step_equals_torch_s_step_lr() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=8.0)
+    torch_s = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    for rate in rates(10, name="step", step_size=3, gamma=0.5):
+        assert rate == optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        torch_s.step()
+
+
+def test_constant_is_constant() -> None:
+    assert rates(3) == [8, 8, 8]
