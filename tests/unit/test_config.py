@@ -45,7 +45,13 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
     [
         ({"model": {"name": "dlrm"}}, "'data' is missing"),
         ({**GOOD, "tables": {"store": "device_men"}}, "unknown store 'device_men'. Did you mean 'device_mem'?"),
-        ({**GOOD, "tables": {"sharding": "rowwise"}}, "unknown value 'rowwise'. Did you mean 'row_wise'?"),
+        ({**GOOD, "sharding": {"default": "rowwise"}}, "unknown value 'rowwise'. Did you mean 'row_wise'?"),
+        (
+            {**GOOD, "sharding": {"tables": {"C1": "rowwise"}}},
+            "'sharding.tables.C1': unknown value 'rowwise'. Did you mean 'row_wise'?",
+        ),
+        ({**GOOD, "sharding": {"tables": {"C1": 3}}}, "'sharding.tables.C1': unknown value '3'"),
+        ({**GOOD, "sharding": {"tables": "C1"}}, "'sharding.tables': should be an object, got 'C1'"),
         ({**GOOD, "eval": {"protocols": ["full", "pop10"]}}, "unknown value 'pop10'. Did you mean 'pop100'?"),
         ({**GOOD, "optim": {"dense": {"lr": 0}}}, "'optim.dense.lr': should be greater than 0, got 0."),
         ({**GOOD, "optim": {"dense": {"lr": "fast"}}}, "should be a valid number, got 'fast'"),
@@ -84,7 +90,13 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
         (schedule(name="step", step_size=2, decay_steps=5), "decay_steps has no meaning for"),
         (schedule(name="oneflow", decay_start_step=5), "without optim.schedule.decay_steps does nothing"),
         (schedule(name="oneflow", decay_steps=5, end_lr=0.02), "end_lr = 0.02 is above a learning rate, 0.001"),
-        ({**GOOD, "tables": {"sharding": "column_wise"}}, "the run would depend on the number of processes"),
+        ({**GOOD, "sharding": {"default": "column_wise"}}, "the run would depend on the number of processes"),
+        (
+            {**GOOD, "sharding": {"tables": {"C1": "grid"}}},
+            "sharding 'grid' with optim.tables.name = 'rowwise_adagrad'",
+        ),
+        ({**GOOD, "sharding": {"mode": "ddp", "default": "row_wise"}}, "keeps every table on every process, but"),
+        ({**GOOD, "sharding": {"mode": "ddp", "tables": {"C1": "data_parallel"}}}, "Remove them, or the mode"),
     ],
 )
 def test_contradictions_are_errors(values: dict[str, Any], expected: str) -> None:
@@ -139,5 +151,10 @@ def test_the_written_config_is_read_back_the_same(tmp_path: Path) -> None:
 
 def test_what_makes_another_run_is_told_apart_from_what_does_not() -> None:
     old = load_config(GOOD)
-    assert differences(old, load_config(GOOD, ["train.num_epochs=9", "tables.sharding=row_wise"])) == []
+    assert (
+        differences(
+            old, load_config(GOOD, ["train.num_epochs=9", "sharding.default=row_wise", "sharding.tables.C1=table_wise"])
+        )
+        == []
+    )
     assert differences(old, load_config(GOOD, ["train.seed=9"])) == ["train.seed: 1 -> 9"]

@@ -8,7 +8,7 @@ from recmill import registry
 from recmill.config import Config, load_config
 from recmill.errors import CheckpointError, ConfigError, DataError
 from recmill.observe.run_dir import RunDirectory
-from recmill.schema import SPLITS, Dataset, open_dataset
+from recmill.schema import SPLITS, Dataset, TableSpec, open_dataset
 
 if TYPE_CHECKING:
     from recmill.training.checkpoint import Checkpoint
@@ -31,7 +31,22 @@ def open_matching_dataset(config: Config, verify: Any = "sizes") -> Dataset:
                 f"{dataset.path} has no rows for {' and '.join(absent)}, and every run is validated and tested. "
                 "Prepare it again with --last-day val-first or --val-fraction."
             )
+    _check_sharded_names(config, dataset)
     return dataset
+
+
+def _check_sharded_names(config: Config, dataset: Dataset) -> None:
+    tables = model_module(config).tables(config.model, dataset.about)
+    known = {table.name: table for table in tables} | {table.feature: table for table in tables}
+    names = config.run.sharding.tables
+    problems = [f"'sharding.tables': {registry.unknown('table', n, known)}" for n in names if n not in known]
+    problems += [
+        f"'sharding.tables': '{t.name}' and '{t.feature}' are one table: name it once."
+        for t in tables
+        if t.name != t.feature and t.name in names and t.feature in names
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def model_module(config: Config) -> ModuleType:
@@ -71,20 +86,32 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> Any:
     """The model with its tables cut over the ranks, their rows not yet set. All ranks take part."""
     import torch
 
+    from recmill.training.plan import Request
     from recmill.training.shard import shard
 
-    module = model_module(config)
-    torch.manual_seed(config.run.train.seed)  # dense layers: the same on every rank and for every world size
+    module, run = model_module(config), config.run
+    torch.manual_seed(run.train.seed)  # dense layers: the same on every rank and for every world size
     network = module.build(config.model, dataset.about, torch.device("meta"))
-    return shard(
-        network,
-        module.tables(config.model, dataset.about),
-        sharding=config.run.tables.sharding,
-        kernels=registry.load(registry.STORES, config.run.tables.store, "store").COMPUTE_KERNELS,
-        optimizer=config.run.optim.tables,
-        batch_size_per_rank=-(-config.run.train.global_batch_size // world.size),
-        world=world,
+    tables = module.tables(config.model, dataset.about)
+    request = Request(
+        tables=tables,
+        types={table.name: run.sharding.type_of(table.name, table.feature) for table in tables},
+        optimizer=run.optim.tables.name,
+        kernels=registry.load(registry.STORES, run.tables.store, "store").COMPUTE_KERNELS,
+        batch_size_per_rank=-(-run.train.global_batch_size // world.size),
+        ids_per_row=_ids_per_row(config, dataset, tables),
     )
+    return shard(network, request, run.optim.tables, world)
+
+
+def _ids_per_row(config: Config, dataset: Dataset, tables: list[TableSpec]) -> dict[str, int]:
+    """By feature, at most."""
+    if dataset.about.kind == "clicks":
+        features = dataset.about.sparse
+        multi_hot = dataset.about.multi_hot or [1] * len(features)
+        return {feature.name: ids for feature, ids in zip(features, multi_hot, strict=True)}
+    max_length = model_module(config).masking(config.model)["max_length"]
+    return {table.feature: max_length for table in tables}
 
 
 def open_run(path: str | Path) -> tuple[RunDirectory, Config]:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,6 +85,7 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     from recmill.training.evaluate import evaluate_split
     from recmill.training.loop import early_end, fit, steps_in_all
     from recmill.training.optim import build_optimizer
+    from recmill.training.plan import as_text, placements
     from recmill.training.tables import fill_tables
 
     # The parts
@@ -93,8 +95,11 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     task, source = task_module(config), build_source(config, dataset, world.rank, world.size)
     tables = model_module(config).tables(config.model, dataset.about)
     model = build_sharded(config, dataset, world)
-    optimizer = build_optimizer(model, config.run.optim.dense)
+    optimizer = build_optimizer(model, config.run.optim)
+    placed = placements(model.plan, tables, config.run.optim.tables.name)
     _log_facts(world, config, dataset.path, tables, source)
+    if world.is_main:
+        log.info("%s", as_text(placed, world.size))
 
     # Where to start: from a checkpoint, or from the seed
     found = checkpoint.found_for_all(run.checkpoints, "newest", world)
@@ -117,6 +122,7 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     if world.is_main:
         write_text(run.config, to_toml(config))
         write_json(run.path / "env.json", environment(world.size, str(world.device)))
+        write_json(run.path / "sharding.json", [asdict(table) for table in placed])
         run.results.unlink(missing_ok=True)
         run.forget_metrics_after(position.step if found else -1)
         run.write_status("running", step=position.step)

@@ -14,7 +14,7 @@ from recmill import registry
 from recmill.config.sections import RunSections, Section
 from recmill.errors import ConfigError
 
-# What may differ between a run and its continuation without making it another run.
+# What may differ between a run and its continuation without making it another run: keys, or sections as a whole.
 MAY_CHANGE_ON_RESUME = frozenset(
     [
         "data.path",  # the data itself is compared by its digest
@@ -22,7 +22,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "data.limit_test_batches",
         "data.prefetch",
         "tables.store",
-        "tables.sharding",
+        "sharding",
         "train.device",
         "train.num_epochs",
         "train.max_steps",
@@ -88,8 +88,12 @@ def to_toml(config: Config) -> str:
 def differences(old: Config, new: Config) -> list[str]:
     """'key: old -> new' for everything that makes `new` another run than `old`."""
     before, after = flat(old.as_dict()), flat(new.as_dict())
-    keys = sorted((before.keys() | after.keys()) - MAY_CHANGE_ON_RESUME)
+    keys = [key for key in sorted(before.keys() | after.keys()) if not _may_change(key)]
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
+
+
+def _may_change(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{name}.") for name in MAY_CHANGE_ON_RESUME)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -218,14 +222,20 @@ def _section_at(cls: type[BaseModel], loc: Sequence[str]) -> type[BaseModel]:
 
 
 def _field(cls: type[BaseModel], loc: Sequence[str]) -> Any:
-    names = [part for part in loc if not part.isdigit()]
-    return _section_at(cls, names[:-1]).model_fields[names[-1]] if names else None
+    """The field at `loc`, or the list or mapping that `loc` is in."""
+    field = None
+    for part in loc:
+        field = cls.model_fields[part]
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            break
+        cls = field.annotation
+    return field
 
 
 def _literals(cls: type[BaseModel], loc: Sequence[str]) -> list[str]:
     annotation = _field(cls, loc).annotation
     if get_origin(annotation) is not Literal:
-        annotation = get_args(annotation)[0]
+        annotation = get_args(annotation)[-1]  # of a list's or a mapping's values
     return [str(value) for value in get_args(annotation)]
 
 

@@ -27,9 +27,27 @@ class DataSection(Section):
 
 class TablesSection(Section):
     store: str = Field("device_mem", description="Where table rows live.")
-    sharding: Literal["auto", "table_wise", "row_wise", "column_wise"] = Field(
+
+
+ShardingType = Literal["auto", "data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "grid"]
+
+
+class ShardingSection(Section):
+    mode: Literal["auto", "ddp"] = Field(
+        "auto", description="'ddp': plain data parallelism, every table on every process."
+    )
+    default: ShardingType = Field(
         "auto", description="How tables are cut over processes: 'auto' leaves it to TorchRec's planner."
     )
+    tables: dict[str, ShardingType] = Field({}, description="The same for single tables, by table or feature name.")
+
+    def type_of(self, table: str, feature: str) -> ShardingType:
+        if self.mode == "ddp":
+            return "data_parallel"
+        return self.tables.get(table, self.tables.get(feature, self.default))
+
+    def asked_for(self) -> set[ShardingType]:
+        return {"data_parallel"} if self.mode == "ddp" else {self.default, *self.tables.values()}
 
 
 class DenseOptim(Section):
@@ -41,7 +59,7 @@ class DenseOptim(Section):
 
 class TablesOptim(Section):
     name: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = Field(
-        "rowwise_adagrad", description="Optimizer fused into the tables' backward; 'adam' needs CUDA."
+        "rowwise_adagrad", description="Optimizer of the tables; on CPU 'adam' needs data_parallel tables."
     )
     lr: PositiveFloat = Field(0.05, description="Learning rate of the tables.")
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator (Adagrad, Adam).")
@@ -138,6 +156,7 @@ class RunSections(Section):
 
     data: DataSection
     tables: TablesSection = TablesSection()
+    sharding: ShardingSection = ShardingSection()
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
@@ -146,14 +165,20 @@ class RunSections(Section):
     @model_validator(mode="after")
     def no_contradictions(self) -> "RunSections":
         problems = []
-        if self.train.device == "cpu" and self.optim.tables.name == "adam":
+        asked_for, optimizer = self.sharding.asked_for(), self.optim.tables.name
+        if self.sharding.mode == "ddp" and (self.sharding.default != "auto" or self.sharding.tables):
+            problems.append(
+                "sharding.mode = 'ddp' keeps every table on every process, but sharding.default or sharding.tables "
+                "say otherwise. Remove them, or the mode."
+            )
+        if self.train.device == "cpu" and optimizer == "adam" and asked_for != {"data_parallel"}:
             problems.append(
                 "optim.tables.name = 'adam' with train.device = 'cpu': FBGEMM has no fused Adam on CPU. "
-                "Use 'rowwise_adagrad' or 'adagrad'."
+                "Use 'rowwise_adagrad' or 'adagrad', or sharding.mode = 'ddp'."
             )
-        if self.tables.sharding == "column_wise" and self.optim.tables.name == "rowwise_adagrad":
+        if optimizer == "rowwise_adagrad" and (cut := asked_for & {"column_wise", "grid"}):
             problems.append(
-                "tables.sharding = 'column_wise' with optim.tables.name = 'rowwise_adagrad': each piece would keep a "
+                f"sharding '{min(cut)}' with optim.tables.name = 'rowwise_adagrad': each piece of a row would keep a "
                 "state of its own, so the run would depend on the number of processes. Use 'adagrad' or 'row_wise'."
             )
         if problems:

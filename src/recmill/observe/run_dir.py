@@ -117,7 +117,28 @@ def cpu_name() -> str:
 
 
 def memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Of this machine, or of the control group (container, Slurm job) that this process may not outgrow."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_cgroup_limits(Path("/"))])
+
+
+def _cgroup_limits(root: Path) -> list[int]:
+    """Of the process's own group and of all above it; version 2 ('0::/path') and 1 ('5:memory:/path')."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    limits = []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers not in ("", "memory"):
+            continue
+        top = root / "sys/fs/cgroup" / controllers
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        group = top / path.lstrip("/")
+        for folder in [group, *group.parents]:
+            if folder.is_relative_to(top) and (folder / name).is_file():
+                text = (folder / name).read_text(encoding="utf-8").strip()
+                limits += [int(text)] if text.isdigit() else []  # 'max': none
+    return limits
 
 
 def _step_of(line: str) -> float:

@@ -1,3 +1,4 @@
 """`device_mem`: every row in the memory of the process that owns it (RAM on CPU, HBM on a GPU)."""
 
-COMPUTE_KERNELS = ["fused"]  # what TorchRec's planner may choose from: FBGEMM's fused lookup + optimizer
+# What TorchRec's planner may choose from: FBGEMM's fused lookup + optimizer; 'dense' is for data_parallel tables.
+COMPUTE_KERNELS = ["fused", "dense"]

@@ -1,4 +1,4 @@
-"""One optimizer over everything: the tables' fused one and an ordinary one for the dense layers."""
+"""One optimizer over everything: the tables' own, fused or replicated, and an ordinary one for the dense layers."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from recmill.config.sections import DenseOptim, OptimSection
+from recmill.training.replicated import ReplicatedTables
 from recmill.training.schedule import learning_rate
 
 _DENSE: dict[str, Any] = {
@@ -18,16 +19,30 @@ _DENSE: dict[str, Any] = {
 }
 
 
-def build_optimizer(model: DistributedModelParallel, dense: DenseOptim) -> CombinedOptimizer:
-    """The tables' part already ran when backward ends; `step()` does the dense part."""
+def build_optimizer(model: DistributedModelParallel, settings: OptimSection) -> CombinedOptimizer:
+    """The fused part already ran when backward ends; `step()` does the rest."""
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    replicated = {key: parameters.pop(key) for key in _replicated_keys(model) if key in parameters}
+    dense = settings.dense
     make = _DENSE[dense.name]
     # One pass over all parameters: 3.5 (SGD) to 9 (Adam) times faster on CPU. Adagrad has it for CPU alone.
     is_fused = dense.name != "adagrad" or next(iter(parameters.values())).device.type == "cpu"
     wrapped = KeyedOptimizerWrapper(
         parameters, lambda params: make(params, lr=dense.lr, weight_decay=dense.weight_decay, fused=is_fused)
     )
-    return CombinedOptimizer([("tables", model.fused_optimizer), ("dense", wrapped)])
+    tables = [("tables", ReplicatedTables(replicated, settings.tables))] if replicated else []
+    return CombinedOptimizer([("tables", model.fused_optimizer), *tables, ("dense", wrapped)])
+
+
+def _replicated_keys(model: DistributedModelParallel) -> list[str]:
+    """data_parallel tables are ordinary parameters to TorchRec: without care the dense optimizer would take them."""
+    return [
+        f"{path}.{collection}.{table}.weight"
+        for path, module_plan in model.plan.plan.items()
+        for table, placed in module_plan.items()
+        for collection in ("embedding_bags", "embeddings")
+        if placed.sharding_type == "data_parallel"
+    ]
 
 
 def clip_dense_gradients(optimizer: CombinedOptimizer, dense: DenseOptim) -> None:

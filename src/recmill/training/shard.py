@@ -1,29 +1,24 @@
-"""The one place that cuts tables over processes: TorchRec's planner and DistributedModelParallel."""
+"""The one place that cuts tables over processes: TorchRec's DistributedModelParallel, after the plan of plan.py."""
 
-import logging
-from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ShardingPlan
 
 from recmill.config.sections import TablesOptim
-from recmill.errors import ConfigError, ResourceError
+from recmill.errors import UserError
 from recmill.observe.run_dir import memory_bytes
-from recmill.schema import TableSpec
+from recmill.training.plan import Machines, Request, make_plan
 from recmill.world import World
-
-log = logging.getLogger(__name__)
 
 _FUSED_OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -31,8 +26,6 @@ _FUSED_OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adam": EmbOptimType.ADAM,
 }
-# 'auto' keeps small tables whole: cutting a few thousand rows costs more messages than it saves work.
-_WHOLE_TABLE_ROWS = 1_000_000
 
 
 class _BagSharder(EmbeddingBagCollectionSharder):
@@ -47,22 +40,34 @@ class _SequenceSharder(EmbeddingCollectionSharder):
         return super().sharding_types("cuda")
 
 
-def shard(
-    network: nn.Module,
-    tables: list[TableSpec],
-    *,
-    sharding: str,
-    kernels: list[str],
-    optimizer: TablesOptim,
-    batch_size_per_rank: int,
-    world: World,
-) -> DistributedModelParallel:
+def shard(network: nn.Module, request: Request, optimizer: TablesOptim, world: World) -> DistributedModelParallel:
     """`network` has its tables on 'meta'; each rank gets memory for its own shards only. All ranks take part."""
-    if optimizer.name == "adam" and world.device.type == "cpu":
-        raise ConfigError(
-            "optim.tables.name = 'adam' needs CUDA: FBGEMM has no fused Adam on CPU. "
-            "Use 'rowwise_adagrad' or 'adagrad'."
-        )
+    sharders = make_sharders(optimizer)
+    plan = _plan_for_all(network, sharders, request, world)
+    model = DistributedModelParallel(network, device=world.device, plan=plan, sharders=sharders)
+    if world.device.type == "cpu":
+        _mend_replicated_sequences(model)
+    return model
+
+
+def _mend_replicated_sequences(model: nn.Module) -> None:
+    """FBGEMM's dense kernel on CPU sums the rows of a sequence even when it is asked for each of them."""
+    for module in model.modules():
+        for lookup in module._lookups if isinstance(module, ShardedEmbeddingCollection) else []:
+            for kernel in lookup.modules():
+                if isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen):
+                    kernel.forward = partial(_rows_of_sequences, kernel)
+
+
+def _rows_of_sequences(kernel: DenseTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor) -> Tensor:
+    """The kernel's tables are one after the other in memory, all of one width."""
+    first_rows = kernel.hash_size_cumsum[:-1]  # by feature
+    batch_size = (len(offsets) - 1) // len(first_rows)
+    shifts = first_rows.repeat_interleave(offsets[::batch_size].diff())
+    return F.embedding(indices + shifts, kernel.weights.view(-1, kernel.max_D))
+
+
+def make_sharders(optimizer: TablesOptim) -> list[Any]:
     fused: dict[str, Any] = {
         "optimizer": _FUSED_OPTIMIZERS[optimizer.name],
         "learning_rate": optimizer.lr,
@@ -71,70 +76,23 @@ def shard(
         "bounds_check_mode": BoundsCheckMode.FATAL,
     }
     # Each sharder changes its dictionary: one copy each.
-    sharders: list[Any] = [_BagSharder(fused_params=dict(fused)), _SequenceSharder(fused_params=dict(fused))]
-    plan = _plan(network, tables, sharding, optimizer.name, kernels, sharders, batch_size_per_rank, world)
-    if world.is_main:
-        _log_plan(plan)
-    return DistributedModelParallel(network, device=world.device, plan=plan, sharders=sharders)
+    return [_BagSharder(fused_params=dict(fused)), _SequenceSharder(fused_params=dict(fused))]
 
 
-def _plan(
-    network: nn.Module,
-    tables: list[TableSpec],
-    sharding: str,
-    optimizer: str,
-    kernels: list[str],
-    sharders: list[Any],
-    batch_size_per_rank: int,
-    world: World,
-) -> ShardingPlan:
-    memory = memory_bytes() // world.local_size
+def _plan_for_all(network: nn.Module, sharders: list[Any], request: Request, world: World) -> ShardingPlan:
+    """Made on rank 0, for the smallest of all shares of memory. All ranks take part, and all fail if it does."""
     on_gpu = world.device.type == "cuda"
-    hbm = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else 0
-    topology = Topology(
-        world_size=world.size,
-        local_world_size=world.local_size,
-        compute_device=world.device.type,
-        hbm_cap=hbm,
-        ddr_cap=memory,
-    )
-    constraints = {
-        table.name: ParameterConstraints(
-            sharding_types=_ways(sharding, optimizer, table, world), compute_kernels=kernels
-        )
-        for table in tables
-    }
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=batch_size_per_rank,
-        constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(0.1),
-    )
-    try:
-        return planner.collective_plan(network, sharders, dist.group.WORLD)
-    except PlannerError as error:
-        gigabytes = sum(4 * table.rows * table.dim for table in tables) / 1e9
-        raise ResourceError(
-            f"{gigabytes:.1f} GB of tables and their optimizer's state do not fit into {world.size} process(es) of "
-            f"{(hbm or memory) / 1e9:.1f} GB, with batches of {batch_size_per_rank:,}. "
-            "Use more machines, smaller tables, a smaller model.embedding_dim or a smaller train.global_batch_size."
-        ) from error
-
-
-def _log_plan(plan: ShardingPlan) -> None:
-    """One line: how many tables are cut how."""
-    cuts: Counter[str] = Counter()
-    for parameters in plan.plan.values():
-        for placed in parameters.values():
-            pieces = len(placed.sharding_spec.shards)
-            cuts[f"{placed.sharding_type} in {pieces} piece{'s' if pieces > 1 else ''}"] += 1
-    log.info("sharding: %s", ", ".join(f"{count} table(s) {cut}" for cut, count in sorted(cuts.items())))
-
-
-def _ways(sharding: str, optimizer: str, table: TableSpec, world: World) -> list[str]:
-    if sharding != "auto":
-        return [sharding]
-    if world.size == 1 or table.rows < _WHOLE_TABLE_ROWS:
-        return ["table_wise"]
-    # A piece of columns has a row-wise state of its own: another optimizer than that of the whole row.
-    return ["table_wise", "row_wise"] + (["column_wise"] if optimizer != "rowwise_adagrad" else [])
+    total = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else memory_bytes()
+    shares = world.gather(total if on_gpu else total // world.local_size)
+    found: ShardingPlan | UserError | None = None
+    if shares is not None:  # on rank 0
+        machines = Machines(world.size, world.local_size, world.device.type, min(shares))
+        try:
+            found = make_plan(network, sharders, request, machines)
+        except UserError as error:
+            found = error
+    plan = world.broadcast(found)
+    if isinstance(plan, UserError):
+        raise plan
+    assert plan is not None
+    return plan

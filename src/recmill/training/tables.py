@@ -21,10 +21,13 @@ def fill_tables(model: nn.Module, tables: list[TableSpec], seed: int) -> None:
 def local_shards(model: nn.Module) -> Iterator[tuple[str, int, int, Tensor]]:
     """(table, first row, first column, values) of each piece of a table in this process."""
     for key, value in model.state_dict().items():
+        collection, table = ["", "", *key.split(".")][-3:-1]
         if isinstance(value, ShardedTensor):
             for piece in value.local_shards():
                 row, column = piece.metadata.shard_offsets
-                yield key.split(".")[-2], row, column, piece.tensor
+                yield table, row, column, piece.tensor
+        elif collection in ("embedding_bags", "embeddings"):  # data_parallel: whole, on every rank
+            yield table, 0, 0, value
 
 
 def _fill(values: Tensor, table: TableSpec, seed: int, first_row: int, first_column: int) -> None:

@@ -1,0 +1,213 @@
+"""Every way to cut tables trains the same model, and checkpoints go from any to any."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from recmill import evaluate, train
+from recmill.config import load_config
+from recmill.errors import ConfigError, ResourceError
+
+from .runs import losses
+
+STEPS = 8
+
+
+def with_optimizer(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Rates so different that a table given to the dense optimizer would show at once."""
+    optim = {"dense": {"name": "sgd", "lr": 0.01}, "tables": {"name": name, "lr": 0.3, "eps": 1e-3}}
+    return {**config, "optim": optim, "train": {**config["train"], "max_steps": STEPS}}
+
+
+def placed(run: Path) -> dict[str, tuple[str, list[int]]]:
+    """What sharding.json says: type and ranks by table."""
+    tables = json.loads((run / "sharding.json").read_text())
+    return {t["table"]: (t["type"], sorted(map(int, t["bytes_by_rank"]))) for t in tables}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of fused tables in one process, by model and optimizer; filled as needed."""
+    return {}
+
+
+def assert_equals_one_rank(config: dict[str, Any], run: Path, tmp_path: Path, one_rank: dict[str, list[float]]) -> None:
+    key = f"{config['model']['name']} {config['optim']['tables']['name']}"
+    if key not in one_rank:
+        train(config, tmp_path / "one-rank")
+        one_rank[key] = losses(tmp_path / "one-rank")
+    assert len(one_rank[key]) == STEPS
+    assert losses(run) == pytest.approx(one_rank[key], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "kind"),
+    [
+        ("dlrm", "adagrad", "table_wise"),
+        ("dlrm", "adagrad", "row_wise"),
+        ("dlrm", "adagrad", "column_wise"),
+        ("dlrm", "adagrad", "table_row_wise"),
+        ("dlrm", "adagrad", "grid"),
+        ("dlrm", "adagrad", "data_parallel"),
+        ("dlrm", "rowwise_adagrad", "data_parallel"),
+        ("dlrm", "sgd", "data_parallel"),
+        ("bert4rec", "rowwise_adagrad", "row_wise"),
+        ("bert4rec", "rowwise_adagrad", "data_parallel"),
+        ("bert4rec", "adagrad", "column_wise"),
+    ],
+)
+def test_two_ranks_give_the_losses_of_one(
+    model: str,
+    optimizer: str,
+    kind: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    one_rank: dict[str, list[float]],
+) -> None:
+    config = with_optimizer(request.getfixturevalue(model), optimizer)
+    train(config, tmp_path / "run", procs=2, overrides=[f"sharding.default={kind}"])
+    is_cut = {name: ranks == [0, 1] for name, (found, ranks) in placed(tmp_path / "run").items() if found == kind}
+    assert list(is_cut.values()) == [kind != "table_wise"] * (4 if model == "dlrm" else 1)
+    assert_equals_one_rank(config, tmp_path / "run", tmp_path, one_rank)
+
+
+def test_single_tables_get_their_own_type_by_table_or_feature(
+    dlrm: dict[str, Any], tmp_path: Path, one_rank: dict[str, list[float]]
+) -> None:
+    config = with_optimizer(dlrm, "adagrad")
+    config["sharding"] = {"default": "table_wise", "tables": {"table_C1": "data_parallel", "C3": "column_wise"}}
+    train(config, tmp_path / "run", procs=2, overrides=["sharding.tables.C4=row_wise"])
+    types = {name: kind for name, (kind, _) in placed(tmp_path / "run").items()}
+    assert list(types.values()) == ["data_parallel", "table_wise", "column_wise", "row_wise"]
+    assert_equals_one_rank({**config, "sharding": {}}, tmp_path / "run", tmp_path, one_rank)
+    assert "table_C3  300    8    column_wise    0, 1   0.01" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_adam_on_cpu_is_adam_where_tables_are_data_parallel(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    config = {**with_optimizer(dlrm, "adam"), "sharding": {"mode": "ddp"}}
+    for procs in (1, 2):
+        train(config, tmp_path / str(procs), procs=procs)
+    assert list(placed(tmp_path / "2").values()) == [("data_parallel", [0, 1])] * 4
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-6)
+    with pytest.raises(ConfigError, match="no fused Adam there"):
+        train(config, tmp_path / "3", overrides=["sharding.mode=auto", "train.device=auto"])
+
+
+def train_on_machines(config: dict[str, Any], folder: Path, ranks: int, local_size: int) -> Path:
+    """As torchrun would on ranks / local_size machines, all of them this one."""
+    (folder / "run.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(local_size)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "recmill", "train", str(folder / "run.toml"), "--run", str(folder / "run")]
+    workers = [
+        subprocess.Popen(
+            command,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank % local_size)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [worker.communicate(timeout=200)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * ranks, "\n".join(outputs)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("kind", ["table_row_wise", "grid"])
+def test_two_machines_of_two_ranks_give_the_losses_of_one(
+    kind: str, dlrm: dict[str, Any], tmp_path: Path, one_rank: dict[str, list[float]]
+) -> None:
+    config = with_optimizer(dlrm, "adagrad")
+    run = train_on_machines({**config, "sharding": {"default": kind}}, tmp_path, ranks=4, local_size=2)
+    ranks = {tuple(ranks) for _, ranks in placed(run).values()}
+    assert ranks == ({(0, 1), (2, 3)} if kind == "table_row_wise" else {(0, 1, 2, 3)})
+    assert_equals_one_rank(config, run, tmp_path, one_rank)
+
+
+def saved(run: Path, file: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint, whole, by its path."""
+    dcp_to_torch_save(max((run / "checkpoints").glob("step-*")), file)
+    out: dict[str, torch.Tensor] = {}
+
+    def collect(value: Any, path: str) -> None:
+        if isinstance(value, torch.Tensor):
+            out[path] = value
+        else:
+            for key, inner in value.items():
+                collect(inner, f"{path}/{key}")
+
+    collect(torch.load(file), "")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "chain"),
+    [
+        ("rowwise_adagrad", [("table_wise", 1), ("data_parallel", 2), ("row_wise", 2), ("auto", 1)]),
+        ("adagrad", [("grid", 2), ("data_parallel", 1), ("column_wise", 2), ("table_row_wise", 2)]),
+    ],
+)
+def test_a_run_goes_on_under_any_sharding(
+    optimizer: str, chain: list[tuple[str, int]], dlrm: dict[str, Any], tmp_path: Path
+) -> None:
+    config = with_optimizer(dlrm, optimizer)
+    train(config, tmp_path / "unbroken")
+    for part, (kind, procs) in enumerate(chain, start=1):
+        steps = STEPS * part // len(chain)
+        overrides = [f"sharding.default={kind}", f"train.max_steps={steps}"]
+        train(config, tmp_path / "run", procs=procs, overrides=overrides)
+        assert {found for found, _ in placed(tmp_path / "run").values()} == {"table_wise" if kind == "auto" else kind}
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "unbroken"), rel=1e-6)
+    found, expected = saved(tmp_path / "run", tmp_path / "a.pt"), saved(tmp_path / "unbroken", tmp_path / "b.pt")
+    assert sum("momentum1" in name for name in expected) == 4
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    # Read by another sharding, without a step in between
+    result = evaluate(tmp_path / "run", split="val", procs=2)
+    assert result == pytest.approx(evaluate(tmp_path / "unbroken", split="val"), rel=1e-5)
+
+
+@pytest.fixture
+def endless(dlrm: dict[str, Any], clicks: Path, tmp_path: Path) -> dict[str, Any]:
+    """A table of 10^12 rows: 32 TB, and as much of Adagrad's state."""
+    copy = Path(shutil.copytree(clicks, tmp_path / "endless"))
+    about = json.loads((copy / "dataset.json").read_text())
+    about["sparse"][3]["rows"] = 10**12
+    (copy / "dataset.json").write_text(json.dumps(about))
+    return {**dlrm, "data": {"path": str(copy)}, "optim": {"tables": {"name": "adagrad"}}}
+
+
+@pytest.mark.parametrize(("kind", "terabytes"), [("auto", 64), ("row_wise", 32), ("data_parallel", 128)])
+def test_tables_that_do_not_fit_are_refused_before_anything_is_allocated(
+    kind: str, terabytes: int, endless: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ResourceError) as caught:
+        train(endless, tmp_path / "run", procs=2, overrides=[f"sharding.default={kind}"])
+    assert f"needs {terabytes},000.0 GB for its rows, their optimizer's state and batches" in str(caught.value)
+    assert "but can use" in str(caught.value)
+    assert not (tmp_path / "run" / "sharding.json").exists()
+
+
+def test_unknown_and_doubled_names_are_refused_before_any_process_starts(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    dlrm["sharding"] = {"tables": {"table_C44": "row_wise", "C3": "row_wise", "table_C3": "row_wise"}}
+    with pytest.raises(ConfigError) as caught:
+        train(dlrm, tmp_path / "run")
+    assert "'sharding.tables': unknown table 'table_C44'. Did you mean 'table_C4'?" in str(caught.value)
+    assert "'table_C3' and 'C3' are one table: name it once" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+    load_config(dlrm)  # without the data nobody can know

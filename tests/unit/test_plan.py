@@ -1,0 +1,94 @@
+"""Plans without processes or devices. That they train right is in tests/distributed/test_sharding.py."""
+
+import pytest
+import torch
+
+from recmill.config.sections import TablesOptim
+from recmill.errors import ConfigError, ResourceError
+from recmill.nn.bert4rec import Bert4Rec
+from recmill.nn.dlrm import Dlrm
+from recmill.schema import TableSpec
+from recmill.training.plan import Machines, Placed, Request, as_text, make_plan, placements
+from recmill.training.shard import make_sharders
+
+META = torch.device("meta")
+# Rows of MLPerf's DLRM (mlcommons/training, recommendation_v2): at most 40 million each.
+MLPERF = [40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209]
+MLPERF += [11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36]
+
+
+def placed(
+    rows: list[int], dim: int, machines: Machines, types: dict[str, str] | str = "auto", optimizer: str = "adagrad"
+) -> dict[str, Placed]:
+    tables = [TableSpec(f"t{i}", f"f{i}", count, dim, 0.1) for i, count in enumerate(rows)]
+    named = {t.name: types if isinstance(types, str) else types.get(t.name, "auto") for t in tables}
+    request = Request(tables, named, optimizer, ["fused", "dense"], 8192, {t.feature: 1 for t in tables})
+    network = Dlrm(tables, 13, [512, dim], [64], META)
+    plan = make_plan(network, make_sharders(TablesOptim(name=optimizer)), request, machines)  # type: ignore[arg-type]
+    return {p.table: p for p in placements(plan, tables, optimizer)}
+
+
+def test_mlperf_s_tables_are_planned_for_eight_gpus_of_40_gb_without_one() -> None:
+    found = placed(MLPERF, 128, Machines(8, 8, "cuda", 40 * 10**9), {"t10": "row_wise", "t1": "data_parallel"})
+    by_rank = [sum(p.bytes_by_rank.get(rank, 0) for p in found.values()) for rank in range(8)]
+    # Rows and Adagrad's state, and twice the gradient of the one that every GPU holds.
+    assert sum(by_rank) == 2 * 4 * 128 * (sum(MLPERF) - MLPERF[1]) + 8 * 4 * 4 * 128 * MLPERF[1]
+    assert max(by_rank) < 36 * 10**9
+    assert (found["t10"].type, list(found["t10"].bytes_by_rank)) == ("row_wise", list(range(8)))
+    assert (found["t1"].type, list(found["t1"].bytes_by_rank)) == ("data_parallel", list(range(8)))
+    # 41 GB with their state: no GPU could hold one whole
+    assert {found[f"t{i}"].type for i in (0, 9, 19, 20, 21)} <= {"row_wise", "column_wise"}
+    assert {p.type for name, p in found.items() if p.rows < 10**6 and name != "t1"} == {"table_wise"}
+
+
+def test_four_of_those_gpus_are_too_few() -> None:
+    with pytest.raises(ResourceError, match="The tables do not fit"):
+        placed(MLPERF, 128, Machines(4, 4, "cuda", 40 * 10**9))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values_per_rank"),
+    [("row_wise", 8000), ("column_wise", 8000), ("table_row_wise", 16000), ("grid", 8000), ("data_parallel", 32000)],
+)
+def test_narrow_tables_are_really_cut(kind: str, values_per_rank: int) -> None:
+    """2,000 x 16 over 4 processes on 2 machines; TorchRec by itself cuts no piece of columns narrower than 128."""
+    (table,) = placed([2000], 16, Machines(4, 2, "cpu", 10**10), kind, "sgd").values()
+    copies = 3 if kind == "data_parallel" else 1  # the gradient twice
+    ranks = [0, 1] if kind == "table_row_wise" else [0, 1, 2, 3]
+    assert table.bytes_by_rank == dict.fromkeys(ranks, 4 * values_per_rank * copies)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state_values"), [("sgd", 0), ("rowwise_adagrad", 1000), ("adagrad", 8000), ("adam", 16000)]
+)
+def test_the_optimizer_s_state_is_counted(optimizer: str, state_values: int) -> None:
+    (table,) = placed([1000], 8, Machines(1, 1, "cuda", 10**10), "table_wise", optimizer).values()
+    assert table.bytes_by_rank == {0: 4 * (8000 + state_values)}
+
+
+def test_too_large_tables_are_refused_with_both_numbers() -> None:
+    """By hand: 10^6 rows x 16 + Adagrad's state = 128 MB; batches: 8,192 x (2 x 8 + 2 x 4 x 16) = 1.2 MB."""
+    with pytest.raises(ResourceError) as caught:
+        placed([1_000_000], 16, Machines(1, 1, "cpu", 100 * 10**6))
+    text = str(caught.value)
+    assert "process 0 of 1 needs 129.2 MB" in text
+    assert "can use 90.0 MB (90% of its share of the memory), 39.2 MB too little" in text
+    placed([1_000_000], 16, Machines(1, 1, "cpu", 144 * 10**6))  # 129.6 MB can be used
+
+
+def test_a_table_of_sequences_cannot_be_cut_in_every_way() -> None:
+    table = TableSpec("item", "item", 202, 16, 0.05)
+    network = Bert4Rec(table, 200, 10, 1, 2, 0.0, META)
+    request = Request([table], {"item": "grid"}, "sgd", ["fused"], 8, {"item": 10})
+    with pytest.raises(ConfigError, match="sharding 'grid' of table 'item': TorchRec cannot cut a table of sequences"):
+        make_plan(network, make_sharders(TablesOptim(name="sgd")), request, Machines(2, 2, "cpu", 10**10))
+
+
+def test_the_plan_is_shown_as_a_table() -> None:
+    tables = [Placed("t0", 2000, 8, "row_wise", {0: 64_000, 1: 64_000}), Placed("t1", 5, 8, "table_wise", {1: 20_000})]
+    assert as_text(tables, world_size=2).splitlines() == [
+        "table  rows   dim  sharding    ranks  MB per rank",
+        "t0     2,000  8    row_wise    0, 1   0.06",
+        "t1     5      8    table_wise  1      0.02",
+        "all    2,005                   0, 1   0.06 to 0.08",
+    ]
