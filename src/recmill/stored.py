@@ -56,10 +56,11 @@ class StoredDay:
 
     def take(self, rows: np.ndarray | slice) -> ClickRows:
         """The stored rows of these numbers, in this order; of a slice maybe the stored arrays themselves, read-only."""
-        if self._parquet and isinstance(rows, slice):
-            found = self._parquet.between(*rows.indices(self.rows)[:2])
-        elif self._parquet:
-            found = self._parquet.take(rows)
+        if self._parquet:
+            if isinstance(rows, slice):
+                found = self._parquet.between(*rows.indices(self.rows)[:2])
+            else:
+                found = self._parquet.take(rows)
         else:
             ids = [array[rows] for array in self._ids]
             found = ClickRows(

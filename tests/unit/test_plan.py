@@ -7,6 +7,7 @@ from recmill.config.sections import TablesOptim
 from recmill.errors import ConfigError, ResourceError
 from recmill.nn.bert4rec import Bert4Rec
 from recmill.nn.dlrm import Dlrm
+from recmill.nn.interactions import DotInteraction
 from recmill.schema import TableSpec
 from recmill.training.plan import Machines, Placed, Request, as_text, make_plan, placements
 from recmill.training.shard import make_sharders
@@ -23,7 +24,7 @@ def placed(
     tables = [TableSpec(f"t{i}", f"f{i}", count, dim, 0.1) for i, count in enumerate(rows)]
     named = {t.name: types if isinstance(types, str) else types.get(t.name, "auto") for t in tables}
     request = Request(tables, named, optimizer, ["fused", "dense"], 8192, {t.feature: 1 for t in tables})
-    network = Dlrm(tables, 13, [512, dim], [64], META)
+    network = Dlrm(tables, 13, [512, dim], DotInteraction(len(tables) + 1, dim), [64], META)
     plan = make_plan(network, make_sharders(TablesOptim(name=optimizer)), request, machines)  # type: ignore[arg-type]
     return {p.table: p for p in placements(plan, tables, optimizer)}
 
