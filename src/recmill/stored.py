@@ -57,10 +57,8 @@ class StoredDay:
     def take(self, rows: np.ndarray | slice) -> ClickRows:
         """The stored rows of these numbers, in this order; of a slice maybe the stored arrays themselves, read-only."""
         if self._parquet:
-            if isinstance(rows, slice):
-                found = self._parquet.between(*rows.indices(self.rows)[:2])
-            else:
-                found = self._parquet.take(rows)
+            parquet, span = self._parquet, rows.indices(self.rows) if isinstance(rows, slice) else None
+            found = parquet.between(*span[:2]) if span else parquet.take(np.asarray(rows))
         else:
             ids = [array[rows] for array in self._ids]
             found = ClickRows(
