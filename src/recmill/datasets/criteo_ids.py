@@ -102,47 +102,75 @@ def _counted(
 ) -> list[Counts]:
     """Sorted runs, one per `at_once` rows: in memory if there is one, else files."""
     runs: list[Counts] = []
-    slabs = _slabs(rows, column, with_first, missing_is_zero, at_once)
-    for run in (_counts_with_first(*slab) if with_first else _counts(slab[0]) for slab in slabs):
+    for slab in _slabs(rows, column, with_first, missing_is_zero, at_once):
+        run = _counts_with_first(slab) if with_first else _counts(slab.ids)
         if len(runs) == 1:
             runs[0] = _spilled(runs[0], scratch / f"run-{column}-0")
         runs.append(_spilled(run, scratch / f"run-{column}-{len(runs)}") if runs else run)
     return runs or [_counts(np.empty(0, np.uint32))]
 
 
+@dataclass(frozen=True)
+class _Slab:
+    """Ids of consecutive rows, without the missing ones; each one's row is `first_row` + its offset (uint32)."""
+
+    ids: np.ndarray
+    offsets: np.ndarray
+    first_row: int
+
+
 def _slabs(
-    rows: list[LogRows], column: int, with_first: bool, missing_is_zero: bool, at_once: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(ids, their row numbers if wanted) without the missing ones, about `at_once` at a time."""
+    rows: list[LogRows], column: int, with_offsets: bool, missing_is_zero: bool, at_once: int
+) -> Iterator[_Slab]:
+    """About `at_once` rows at a time; none without any id."""
     ids_parts: list[np.ndarray] = []
-    number_parts: list[np.ndarray] = []
-    count = 0
+    offset_parts: list[np.ndarray] = []
+    first_row = count = 0
+
+    def slab() -> _Slab:
+        return _Slab(
+            np.concatenate(ids_parts), np.concatenate(offset_parts) if with_offsets else ids_parts[0], first_row
+        )
+
     for part in rows:
-        for first, ids, is_missing in part.log.read_column(column, part.start, part.stop):
-            if any(map(len, ids_parts)) and count + len(ids) > at_once:
-                yield np.concatenate(ids_parts), np.concatenate(number_parts) if with_first else ids[:0]
-                ids_parts, number_parts, count = [], [], 0
-            is_kept = slice(None) if missing_is_zero else ~is_missing
+        for first, ids, missing in part.log.read_column(column, part.start, part.stop):
+            row = part.number + first - part.start
+            if count + len(ids) > at_once:
+                if any(map(len, ids_parts)):
+                    yield slab()
+                ids_parts, offset_parts, count = [], [], 0
+            first_row = first_row if count else row
+            is_kept = slice(None) if missing_is_zero else missing & np.uint32(1 << column) == 0
             ids_parts.append(ids[is_kept])
-            if with_first:
-                number_parts.append((np.arange(len(ids)) + (part.number + first - part.start))[is_kept])
+            if with_offsets:
+                offset_parts.append(np.arange(row - first_row, row - first_row + len(ids), dtype=np.uint32)[is_kept])
             count += len(ids)
-    if count and any(map(len, ids_parts)):
-        yield np.concatenate(ids_parts), np.concatenate(number_parts) if with_first else ids_parts[0][:0]
+    if any(map(len, ids_parts)):
+        yield slab()
 
 
 def _counts(keys: np.ndarray) -> Counts:
     keys.sort()
-    starts = np.flatnonzero(np.concatenate([np.ones(min(len(keys), 1), bool), keys[1:] != keys[:-1]]))
+    starts = _run_starts(keys)
     return Counts(keys[starts], np.diff(starts, append=len(keys)), np.empty(0, np.int64))
 
 
-def _counts_with_first(keys: np.ndarray, numbers: np.ndarray) -> Counts:
-    packed = np.sort((keys.astype(np.uint64) << _KEY_SHIFT) | (numbers - numbers[0]).astype(np.uint64))
-    counted = _counts((packed >> _KEY_SHIFT).astype(np.uint32))
-    starts = np.cumsum(counted.counts) - counted.counts
-    first = (packed[starts] & np.uint64(0xFFFFFFFF)).astype(np.int64) + numbers[0]
-    return Counts(counted.keys, counted.counts, first)
+def _counts_with_first(slab: _Slab) -> Counts:
+    """Sorted by id, then row, as one word: the first of equal ids is the one that was seen first."""
+    packed = slab.ids.astype(np.uint64)
+    packed <<= _KEY_SHIFT
+    packed |= slab.offsets
+    packed.sort()
+    halves = packed.view(np.uint32)  # offset, id, offset, id, ...
+    starts = _run_starts(halves[1::2])
+    first = halves[::2][starts].astype(np.int64) + slab.first_row
+    return Counts(halves[1::2][starts], np.diff(starts, append=len(packed)), first)
+
+
+def _run_starts(sorted_keys: np.ndarray) -> np.ndarray:
+    is_start = np.ones(len(sorted_keys), bool)
+    np.not_equal(sorted_keys[1:], sorted_keys[:-1], out=is_start[1:])
+    return np.flatnonzero(is_start)
 
 
 def _spilled(run: Counts, stem: Path) -> Counts:

@@ -92,7 +92,7 @@ class ParsedLog:
         )
 
     def read_column(self, column: int, start: int, stop: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(first row, ids, is missing) for rows start..stop of one id column, block by block."""
+        """(first row, ids, bits of what is missing) for rows start..stop of one id column, block by block."""
         with self.path.open("rb", buffering=0) as file:
             for first, rows in self.blocks():
                 low, high = max(start - first, 0), min(stop - first, rows)
@@ -103,7 +103,7 @@ class ParsedLog:
                 ids = np.fromfile(file, np.uint32, high - low, offset=4 * (ids_at + low) - file.tell())
                 missing_at = words + rows * (1 + NUM_DENSE) + low
                 missing = np.fromfile(file, np.uint32, high - low, offset=4 * missing_at - file.tell())
-                yield first + low, ids, (missing >> np.uint32(column)) & np.uint32(1) != 0
+                yield first + low, ids, missing
 
 
 def parse_log(
