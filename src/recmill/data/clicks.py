@@ -196,7 +196,12 @@ class ClickSource:
                 values[(end - hot) * count : end * count].reshape(count, hot)[:] = found.ids[:, end - hot : end]
         lengths, offsets = self._layout(count)
         sparse = KeyedJaggedTensor(
-            keys=self._features, values=torch.from_numpy(values), lengths=lengths, offsets=offsets, stride=count
+            keys=self._features,
+            values=torch.from_numpy(values),
+            lengths=lengths,
+            offsets=offsets,
+            stride=count,
+            length_per_key=[count * hot for hot in self._multi_hot],  # else summed up at every step
         )
         dense = found.dense if found.dense.flags.writeable else found.dense.copy()
         labels, weights = found.labels.astype(np.float32), share.weights()

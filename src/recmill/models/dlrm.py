@@ -27,7 +27,7 @@ class Config(ClickModelConfig):
         "torch", description="How layers start: as torch's do (TorchRec), or normal (original DLRM, OneFlow)."
     )
     pad_to_multiple_of: PositiveInt = Field(
-        1, description="Zeros fill up the input of both MLPs to a multiple (8: fast on GPUs). Changes no result."
+        16, description="Zeros fill up the input of both MLPs to a multiple: even rows are faster. Changes no result."
     )
 
 

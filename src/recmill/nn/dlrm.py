@@ -33,7 +33,6 @@ class Dlrm(nn.Module):
     ) -> None:
         super().__init__()
         self._features = [table.feature for table in tables]
-        self._dim = tables[0].dim
         self._dense_padding = -num_dense % pad_dense_to_multiple_of
         self.tables = EmbeddingBagCollection(
             tables=[
@@ -55,12 +54,11 @@ class Dlrm(nn.Module):
         if self._dense_padding:
             dense_BF = F.pad(dense_BF, (0, self._dense_padding))
         dense_BD = self.bottom(dense_BF)
-        vectors_BND = torch.cat([dense_BD, *self._in_order(pooled)], dim=1).unflatten(1, (-1, self._dim))
-        return self.logit(self.top(self.interaction(dense_BD, vectors_BND))).squeeze(1)
+        return self.logit(self.top(self.interaction(dense_BD, self._in_order(pooled)))).squeeze(1)
 
-    def _in_order(self, pooled: KeyedTensor) -> list[Tensor]:
-        """By name: the order of a sharded collection's columns depends on the sharding plan. All at once if it fits."""
+    def _in_order(self, pooled: KeyedTensor) -> Tensor:
+        """By name: the order of a sharded collection's columns depends on the sharding plan."""
         if pooled.keys() == self._features:
-            return [pooled.values()]
+            return pooled.values()
         by_name = pooled.to_dict()
-        return [by_name[feature] for feature in self._features]
+        return torch.cat([by_name[feature] for feature in self._features], dim=1)

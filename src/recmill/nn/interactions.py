@@ -1,19 +1,18 @@
 """How the dense vector and the tables' vectors meet. B rows, N vectors (the dense one first), D dims, P pairs."""
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recmill.kernels.functions import PairProducts, fits
 from recmill.nn.mlp import mlp
 
 
 class Interaction(nn.Module):
-    """(dense [B, D], vectors [B, N, D]) -> [B, out_features + padding]; the last `padding` columns are 0.
-
-    The dense vector comes on its own too: taking it out of all vectors would cost a gradient of their size.
-    """
+    """(dense [B, D], bags [B, (N - 1) * D]) -> [B, out_features + padding]; the last `padding` columns are 0."""
 
     out_features: int
     padding: int = 0
@@ -27,6 +26,7 @@ class DotInteraction(Interaction):
 
     pairs_P: Tensor
     pair_of_place: Tensor
+    native: ctypes.CDLL | None = None
 
     def __init__(self, num_vectors: int, dim: int, itself: bool = False, pad_to_multiple_of: int = 1) -> None:
         super().__init__()
@@ -39,7 +39,12 @@ class DotInteraction(Interaction):
         self.out_features = dim + len(rows)
         self.padding = -self.out_features % pad_to_multiple_of
 
-    def forward(self, dense_BD: Tensor, vectors_BND: Tensor) -> Tensor:
+    def forward(self, dense_BD: Tensor, bags: Tensor) -> Tensor:
+        dim = dense_BD.shape[1]
+        if fits(self.native, bags) and dim % 16 == 0:
+            width = self.out_features + self.padding
+            return PairProducts.apply(self.native, dense_BD, bags.contiguous(), self._itself, width)
+        vectors_BND = torch.cat([dense_BD, bags], dim=1).unflatten(1, (-1, dim))
         device = vectors_BND.device.type
         if torch.is_autocast_enabled(device):  # ours is no operator that autocast knows
             vectors_BND = vectors_BND.to(torch.get_autocast_dtype(device))
@@ -83,8 +88,8 @@ class CrossInteraction(Interaction):
         self.out_features = num_vectors * dim
         self.layers = nn.ModuleList(CrossLayer(self.out_features, rank) for _ in range(num_layers))
 
-    def forward(self, dense_BD: Tensor, vectors_BND: Tensor) -> Tensor:
-        first = x = vectors_BND.flatten(1)
+    def forward(self, dense_BD: Tensor, bags: Tensor) -> Tensor:
+        first = x = torch.cat([dense_BD, bags], dim=1)
         for layer in self.layers:
             x = layer(first, x)
         return x
@@ -118,8 +123,8 @@ class ProjectionInteraction(Interaction):
         self._dim = dim
         self.out_features = dim + (branch1_mlp[-1] // dim) * (branch2_mlp[-1] // dim)
 
-    def forward(self, dense_BD: Tensor, vectors_BND: Tensor) -> Tensor:
-        flat = vectors_BND.flatten(1)
+    def forward(self, dense_BD: Tensor, bags: Tensor) -> Tensor:
+        flat = torch.cat([dense_BD, bags], dim=1)
         one = self.branch1(flat).unflatten(1, (-1, self._dim))
         other = self.branch2(flat).unflatten(1, (self._dim, -1))
         return torch.cat([dense_BD, torch.bmm(one, other).flatten(1)], dim=1)

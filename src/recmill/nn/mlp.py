@@ -1,22 +1,36 @@
 """Linear layers with ReLU between them, and how they start."""
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+from recmill.kernels.functions import Tower, fits
 
 Init = Literal["torch", "dlrm"]
 
 
-def mlp(in_features: int, sizes: Sequence[int], init: Init = "torch", padding: int = 0) -> nn.Sequential:
+class Mlp(nn.Sequential):
+    """Linear, ReLU, Linear, ReLU, ..."""
+
+    native: ctypes.CDLL | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if fits(self.native, x):
+            return Tower.apply(self.native, x.contiguous(), *self.parameters())
+        return super().forward(x)
+
+
+def mlp(in_features: int, sizes: Sequence[int], init: Init = "torch", padding: int = 0) -> Mlp:
     """Linear + ReLU for each size; `padding` as for `linear`, of the first layer."""
     layers: list[nn.Module] = []
     for out_features in sizes:
         layers += [linear(in_features, out_features, init, padding), nn.ReLU()]
         in_features, padding = out_features, 0
-    return nn.Sequential(*layers)
+    return Mlp(*layers)
 
 
 def linear(in_features: int, out_features: int, init: Init = "torch", padding: int = 0) -> nn.Linear:

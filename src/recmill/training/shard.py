@@ -1,5 +1,6 @@
 """The one place that cuts tables over processes: TorchRec's DistributedModelParallel, after the plan of plan.py."""
 
+import ctypes
 from functools import partial
 from typing import Any
 
@@ -7,16 +8,22 @@ import torch
 import torch.nn.functional as F
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recmill.config.sections import TablesOptim
 from recmill.errors import UserError
+from recmill.kernels.native import native
 from recmill.observe.run_dir import memory_bytes
+from recmill.training.native_tables import replace_lookup
 from recmill.training.plan import Machines, Request, make_plan
 from recmill.world import World
 
@@ -44,9 +51,14 @@ def shard(network: nn.Module, request: Request, optimizer: TablesOptim, world: W
     """`network` has its tables on 'meta'; each rank gets memory for its own shards only. All ranks take part."""
     sharders = make_sharders(optimizer)
     plan = _plan_for_all(network, sharders, request, world)
-    model = DistributedModelParallel(network, device=world.device, plan=plan, sharders=sharders)
+    # One process has nobody to average gradients with.
+    model = DistributedModelParallel(
+        network, device=world.device, plan=plan, sharders=sharders, init_data_parallel=world.size > 1
+    )
     if world.device.type == "cpu":
         _mend_replicated_sequences(model)
+        if (library := native()) is not None:
+            _use_native(model, library, is_alone=world.size == 1)
     return model
 
 
@@ -57,6 +69,30 @@ def _mend_replicated_sequences(model: nn.Module) -> None:
             for kernel in lookup.modules():
                 if isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen):
                     kernel.forward = partial(_rows_of_sequences, kernel)
+
+
+def _use_native(model: nn.Module, library: ctypes.CDLL, is_alone: bool) -> None:
+    """In every layer and table that has a kernel of ours."""
+    for module in model.modules():
+        if hasattr(type(module), "native"):
+            module.native = library  # type: ignore[assignment]
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            kernels = [kernel for lookup in module._lookups for kernel in lookup.modules()]
+            groups = [kernel for kernel in kernels if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)]
+            for group in groups:
+                replace_lookup(group, library)
+            if is_alone and len(module._lookups) == len(groups) == 1:
+                module.forward = partial(_without_exchange, module, module.forward, groups[0])
+
+
+def _without_exchange(
+    tables: ShardedEmbeddingBagCollection, otherwise: Any, group: nn.Module, ids: KeyedJaggedTensor
+) -> Any:
+    """All ids and all rows are here: TorchRec's ways to the right rank and back would cost a millisecond a step."""
+    if tables._embedding_names != ids.keys():
+        return otherwise(ids)
+    sums = group.forward(ids.values(), ids.offsets())
+    return KeyedTensor(tables._embedding_names, tables._embedding_dims, sums)
 
 
 def _rows_of_sequences(kernel: DenseTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor) -> Tensor:

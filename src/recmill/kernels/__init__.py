@@ -1,0 +1,1 @@
+"""Our own CPU kernels: compiled where they run, used where torch's are slow."""

@@ -1,0 +1,103 @@
+"""steps.cpp, compiled for this machine at first use and kept. Without torch's headers that takes a second."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("steps.cpp")
+# Not -ffast-math: whether a value is a number must stay visible.
+_FLAGS = [
+    *("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+]
+_COMPILERS = ("g++", "c++", "clang++")
+_SECONDS = 120.0
+
+
+@cache
+def native() -> ctypes.CDLL | None:
+    """None where it cannot be compiled: then torch's and FBGEMM's own kernels do the work. Said once."""
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    problem = f"no C++ compiler ({', '.join(_COMPILERS)})"
+    if compiler:
+        try:
+            return _declared(ctypes.CDLL(str(_compiled(compiler))))
+        except subprocess.SubprocessError as error:
+            problem = f"{compiler} fails: {getattr(error, 'stderr', None) or error}".strip()
+        except OSError as error:
+            problem = str(error)
+    log.warning(
+        "our own CPU kernels cannot be used here: %s. Training works, but a step of DLRM takes 1.3 to 1.6 times as long.",
+        problem,
+    )
+    return None
+
+
+def _compiled(compiler: str) -> Path:
+    source = _SOURCE.read_bytes()
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS).stdout
+    facts = [source, version, _processor(), " ".join([compiler, *_FLAGS]).encode()]
+    name = f"steps-{hashlib.sha256(b'|'.join(facts)).hexdigest()[:16]}.so"
+    folder = _cache_folder()
+    kept = folder / name
+    if not kept.is_file():
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            made = Path(place) / name
+            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
+            os.replace(made, kept)  # whole or not there, also when several processes compile at once
+    return kept
+
+
+def _cache_folder() -> Path:
+    """A private one: what lies in it is executed."""
+    try:
+        folder = Path.home() / ".cache" / "recmill"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError):  # no home, or not writable: compiled anew in each process
+        return Path(tempfile.mkdtemp(prefix="recmill-"))
+
+
+def _processor() -> bytes:
+    """A home directory may be shared by machines that know other instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.machine().encode()
+    return b"|".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))}))
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    signatures: dict[str, list[Any]] = {
+        "sum_bags": [*[pointer] * 3, number, number, pointer, pointer, number, pointer],
+        "update_bags": [*[pointer] * 5, number, number, pointer, pointer, number, pointer, number, real, real],
+        "pair_products": [pointer, pointer, *[number] * 5, pointer],
+        "pair_products_backward": [*[pointer] * 3, *[number] * 5, pointer, pointer],
+        "add_bias_relu": [pointer, pointer, number, number],
+        "relu_backward": [*[pointer] * 4, number, number],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    library.sum_bags.restype = number
+    return library
+
+
+def address(tensor: Tensor) -> int:
+    assert tensor.is_contiguous(), "kernels walk through memory from the first value to the last"
+    return tensor.data_ptr()

@@ -1,0 +1,297 @@
+// What a training step on CPU spends its time on beside matrix products. Float32, row-major; B rows of a batch.
+// Compiled for the machine it runs on (build.py); threads are those of OpenMP, which torch has as well.
+// Results do not depend on the number of threads, but for the last digits of bias gradients.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#include <omp.h>
+
+namespace {
+
+constexpr int kLanes = 16;  // floats that move together; more than a register holds become several
+
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
+
+inline Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
+inline void store(float* to, Lanes values) { *reinterpret_cast<Lanes*>(to) = values; }
+
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int FourInts __attribute__((vector_size(16)));
+
+// sides[k * stride + j] = v[j][k] for `dim` values of four vectors; dim is a multiple of 4.
+inline void lay_on_side(const float* const* v, int64_t dim, int64_t stride, float* sides) {
+    for (int64_t k = 0; k < dim; k += 4) {
+        Four r[4];
+        for (int i = 0; i < 4; ++i) r[i] = *reinterpret_cast<const Four*>(v[i] + k);
+        const Four low = __builtin_shuffle(r[0], r[1], FourInts{0, 4, 1, 5});
+        const Four low2 = __builtin_shuffle(r[2], r[3], FourInts{0, 4, 1, 5});
+        const Four high = __builtin_shuffle(r[0], r[1], FourInts{2, 6, 3, 7});
+        const Four high2 = __builtin_shuffle(r[2], r[3], FourInts{2, 6, 3, 7});
+        Four* to[4];
+        for (int i = 0; i < 4; ++i) to[i] = reinterpret_cast<Four*>(sides + (k + i) * stride);
+        *to[0] = __builtin_shuffle(low, low2, FourInts{0, 1, 4, 5});
+        *to[1] = __builtin_shuffle(low, low2, FourInts{2, 3, 6, 7});
+        *to[2] = __builtin_shuffle(high, high2, FourInts{0, 1, 4, 5});
+        *to[3] = __builtin_shuffle(high, high2, FourInts{2, 3, 6, 7});
+    }
+}
+
+struct Lookup {
+    int64_t row;
+    int64_t at;  // of the bag in the batch
+};
+
+// Stable, by row; `spare` is as long. 11 bits at a time: three passes sort two billion rows.
+void sort_by_row(Lookup* lookups, Lookup* spare, int64_t count, int64_t rows) {
+    constexpr int kBits = 11;
+    Lookup *from = lookups, *to = spare;
+    for (int shift = 0; (rows - 1) >> shift; shift += kBits) {
+        int64_t starts[(1 << kBits) + 1] = {0};
+        const int64_t mask = (1 << kBits) - 1;
+        for (int64_t i = 0; i < count; ++i) ++starts[((from[i].row >> shift) & mask) + 1];
+        for (int64_t i = 0; i < mask; ++i) starts[i + 1] += starts[i];
+        for (int64_t i = 0; i < count; ++i) to[starts[(from[i].row >> shift) & mask]++] = from[i];
+        std::swap(from, to);
+    }
+    if (from != lookups) std::memcpy(lookups, from, count * sizeof(Lookup));
+}
+
+}  // namespace
+
+extern "C" {
+
+// Tables of one matrix batch: table f has `rows[f]` rows of `dim` floats from weights[starts[f]] on. The ids of bag b of
+// table f are ids[offsets[f * B + b]] up to the next. out [B, F * dim] gets the sum of each bag's rows.
+// Returns the first place in `ids` with an id that its table does not have, or -1.
+int64_t sum_bags(const float* weights, const int64_t* starts, const int64_t* rows, int64_t F, int64_t dim,
+                 const int64_t* ids, const int64_t* offsets, int64_t B, float* out) {
+    constexpr int64_t kBlock = 64;
+    int64_t bad = INT64_MAX;
+#pragma omp parallel for schedule(static) reduction(min : bad)
+    for (int64_t block = 0; block < (B + kBlock - 1) / kBlock; ++block) {
+        const int64_t last = std::min(B, (block + 1) * kBlock);
+        for (int64_t f = 0; f < F; ++f) {
+            const float* table = weights + starts[f];
+            for (int64_t b = block * kBlock; b < last; ++b) {
+                float* to = out + (b * F + f) * dim;
+                const int64_t first = offsets[f * B + b], end = offsets[f * B + b + 1];
+                if (first == end) std::memset(to, 0, dim * sizeof(float));
+                for (int64_t i = first; i < end; ++i) {
+                    if (ids[i] < 0 || ids[i] >= rows[f]) {
+                        bad = std::min(bad, i);
+                        continue;
+                    }
+                    const float* row = table + ids[i] * dim;
+                    if (i == first) std::memcpy(to, row, dim * sizeof(float));
+                    else for (int64_t k = 0; k < dim; ++k) to[k] += row[k];
+                }
+            }
+        }
+    }
+    return bad == INT64_MAX ? -1 : bad;
+}
+
+// One step of the tables' optimizer: 0 SGD, 1 Adagrad, 2 row-wise Adagrad. grad [B, F * dim] is that of sum_bags' out.
+// Gradients of a row are summed first, in the order of the batch. `state` is like `weights`, or has one value a row;
+// state_starts are its tables' first places.
+void update_bags(float* weights, const int64_t* starts, float* state, const int64_t* state_starts, const int64_t* rows,
+                 int64_t F, int64_t dim, const int64_t* ids, const int64_t* offsets, int64_t B, const float* grad,
+                 int64_t rule, float lr, float eps) {
+    const int64_t total = offsets[F * B];
+    std::vector<Lookup> lookups(total), spare(total);
+#pragma omp parallel
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t f = 0; f < F; ++f) {
+            const int64_t first = offsets[f * B], end = offsets[(f + 1) * B];
+            for (int64_t b = 0; b < B; ++b)
+                for (int64_t i = offsets[f * B + b]; i < offsets[f * B + b + 1]; ++i) lookups[i] = {ids[i], b};
+            sort_by_row(lookups.data() + first, spare.data() + first, end - first, rows[f]);
+        }
+        std::vector<float> sum(dim);
+        // A thread's share of all lookups, moved to where rows begin.
+        const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+        const int64_t from = total * me / threads, to = total * (me + 1) / threads;
+        for (int64_t f = 0; f < F; ++f) {
+            const int64_t first = offsets[f * B], end = offsets[(f + 1) * B];
+            int64_t i = std::max(first, from);
+            if (i >= std::min(end, to)) continue;
+            if (i > first)
+                while (i < end && lookups[i].row == lookups[i - 1].row) ++i;
+            while (i < end && i < to) {
+                const int64_t row = lookups[i].row;
+                const float* g = grad + (lookups[i].at * F + f) * dim;
+                int64_t next = i + 1;
+                if (next < end && lookups[next].row == row) {
+                    std::memcpy(sum.data(), g, dim * sizeof(float));
+                    for (; next < end && lookups[next].row == row; ++next) {
+                        const float* more = grad + (lookups[next].at * F + f) * dim;
+                        for (int64_t k = 0; k < dim; ++k) sum[k] += more[k];
+                    }
+                    g = sum.data();
+                }
+                float* w = weights + starts[f] + row * dim;
+                if (rule == 0) {
+                    for (int64_t k = 0; k < dim; ++k) w[k] -= lr * g[k];
+                } else if (rule == 1) {
+                    float* s = state + state_starts[f] + row * dim;
+                    for (int64_t k = 0; k < dim; ++k) {
+                        s[k] += g[k] * g[k];
+                        w[k] -= lr * g[k] / (std::sqrt(s[k]) + eps);
+                    }
+                } else {
+                    float* s = state + state_starts[f] + row;
+                    float squares = 0;
+                    for (int64_t k = 0; k < dim; ++k) squares += g[k] * g[k];
+                    *s += squares / dim;
+                    const float rate = lr / (std::sqrt(*s) + eps);
+                    for (int64_t k = 0; k < dim; ++k) w[k] -= rate * g[k];
+                }
+                i = next;
+            }
+        }
+    }
+}
+
+// out [B, width] = the dense vector, the dot products of all pairs of the N vectors (dense first, then the bags; the upper
+// triangle row by row, with its diagonal if `itself`), zeros. dim is a multiple of 16.
+void pair_products(const float* dense, const float* bags, int64_t B, int64_t N, int64_t dim, int64_t itself,
+                   int64_t width, float* out) {
+    const int64_t columns = (N + kLanes - 1) / kLanes * kLanes;
+#pragma omp parallel
+    {
+        constexpr int kRows = 6;
+        std::vector<float> sides(dim * columns), results(kRows * columns);  // sides[k][j]: value k of vector j
+        float *side = sides.data(), *products = results.data();
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < B; ++b) {
+            const float* rest = bags + b * (N - 1) * dim;
+            for (int64_t j = 0; j < N; j += 4) {
+                const float* v[4];
+                for (int r = 0; r < 4; ++r) {
+                    const int64_t i = std::min(j + r, N - 1);
+                    v[r] = i ? rest + (i - 1) * dim : dense + b * dim;
+                }
+                lay_on_side(v, dim, columns, side + j);
+            }
+            float* to = out + b * width;
+            std::memcpy(to, dense + b * dim, dim * sizeof(float));
+            float* pair = to + dim;
+            for (int64_t first = 0; first < N; first += kRows) {
+                const int count = static_cast<int>(std::min<int64_t>(kRows, N - first));
+                const float* v[kRows];
+                for (int r = 0; r < kRows; ++r) {
+                    const int64_t i = std::min(first + r, N - 1);
+                    v[r] = i ? rest + (i - 1) * dim : dense + b * dim;
+                }
+                for (int64_t c = first / kLanes * kLanes; c < columns; c += 2 * kLanes) {
+                    Lanes left[kRows] = {}, right[kRows] = {};
+                    const bool both = c + kLanes < columns;
+                    if (both) {
+                        for (int64_t k = 0; k < dim; ++k) {
+                            const Lanes l = load(side + k * columns + c), h = load(side + k * columns + c + kLanes);
+                            for (int r = 0; r < kRows; ++r) {
+                                left[r] += v[r][k] * l;
+                                right[r] += v[r][k] * h;
+                            }
+                        }
+                    } else {
+                        for (int64_t k = 0; k < dim; ++k) {
+                            const Lanes l = load(side + k * columns + c);
+                            for (int r = 0; r < kRows; ++r) left[r] += v[r][k] * l;
+                        }
+                    }
+                    for (int r = 0; r < kRows; ++r) {
+                        store(products + r * columns + c, left[r]);
+                        if (both) store(products + r * columns + c + kLanes, right[r]);
+                    }
+                }
+                for (int r = 0; r < count; ++r) {
+                    const int64_t from = first + r + (itself ? 0 : 1);
+                    std::memcpy(pair, products + r * columns + from, (N - from) * sizeof(float));
+                    pair += N - from;
+                }
+            }
+            std::memset(pair, 0, (to + width - pair) * sizeof(float));
+        }
+    }
+}
+
+// The gradients by `dense` and `bags` from that of pair_products' out.
+void pair_products_backward(const float* dense, const float* bags, const float* grad, int64_t B, int64_t N, int64_t dim,
+                            int64_t itself, int64_t width, float* grad_dense, float* grad_bags) {
+#pragma omp parallel
+    {
+        std::vector<float> square(N * N);
+        float* g = square.data();
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < B; ++b) {
+            const float* pair = grad + b * width + dim;
+            for (int64_t i = 0; i < N; ++i) {
+                g[i * N + i] = itself ? 2 * *pair++ : 0;
+                for (int64_t j = i + 1; j < N; ++j) g[i * N + j] = g[j * N + i] = *pair++;
+            }
+            const float* rest = bags + b * (N - 1) * dim;
+            constexpr int kRows = 9;
+            for (int64_t first = 0; first < N; first += kRows) {
+                const int count = static_cast<int>(std::min<int64_t>(kRows, N - first));
+                const float* factors[kRows];
+                for (int r = 0; r < kRows; ++r) factors[r] = g + std::min(first + r, N - 1) * N;
+                for (int64_t k = 0; k < dim; k += kLanes) {
+                    Lanes sums[kRows] = {};
+                    for (int64_t j = 0; j < N; ++j) {
+                        const Lanes v = load((j ? rest + (j - 1) * dim : dense + b * dim) + k);
+                        for (int r = 0; r < kRows; ++r) sums[r] += factors[r][j] * v;
+                    }
+                    for (int r = 0; r < count; ++r) {
+                        const int64_t i = first + r;
+                        if (i) store(grad_bags + (b * (N - 1) + i - 1) * dim + k, sums[r]);
+                        else store(grad_dense + b * dim + k, sums[r] + load(grad + b * width + k));
+                    }
+                }
+            }
+        }
+    }
+}
+
+// out [B, O]: + bias, and then what is below 0 becomes 0; in place.
+void add_bias_relu(float* out, const float* bias, int64_t B, int64_t O) {
+#pragma omp parallel for schedule(static)
+    for (int64_t b = 0; b < B; ++b) {
+        float* row = out + b * O;
+        for (int64_t o = 0; o < O; ++o) {
+            const float value = row[o] + bias[o];
+            row[o] = value < 0 ? 0 : value;  // not a number stays so
+        }
+    }
+}
+
+// masked [B, O] = 0 where out is 0, else grad (may be `grad` itself); grad_bias [O] = its sum over rows.
+void relu_backward(const float* grad, const float* out, float* masked, float* grad_bias, int64_t B, int64_t O) {
+    const int threads = omp_get_max_threads();
+    std::vector<float> sums(threads * O, 0.0f);
+#pragma omp parallel num_threads(threads)
+    {
+        float* sum = sums.data() + omp_get_thread_num() * O;
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < B; ++b) {
+            const float *g = grad + b * O, *y = out + b * O;
+            float* m = masked + b * O;
+            for (int64_t o = 0; o < O; ++o) {
+                const float value = y[o] <= 0 ? 0 : g[o];
+                m[o] = value;
+                sum[o] += value;
+            }
+        }
+    }
+    for (int64_t o = 0; o < O; ++o) {
+        float total = 0;
+        for (int t = 0; t < threads; ++t) total += sums[t * O + o];
+        grad_bias[o] = total;
+    }
+}
+
+}  // extern "C"
