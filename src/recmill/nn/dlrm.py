@@ -55,12 +55,16 @@ class Dlrm(nn.Module):
         if self._dense_padding:
             dense_BF = F.pad(dense_BF, (0, self._dense_padding))
         dense_BD = self.bottom(dense_BF)
-        vectors_BND = torch.cat([dense_BD, *self._in_order(pooled)], dim=1).unflatten(1, (-1, self._dim))
+        vectors_BND = _joined(dense_BD, pooled, self._features).unflatten(1, (-1, self._dim))
         return self.logit(self.top(self.interaction(dense_BD, vectors_BND))).squeeze(1)
 
-    def _in_order(self, pooled: KeyedTensor) -> list[Tensor]:
-        """By name: the order of a sharded collection's columns depends on the sharding plan. All at once if it fits."""
-        if pooled.keys() == self._features:
-            return [pooled.values()]
-        by_name = pooled.to_dict()
-        return [by_name[feature] for feature in self._features]
+
+def _joined(dense_BD: Tensor, pooled: KeyedTensor, features: list[str]) -> Tensor:
+    """By name: the order of a sharded collection's columns depends on the sharding plan. All at once if it fits."""
+    if pooled.keys() == features:
+        return torch.cat([dense_BD, pooled.values()], dim=1)
+    by_name = pooled.to_dict()
+    return torch.cat([dense_BD, *(by_name[feature] for feature in features)], dim=1)
+
+
+torch.fx.wrap("_joined")  # TorchRec's pipeline traces forward() symbolically, and a branch on values cannot be

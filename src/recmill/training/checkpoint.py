@@ -38,8 +38,8 @@ STATE = "state.json"
 class Position:
     """Where training stands: `step` steps done, the next batch is `batch` of `epoch`.
 
-    The loss since the last report and how validation went come along, so that a resumed run does what an unbroken one
-    would.
+    The loss since the last report, how validation went and the scale of float16 come along, so that a resumed run
+    does what an unbroken one would.
     """
 
     step: int = 0
@@ -50,6 +50,8 @@ class Position:
     best: float | None = None  # of the validations so far
     best_step: int = 0
     worse_evals: int = 0  # since then
+    loss_scale: float = 0.0  # 0: none yet
+    steps_at_scale: int = 0
 
     @property
     def is_best(self) -> bool:
