@@ -44,7 +44,7 @@ def run_rank(rank: int, size: int, config: Config, folder: str, ways: dict[str, 
     PipelinedForward.__call__ = counted
     world = join(rank, size, folder)
     for run, way in ways.items():
-        taken = []
+        taken: list[Any] = []
 
         def interrupted(self: Any, *values: Any, taken: list[Any] = taken) -> None:
             add(self, *values)
