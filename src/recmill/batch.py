@@ -1,15 +1,34 @@
 """What a step works on. Shape letters: B rows, F dense features, T positions, M queries, C negatives."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.fx._symbolic_trace import PHWithMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+
+class _OnDevice(Pipelineable):
+    """Every field is a tensor, or moves like one."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        if device.type == "cpu":
+            return self
+        return type(self)(**{name: value.to(device, non_blocking=non_blocking) for name, value in vars(self).items()})
+
+    def pin_memory(self) -> Self:
+        """Copies from there to a GPU can run beside its work."""
+        return type(self)(**{name: value.pin_memory() for name, value in vars(self).items()})
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for value in vars(self).values():
+            value.record_stream(stream)
 
 
 @dataclass
-class CtrBatch:
+class CtrBatch(_OnDevice):
     """Rows of a click log. A row of weight 0 fills up a rank that got fewer: it must not count anywhere."""
 
     dense_BF: Tensor
@@ -23,16 +42,13 @@ class CtrBatch:
     def weight(self) -> float:
         return float(self.weights_B.sum())
 
-    def to(self, device: torch.device) -> "CtrBatch":
-        if device.type == "cpu":
-            return self
-        return CtrBatch(
-            self.dense_BF.to(device), self.sparse.to(device), self.labels_B.to(device), self.weights_B.to(device)
-        )
+    def to_proxy_tuple(self, network: Any) -> tuple[Any, ...]:
+        """For TorchRec's pipeline: which field each argument of the network's forward() is."""
+        return PHWithMeta("dense_BF"), PHWithMeta("sparse")
 
 
 @dataclass
-class SequenceBatch:
+class SequenceBatch(_OnDevice):
     """Histories, padded on the left with 0, and the places (flat in B x T) whose item is asked for.
 
     `row_keys_B` names each row for dropout. Queries of weight 0 belong to rows that fill up a rank.
@@ -49,12 +65,6 @@ class SequenceBatch:
 
     def weight(self) -> float:
         return float(self.weights_M.sum())
-
-    def to(self, device: torch.device) -> "SequenceBatch":
-        if device.type == "cpu":
-            return self
-        moved = {name: value.to(device) for name, value in vars(self).items()}
-        return type(self)(**moved)
 
 
 @dataclass

@@ -159,5 +159,5 @@ def test_no_code_is_stored_beside_the_tensors(tmp_path: Path) -> None:
     save(tmp_path, nn.Linear(2, 2), step=1)
     state = json.loads((tmp_path / "step-00000001" / "state.json").read_text())
     position: dict[str, object] = {"step": 1, "epoch": 1, "batch": 2, "loss_sum": 0.0, "loss_weight": 0.0}
-    position |= {"best": None, "best_step": 0, "worse_evals": 0}
+    position |= {"best": None, "best_step": 0, "worse_evals": 0, "loss_scale": 0.0, "steps_at_scale": 0}
     assert state == {"position": position, "dataset": "data"}

@@ -64,6 +64,8 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
             "a [model] section with a name is missing. Known: bert4rec, dcnv2, dlrm, projection.",
         ),
         ({**GOOD, "modle": {}}, "unknown key 'modle'. Did you mean 'model'?"),
+        ({**GOOD, "train": {"precision": "bf16"}}, "'train.precision': unknown value 'bf16'."),
+        ({**GOOD, "train": {"loss_scale": -1}}, "'train.loss_scale': should be greater than or equal to 0, got -1"),
         ({**GOOD, "checkpoint": {"keep": 1}}, "'checkpoint.keep': should be greater than or equal to 2, got 1"),
     ],
 )
@@ -90,6 +92,11 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
         (schedule(name="step", step_size=2, decay_steps=5), "decay_steps has no meaning for"),
         (schedule(name="oneflow", decay_start_step=5), "without optim.schedule.decay_steps does nothing"),
         (schedule(name="oneflow", decay_steps=5, end_lr=0.02), "end_lr = 0.02 is above a learning rate, 0.001"),
+        ({**GOOD, "train": {"loss_scale": 1024}}, "loss_scale = 1024 has no meaning for train.precision = 'float32'"),
+        (
+            {**GOOD, "train": {"loss_scale": 8, "precision": "bfloat16"}},
+            "train.precision = 'bfloat16', whose gradients do not vanish. Remove it, or use 'float16'.",
+        ),
         ({**GOOD, "sharding": {"default": "column_wise"}}, "the run would depend on the number of processes"),
         (
             {**GOOD, "sharding": {"tables": {"C1": "grid"}}},

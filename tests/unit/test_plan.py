@@ -60,6 +60,42 @@ def test_narrow_tables_are_really_cut(kind: str, values_per_rank: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "kernel", "ranks"),
+    [
+        ("table_wise", "fused", 1),
+        ("row_wise", "fused", 4),
+        ("column_wise", "fused", 4),
+        ("table_row_wise", "fused", 2),
+        ("grid", "fused", 4),
+        ("data_parallel", "dense", 4),
+    ],
+)
+def test_every_way_to_cut_is_planned_for_gpus_with_fused_kernels(kind: str, kernel: str, ranks: int) -> None:
+    """2 machines of 2 GPUs, on a machine that has none."""
+    table = TableSpec("t", "f", 2000, 16, 0.1)
+    network = Dlrm([table], 3, [16], DotInteraction(2, 16), [4], META)
+    request = Request([table], {"t": kind}, "adam" if kind == "table_wise" else "sgd", ["fused", "dense"], 8, {"f": 1})
+    sharders = make_sharders(TablesOptim(name="adam" if kind == "table_wise" else "sgd"))
+    plan = make_plan(network, sharders, request, Machines(4, 2, "cuda", 10**9))
+    found = plan.plan["tables"]["t"]
+    assert found.compute_kernel == kernel
+    if kind == "data_parallel":
+        assert found.ranks == [0, 1, 2, 3]
+        return
+    places = [str(shard.placement) for shard in found.sharding_spec.shards]
+    assert len(set(places)) == ranks
+    # A GPU's number counts on its machine, its rank in all.
+    assert set(places) <= {"rank:0/cuda:0", "rank:1/cuda:1", "rank:2/cuda:0", "rank:3/cuda:1"}
+
+
+def test_the_memory_of_a_gpu_is_what_counts_there() -> None:
+    """129.2 MB as below: 143 MB of GPU memory are too few, 144 are enough."""
+    with pytest.raises(ResourceError, match=r"needs 129\.2 MB"):
+        placed([1_000_000], 16, Machines(1, 1, "cuda", 143 * 10**6))
+    placed([1_000_000], 16, Machines(1, 1, "cuda", 144 * 10**6))
+
+
+@pytest.mark.parametrize(
     ("optimizer", "state_values"), [("sgd", 0), ("rowwise_adagrad", 1000), ("adagrad", 8000), ("adam", 16000)]
 )
 def test_the_optimizer_s_state_is_counted(optimizer: str, state_values: int) -> None:

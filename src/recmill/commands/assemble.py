@@ -90,6 +90,7 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> Any:
     from recmill.training.shard import shard
 
     module, run = model_module(config), config.run
+    torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
     torch.manual_seed(run.train.seed)  # dense layers: the same on every rank and for every world size
     network = module.build(config.model, dataset.about, torch.device("meta"))
     tables = module.tables(config.model, dataset.about)

@@ -124,10 +124,24 @@ class OptimSection(Section):
 class TrainSection(Section):
     seed: NonNegativeInt = Field(1, lt=2**63, description="Fixes tables, layers, sample order, masks and dropout.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="'auto': CUDA where there is a GPU, else CPU.")
+    tf32: bool = Field(False, description="Let GPUs round the inputs of float32 multiplications to 10 bits.")
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Of the dense layers while training, where the hardware is fast at it (else float32)."
+    )
+    loss_scale: float = Field(0.0, ge=0.0, description="Loss times this (float16 only); 0: found by itself.")
     global_batch_size: PositiveInt = Field(2048, lt=2**31, description="Samples per step, over all processes together.")
     num_epochs: PositiveInt = Field(1, description="Passes over the training split.")
     max_steps: NonNegativeInt = Field(0, description="Stop after this many steps; 0: no limit.")
     log_every_steps: PositiveInt = Field(50, description="How often the training loss is logged.")
+
+    @model_validator(mode="after")
+    def only_float16_is_scaled(self) -> "TrainSection":
+        if self.loss_scale and self.precision != "float16":
+            raise ValueError(
+                f"train.loss_scale = {self.loss_scale:g} has no meaning for train.precision = '{self.precision}', "
+                "whose gradients do not vanish. Remove it, or use 'float16'."
+            )
+        return self
 
 
 class EvalSection(Section):

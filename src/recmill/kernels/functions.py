@@ -10,9 +10,11 @@ from recmill.kernels.native import address
 
 
 def fits(library: ctypes.CDLL | None, inputs: Tensor) -> bool:
-    """Whether the kernels may be used on it."""
+    """Whether the kernels may be used on it. (TorchRec's pipeline looks through the network with no tensors in it.)"""
+    if library is None or not isinstance(inputs, Tensor):
+        return False
     is_float32 = inputs.device.type == "cpu" and inputs.dtype == torch.float32
-    return library is not None and is_float32 and not torch.is_autocast_enabled("cpu")
+    return is_float32 and not torch.is_autocast_enabled("cpu")
 
 
 class Tower(torch.autograd.Function):

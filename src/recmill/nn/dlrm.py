@@ -54,11 +54,15 @@ class Dlrm(nn.Module):
         if self._dense_padding:
             dense_BF = F.pad(dense_BF, (0, self._dense_padding))
         dense_BD = self.bottom(dense_BF)
-        return self.logit(self.top(self.interaction(dense_BD, self._in_order(pooled)))).squeeze(1)
+        return self.logit(self.top(self.interaction(dense_BD, _in_order(pooled, self._features)))).squeeze(1)
 
-    def _in_order(self, pooled: KeyedTensor) -> Tensor:
-        """By name: the order of a sharded collection's columns depends on the sharding plan."""
-        if pooled.keys() == self._features:
-            return pooled.values()
-        by_name = pooled.to_dict()
-        return torch.cat([by_name[feature] for feature in self._features], dim=1)
+
+def _in_order(pooled: KeyedTensor, features: list[str]) -> Tensor:
+    """By name: the order of a sharded collection's columns depends on the sharding plan."""
+    if pooled.keys() == features:
+        return pooled.values()
+    by_name = pooled.to_dict()
+    return torch.cat([by_name[feature] for feature in features], dim=1)
+
+
+torch.fx.wrap("_in_order")  # TorchRec's pipeline traces forward() symbolically, and a branch on values cannot be

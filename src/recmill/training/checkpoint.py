@@ -38,8 +38,8 @@ STATE = "state.json"
 class Position:
     """Where training stands: `step` steps done, the next batch is `batch` of `epoch`.
 
-    The loss since the last report and how validation went come along, so that a resumed run does what an unbroken one
-    would.
+    The loss since the last report, how validation went and the scale of float16 come along, so that a resumed run
+    does what an unbroken one would.
     """
 
     step: int = 0
@@ -50,6 +50,8 @@ class Position:
     best: float | None = None  # of the validations so far
     best_step: int = 0
     worse_evals: int = 0  # since then
+    loss_scale: float = 0.0  # 0: none yet
+    steps_at_scale: int = 0
 
     @property
     def is_best(self) -> bool:
@@ -191,7 +193,7 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: CombinedOptimizer 
     """Into any sharding and world size. Without an optimizer: weights only. A plain network needs no process group."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if optimizer is not None:
+        if optimizer is not None and _has_dense_state(checkpoint.path):
             _create_dense_state(optimizer)
         state: dict[str, Any] = {"model": model.state_dict()}
         if optimizer is not None:
@@ -206,6 +208,11 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: CombinedOptimizer 
         model.load_state_dict(state["model"])
         if optimizer is not None:
             optimizer.load_state_dict(state["optim"])
+
+
+def _has_dense_state(path: Path) -> bool:
+    """Not of SGD, and not before the first update: float16 may leave out any number of steps."""
+    return any(key.startswith("optim.state.dense.") for key in SafeReader(path).read_metadata().state_dict_metadata)
 
 
 def _create_dense_state(optimizer: CombinedOptimizer) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from recmill.config.sections import RunSections
 from recmill.metrics.binary import Values
 from recmill.observe.progress import Progress
-from recmill.training.prefetch import prefetched
+from recmill.training.prefetch import pinned, prefetched
 from recmill.world import World
 
 
@@ -22,9 +22,10 @@ def evaluate_split(
     model.eval()
     metrics = task.new_metrics(settings.eval)
     progress = Progress(f"evaluating {split}", source.num_eval_batches(split), unit="batches", world=world)
-    with progress, prefetched(source.eval_batches(split), settings.data.prefetch) as batches:
+    waiting = pinned(source.eval_batches(split), world.device)
+    with progress, prefetched(waiting, settings.data.prefetch) as batches:
         for batch in batches:
-            batch = batch.to(world.device)
+            batch = batch.to(world.device, non_blocking=True)
             task.update(metrics, model(*batch.inputs()), batch)
             progress.advance(1)
     model.train(was_training)

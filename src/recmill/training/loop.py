@@ -1,5 +1,6 @@
 """fit(): the training loop. One function, read from top to bottom."""
 
+import itertools
 import logging
 import math
 import signal
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -20,8 +22,9 @@ from recmill.errors import UserError
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.run_dir import RunDirectory
 from recmill.training.checkpoint import Position
-from recmill.training.optim import clip_dense_gradients, set_learning_rates
-from recmill.training.prefetch import prefetched
+from recmill.training.optim import set_learning_rates
+from recmill.training.prefetch import pinned, prefetched
+from recmill.training.step import OverlappedStep, Step, can_overlap
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -94,25 +97,28 @@ def fit(
     progress = Progress(
         "training", num_steps, unit="samples", world=world, done=start.step, per_item=train.global_batch_size
     )
-    endless = _endless_batches(source, start)
+    endless = pinned(_endless_batches(source, start), world.device)
+    parts = (model, optimizer, task, settings, world, start)
     with stop.listening(), progress, prefetched(endless, settings.data.prefetch) as batches:
+        if can_overlap(model, world.device):
+            batches, ahead = itertools.tee(batches)
+            is_pause = partial(_is_validation_due, settings.eval)
+            stretches = _between_pauses(ahead, start, source.batches_per_epoch, num_steps, is_pause)
+            step: Step = OverlappedStep(*parts, stretches=stretches)
+        else:
+            step = Step(*parts)
         while position.step < num_steps and not early_end(position, settings.eval):
             batch = next(batches)
             # One small reduction: the loss is a mean over the *global* batch, and all ranks stop together.
             weight, stops = world.sum([batch.weight(), float(stop.is_set)])
             if stops:
                 break
-            batch = batch.to(world.device)
             rates = set_learning_rates(optimizer, settings.optim, position.step)
-            optimizer.zero_grad()
-            loss_sum = task.loss_sum(model(*batch.inputs()), batch)
             # Ranks' gradients are averaged, so times their number over the global weight: a global mean.
-            (loss_sum * (world.size / weight)).backward()
-            clip_dense_gradients(optimizer, settings.optim.dense)
-            optimizer.step()
+            loss_sum = step(batch, world.size / weight)
             samples = min(train.global_batch_size, source.samples_per_epoch - position.batch * train.global_batch_size)
-            position = _next(position, source.batches_per_epoch)
-            meter.add(loss_sum.detach(), weight, samples)
+            position = step.noted(_next(position, source.batches_per_epoch))
+            meter.add(loss_sum, weight, samples)
 
             is_last = position.step == num_steps
             is_report_due = position.step % train.log_every_steps == 0
@@ -165,6 +171,23 @@ def _endless_batches(source: Any, position: Position) -> Iterator[Any]:
     while True:
         yield from source.train_batches(epoch, first)
         epoch, first = epoch + 1, 0
+
+
+def _between_pauses(
+    batches: Iterator[Any], position: Position, per_epoch: int, num_steps: int, is_pause: Callable[[Position], bool]
+) -> Iterator[Iterator[Any]]:
+    """One iterator for each stretch up to a validation or the end: there the model must have no batches in it."""
+
+    def stretch() -> Iterator[Any]:
+        nonlocal position
+        for batch in batches:
+            yield batch
+            position = _next(position, per_epoch)
+            if position.step == num_steps or is_pause(position):
+                return
+
+    while True:
+        yield stretch()
 
 
 def _next(position: Position, batches_per_epoch: int) -> Position:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -48,8 +49,12 @@ def _replicated_keys(model: DistributedModelParallel) -> list[str]:
 def clip_dense_gradients(optimizer: CombinedOptimizer, dense: DenseOptim) -> None:
     """To `clip_grad_norm` in all; the same on every rank, because gradients are averaged by then."""
     if dense.clip_grad_norm:
-        (parameters,) = [list(part.params.values()) for name, part in optimizer.optimizers if name == "dense"]
-        torch.nn.utils.clip_grad_norm_(parameters, dense.clip_grad_norm)
+        torch.nn.utils.clip_grad_norm_(dense_parameters(optimizer), dense.clip_grad_norm)
+
+
+def dense_parameters(optimizer: CombinedOptimizer) -> list[nn.Parameter]:
+    (parameters,) = [list(part.params.values()) for name, part in optimizer.optimizers if name == "dense"]
+    return parameters
 
 
 def set_learning_rates(optimizer: CombinedOptimizer, optim: OptimSection, step: int) -> dict[str, float]:

@@ -6,7 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
+
+
+def pinned(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """In memory that a GPU copies from while it works; as they are for the CPU."""
+    if device.type != "cuda":
+        yield from batches
+        return
+    torch.cuda.set_device(device)  # each thread has its own; all ranks' would be GPU 0
+    for batch in batches:
+        yield batch.pin_memory()
 
 
 @contextmanager

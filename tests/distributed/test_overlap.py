@@ -1,0 +1,116 @@
+"""The steps of a GPU, taken on CPU: TorchRec's pipeline runs there too, and must be the plain loop's equal."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
+
+from recmill.commands.train import work
+from recmill.config import load_config
+from recmill.training import loop, precision, step
+from recmill.training.checkpoint import Position
+from recmill.training.precision import LossScale
+from recmill.world import World
+
+from .runs import assert_same_run, losses
+
+Config = dict[str, Any]
+
+
+def join(rank: int, size: int, folder: str) -> World:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-of-{size}", rank=rank, world_size=size)
+    return World(rank, size, rank, size, torch.device("cpu"))
+
+
+def run_rank(rank: int, size: int, config: Config, folder: str, ways: dict[str, str], stop_at: int) -> None:
+    """`ways`: by run, 'plain' or 'overlapped'. `stop_at`: Ctrl-C reaches the last rank alone, in that step."""
+    precision._why_off = lambda precision, device: None
+    sent_ahead = []
+    pipelined, add = PipelinedForward.__call__, loop._Meter.add
+
+    def counted(self: Any, *ids: Any) -> Any:
+        sent_ahead.append(self.name)
+        return pipelined(self, *ids)
+
+    PipelinedForward.__call__ = counted
+    world = join(rank, size, folder)
+    for run, way in ways.items():
+        taken: list[Any] = []
+
+        def interrupted(self: Any, *values: Any, taken: list[Any] = taken) -> None:
+            add(self, *values)
+            taken.append(values)
+            if len(taken) == stop_at and rank == size - 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        loop._Meter.add = interrupted  # type: ignore[method-assign, assignment]
+        loop.can_overlap = (lambda model, device: True) if way == "overlapped" else step.can_overlap
+        sent_ahead.clear()
+        work(world, config, f"{folder}/{run}")
+        Path(f"{folder}/{run}-{rank}.json").write_text(json.dumps(sent_ahead), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def train_with(config: Config, folder: Path, procs: int, stop_at: int = 0, **ways: str) -> dict[str, list[int]]:
+    """By run, how often each rank's tables took a batch whose ids had been sent ahead."""
+    for run in ways:
+        (folder / run).mkdir(exist_ok=True)
+    values = load_config(config).as_dict()
+    torch.multiprocessing.spawn(run_rank, (procs, values, str(folder), ways, stop_at), nprocs=procs)
+    ranks = range(procs)
+    return {run: [len(json.loads((folder / f"{run}-{rank}.json").read_text())) for rank in ranks] for run in ways}
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_overlapped_steps_equal_plain_ones(procs: int, dlrm: Config, tmp_path: Path) -> None:
+    """13 steps, validated after 5, 10 and 13; the last batch has one row; rates change; dense gradients are clipped."""
+    dlrm["sharding"] = {"tables": {"C1": "data_parallel", "C3": "row_wise"}}
+    dlrm["optim"] = {
+        "dense": {"name": "sgd", "lr": 0.2, "clip_grad_norm": 0.1},
+        "schedule": {"name": "oneflow", "warmup_steps": 3, "decay_start_step": 5, "decay_steps": 10},
+    }
+    found = train_with(dlrm, tmp_path, procs, a="plain", b="overlapped")
+    assert found == {"a": [0] * procs, "b": [13] * procs}
+    assert len(losses(tmp_path / "a")) == 13
+    assert_same_run(tmp_path / "b", tmp_path / "a")
+
+
+def test_overlapped_float16_steps_equal_plain_ones(dlrm: Config, tmp_path: Path) -> None:
+    dlrm["train"] |= {"precision": "float16", "max_steps": 6}
+    assert train_with(dlrm, tmp_path, 2, a="plain", b="overlapped") == {"a": [0, 0], "b": [6, 6]}
+    assert_same_run(tmp_path / "b", tmp_path / "a")
+
+
+def test_an_overlapped_run_stops_in_between_and_is_continued_as_if_never_stopped(dlrm: Config, tmp_path: Path) -> None:
+    """Two batches are under way when it stops: they come again, to one process that takes them plainly."""
+    assert train_with(dlrm, tmp_path, 2, stop_at=3, run="overlapped") == {"run": [3, 3]}
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+    train_with(dlrm, tmp_path, 1, run="plain", unbroken="plain")
+    assert_same_run(tmp_path / "run", tmp_path / "unbroken")
+
+
+def agree(rank: int, folder: str) -> None:
+    world = join(rank, 2, folder)
+    scale = LossScale(nn.Linear(1, 1), 0.0, Position())
+    weight = nn.Parameter(torch.zeros(1))
+    found: list[Any] = []
+    for bad_rank in (None, 0, 1):
+        weight.grad = torch.tensor([torch.inf if rank == bad_rank else 3.0])
+        found.append((scale.finish_backward([weight], world), scale.value))
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_an_overflow_on_one_rank_is_an_overflow_on_all(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(agree, (str(tmp_path),), nprocs=2)
+    expected = [(True, 65536.0), (False, 32768.0), (False, 16384.0)]
+    assert [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)] == [expected, expected]
