@@ -39,7 +39,7 @@ ABOUT = ClicksDescription(
 )
 SIZES: dict[str, Any] = {"embedding_dim": 8, "bottom_mlp": [6, 8], "top_mlp": [12, 5]}
 MODELS: dict[str, dict[str, Any]] = {
-    "dlrm": SIZES,
+    "dlrm": SIZES | {"pad_to_multiple_of": 1},
     "dcnv2": SIZES | {"num_cross_layers": 2, "cross_rank": 3},
     "projection": SIZES | {"branch1_mlp": [20, 16], "branch2_mlp": [24]},
 }
@@ -144,7 +144,7 @@ A, B, C, D = [1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [-2.0, 1.0]
 )
 def test_dot_products_follow_the_dense_vector_row_by_row(itself: bool, expected: list[float]) -> None:
     layer = DotInteraction(4, 2, itself)
-    assert layer(torch.tensor([A]), torch.tensor([[A, B, C, D]])).tolist() == [A + expected]
+    assert layer(torch.tensor([A]), torch.tensor([B + C + D])).tolist() == [A + expected]
     assert layer.out_features == 2 + len(expected)
 
 
@@ -175,7 +175,7 @@ def interaction(request: pytest.FixtureRequest) -> Interaction:
 
 def vectors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     torch.manual_seed(4)
-    return torch.randn(5, 8, dtype=dtype, requires_grad=True), torch.randn(5, 4, 8, dtype=dtype, requires_grad=True)
+    return torch.randn(5, 8, dtype=dtype, requires_grad=True), torch.randn(5, 24, dtype=dtype, requires_grad=True)
 
 
 def test_gradients_equal_finite_differences(interaction: Interaction) -> None:

@@ -86,6 +86,7 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> Any:
     """The model with its tables cut over the ranks, their rows not yet set. All ranks take part."""
     import torch
 
+    from recmill.kernels.native import native
     from recmill.training.plan import Request
     from recmill.training.shard import shard
 
@@ -102,7 +103,8 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> Any:
         batch_size_per_rank=-(-run.train.global_batch_size // world.size),
         ids_per_row=_ids_per_row(config, dataset, tables),
     )
-    return shard(network, request, run.optim.tables, world)
+    use_ours = run.train.kernels == "auto" and world.device.type == "cpu"
+    return shard(network, request, run.optim.tables, world, native() if use_ours else None)
 
 
 def _ids_per_row(config: Config, dataset: Dataset, tables: list[TableSpec]) -> dict[str, int]:

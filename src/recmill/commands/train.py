@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -79,6 +80,7 @@ def work(world: "World", config: dict[str, Any], run: str) -> Results:
 
 
 def _work(world: "World", config: Config, run: RunDirectory) -> Results:
+    from recmill.kernels.native import native
     from recmill.observe.log import log_to_file
     from recmill.training import checkpoint
     from recmill.training.checkpoint import Position
@@ -89,6 +91,8 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     from recmill.training.tables import fill_tables
 
     # The parts
+    if world.device.type == "cpu" and config.run.train.kernels == "auto":
+        threading.Thread(target=native).start()  # compiled, the first time, while the rest is loaded
     world.broadcast(None)  # rank 0 holds the lock: now the others may log
     log_to_file(run.path, world.rank)
     dataset = open_matching_dataset(config)

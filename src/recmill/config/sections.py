@@ -128,6 +128,9 @@ class TrainSection(Section):
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Of the dense layers while training, where the hardware is fast at it (else float32)."
     )
+    kernels: Literal["auto", "torch"] = Field(
+        "auto", description="On CPU: our own where a C++ compiler is, else torch's and FBGEMM's; or always those."
+    )
     loss_scale: float = Field(0.0, ge=0.0, description="Loss times this (float16 only); 0: found by itself.")
     global_batch_size: PositiveInt = Field(2048, lt=2**31, description="Samples per step, over all processes together.")
     num_epochs: PositiveInt = Field(1, description="Passes over the training split.")

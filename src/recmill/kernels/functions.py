@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recmill.kernels.native import address
+from recmill.kernels.native import run
 
 
 def fits(library: ctypes.CDLL | None, inputs: Tensor) -> bool:
@@ -28,7 +28,7 @@ class Tower(torch.autograd.Function):
         values = [x]
         for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
             x = torch.mm(x, weight.t())
-            library.add_bias_relu(address(x), address(bias), *x.shape)
+            run(library.add_bias_relu, x, bias, *x.shape)
             values.append(x)
         ctx.library = library
         ctx.save_for_backward(*values, *parameters[::2])
@@ -44,7 +44,7 @@ class Tower(torch.autograd.Function):
         for at in reversed(range(count)):
             x, out, weight = values[at], values[at + 1], weights[at]
             grad_bias = torch.empty_like(out[0])
-            ctx.library.relu_backward(address(grad), address(out), address(masked), address(grad_bias), *out.shape)
+            run(ctx.library.relu_backward, grad, out, masked, grad_bias, *out.shape)
             grads += [grad_bias, _weight_gradient(masked, x)]
             if at or ctx.needs_input_grad[1]:
                 grad = masked = torch.mm(masked, weight)
@@ -66,7 +66,7 @@ class PairProducts(torch.autograd.Function):
         batch, dim = dense_BD.shape
         sizes = (batch, 1 + bags.shape[1] // dim, dim, int(itself), width)
         out = dense_BD.new_empty(batch, width)
-        library.pair_products(address(dense_BD), address(bags), *sizes, address(out))
+        run(library.pair_products, dense_BD, bags, *sizes, out)
         ctx.library, ctx.sizes = library, sizes
         ctx.save_for_backward(dense_BD, bags)
         return out
@@ -75,6 +75,6 @@ class PairProducts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         dense_BD, bags = ctx.saved_tensors
         grad_dense, grad_bags = torch.empty_like(dense_BD), torch.empty_like(bags)
-        inputs = address(dense_BD), address(bags), address(grad.contiguous())
-        ctx.library.pair_products_backward(*inputs, *ctx.sizes, address(grad_dense), address(grad_bags))
+        inputs = dense_BD, bags, grad.contiguous()
+        run(ctx.library.pair_products_backward, *inputs, *ctx.sizes, grad_dense, grad_bags)
         return None, grad_dense, grad_bags, None, None

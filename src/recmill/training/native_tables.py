@@ -1,4 +1,4 @@
-"""FBGEMM's tables on CPU with our kernels: the same rows and optimizer state, looked up and updated 2 to 8 times faster.
+"""FBGEMM's tables on CPU with our kernels: the same rows and state, looked up and updated 2 to 8 times faster.
 
 FBGEMM keeps the rows, TorchRec cuts and saves them: only the lookup and the fused update are replaced.
 """
@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 
-from recmill.kernels.native import address
+from recmill.kernels.native import run
 
 _RULES = {EmbOptimType.EXACT_SGD: 0, EmbOptimType.EXACT_ADAGRAD: 1, EmbOptimType.EXACT_ROWWISE_ADAGRAD: 2}
 
@@ -21,7 +21,7 @@ _RULES = {EmbOptimType.EXACT_SGD: 0, EmbOptimType.EXACT_ADAGRAD: 1, EmbOptimType
 def replace_lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, library: ctypes.CDLL) -> None:
     """Where ours can do what it does: sums of rows of one width, by an optimizer that we have."""
     if _fits(kernel):
-        kernel.forward = partial(_lookup, _Tables(kernel, library))  # type: ignore[method-assign]
+        kernel.forward = partial(_lookup, _Tables(kernel, library))
 
 
 def _fits(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
@@ -40,11 +40,10 @@ class _Tables:
         self.dim = kernel.embedding_specs[0][1]
         self.rows = kernel.rows_per_table.long()
 
-    def places(self) -> tuple[int, ...]:
-        """First of rows, state and number of rows of each table; looked up anew, since loading may move them."""
-        kernel = self.kernel
-        state = (address(kernel.momentum1_host), address(kernel.momentum1_offsets)) if self.rule else (None, None)
-        return address(kernel.weights_host), address(kernel.weights_offsets), *state, address(self.rows)
+    @property
+    def state(self) -> tuple[Tensor | None, Tensor | None]:
+        """And where each table's begins."""
+        return (self.kernel.momentum1_host, self.kernel.momentum1_offsets) if self.rule else (None, None)
 
 
 def _lookup(tables: _Tables, indices: Tensor, offsets: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -60,10 +59,9 @@ class _SumOfRows(torch.autograd.Function):
         num_tables = len(tables.rows)
         batch = (len(offsets) - 1) // num_tables
         out = torch.empty(batch, num_tables * tables.dim)
-        weights_at, starts, _, _, rows = tables.places()
+        places = tables.kernel.weights_host, tables.kernel.weights_offsets
         sizes = num_tables, tables.dim
-        lookups = address(ids), address(offsets), batch
-        bad = tables.library.sum_bags(weights_at, starts, rows, *sizes, *lookups, address(out))
+        bad = run(tables.library.sum_bags, *places, tables.rows, *sizes, ids, offsets, batch, out)
         if bad >= 0:  # loading has checked every id, so this is a defect: stop instead of training a wrong row
             raise IndexError(f"id {int(ids[bad])} at place {bad} of {len(ids)} is outside its table")
         ctx.tables, ctx.sizes = tables, (sizes, batch)
@@ -75,7 +73,7 @@ class _SumOfRows(torch.autograd.Function):
         tables, (sizes, batch) = ctx.tables, ctx.sizes
         ids, offsets = ctx.saved_tensors
         kernel = tables.kernel
-        lookups = address(ids), address(offsets), batch, address(grad.contiguous())
-        rate, eps = kernel.get_learning_rate(), kernel.optimizer_args.eps
-        tables.library.update_bags(*tables.places(), *sizes, *lookups, tables.rule, rate, eps)
+        places = kernel.weights_host, kernel.weights_offsets, *tables.state, tables.rows
+        rule = tables.rule, kernel.get_learning_rate(), kernel.optimizer_args.eps
+        run(tables.library.update_bags, *places, *sizes, ids, offsets, batch, grad.contiguous(), *rule)
         return None, None, None, None

@@ -21,7 +21,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recmill.config.sections import TablesOptim
 from recmill.errors import UserError
-from recmill.kernels.native import native
 from recmill.observe.run_dir import memory_bytes
 from recmill.training.native_tables import replace_lookup
 from recmill.training.plan import Machines, Request, make_plan
@@ -47,8 +46,13 @@ class _SequenceSharder(EmbeddingCollectionSharder):
         return super().sharding_types("cuda")
 
 
-def shard(network: nn.Module, request: Request, optimizer: TablesOptim, world: World) -> DistributedModelParallel:
-    """`network` has its tables on 'meta'; each rank gets memory for its own shards only. All ranks take part."""
+def shard(
+    network: nn.Module, request: Request, optimizer: TablesOptim, world: World, library: ctypes.CDLL | None = None
+) -> DistributedModelParallel:
+    """`network` has its tables on 'meta'; each rank gets memory for its own shards only. All ranks take part.
+
+    `library`: our kernels, for CPU.
+    """
     sharders = make_sharders(optimizer)
     plan = _plan_for_all(network, sharders, request, world)
     # One process has nobody to average gradients with.
@@ -57,7 +61,7 @@ def shard(network: nn.Module, request: Request, optimizer: TablesOptim, world: W
     )
     if world.device.type == "cpu":
         _mend_replicated_sequences(model)
-        if (library := native()) is not None:
+        if library is not None:
             _use_native(model, library, is_alone=world.size == 1)
     return model
 
