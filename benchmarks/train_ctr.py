@@ -6,16 +6,20 @@ torchrec_n   the same, one process per core, the same global batch
 plain        nn.EmbeddingBag(sparse=True) per table as in the original DLRM; batches are in memory before it starts
 ceiling      the step's matrix multiplications alone, at their shapes, with the allocator settings that ours has
 
-All use SGD, the fastest for every one of them. Contenders take turns, each in a new process; medians over rounds.
-`--growth` prints what a step costs as processes, batch and tables grow, ours alone.
+ours_torch   ours with `train.kernels = "torch"`: what it costs to have no C++ compiler
+
+All use SGD, the fastest for every one of them. All are started, then stand still (SIGSTOP) but for their turns of a few
+seconds; rates are medians over rounds, ratios medians of those of neighbouring turns. `--growth` prints what a step
+costs as processes, batch and tables grow, ours alone.
 """
 
 import argparse
 import json
 import os
-import resource
+import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,7 +31,8 @@ from typing import Any
 
 import numpy as np
 
-WARM_UP_SECONDS = 3.0
+from recmill.launch.local import _TUNING
+
 # Distinct ids of each column of Criteo 1TB as MLPerf counts them, before any cap.
 CARDINALITIES = (
     *(45_833_188, 36_746, 17_245, 7_413, 20_243, 3, 7_114, 1_441, 62, 29_275_261, 1_572_176, 345_138, 10),
@@ -73,54 +78,37 @@ def table_sizes(data: Path) -> list[int]:
     return [feature.rows for feature in about.sparse]
 
 
-def timed(step: Any, seconds: float, samples: int) -> float:
-    """Samples per second of step(), after a warm-up."""
-    end = time.perf_counter() + WARM_UP_SECONDS
-    while time.perf_counter() < end:
-        step()
-    started, steps = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds:
-        step()
-        steps += 1
-    return steps * samples / (time.perf_counter() - started)
+def forever(step: Any, times: Path) -> None:
+    """Notes when each step ended."""
+    with times.open("ab", buffering=0) as file:
+        while True:
+            step()
+            file.write(struct.pack("d", time.time()))
 
 
-def ours(shape: Shape, data: Path, seconds: float, procs: int = 1) -> float:
-    """From what the command itself logged: all reports but the first, which has the warm-up."""
+def run_config(shape: Shape, data: Path, **train: Any) -> dict[str, Any]:
+    return {
+        "data": {"path": str(data), "limit_val_batches": 1, "limit_test_batches": 1},
+        "model": {"name": "dlrm", "embedding_dim": shape.dim, "bottom_mlp": shape.bottom, "top_mlp": shape.top},
+        "optim": {"dense": {"name": "sgd", "lr": 0.01}, "tables": {"name": "sgd", "lr": 0.01}},
+        "train": {"device": "cpu", "global_batch_size": shape.batch, "num_epochs": 10**6, **train},
+        "eval": {"every_steps": 10**9},
+        "checkpoint": {"every_steps": 10**9},
+    }
+
+
+def ours(shape: Shape, data: Path, times: Path, kernels: str = "auto") -> None:
+    """The command itself, which notes every step in metrics.jsonl."""
     from recmill import train
 
-    def run_for(steps: int, log_every: int) -> list[dict[str, Any]]:
-        config: dict[str, Any] = {
-            "data": {"path": str(data), "limit_val_batches": 1, "limit_test_batches": 1},
-            "model": {
-                "name": "dlrm",
-                "embedding_dim": shape.dim,
-                "bottom_mlp": shape.bottom,
-                "top_mlp": shape.top,
-            },
-            "optim": {"dense": {"name": "sgd", "lr": 0.01}, "tables": {"name": "sgd", "lr": 0.01}},
-            "train": {
-                "device": "cpu",
-                "global_batch_size": shape.batch,
-                "num_epochs": 1000,
-                "max_steps": steps,
-                "log_every_steps": log_every,
-            },
-            "eval": {"every_steps": 10**9},
-            "checkpoint": {"every_steps": 10**9},
-        }
-        with tempfile.TemporaryDirectory(dir=data) as run:
-            train(config, run, procs=procs)
-            lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if line["split"] == "train"]
-
-    guess = run_for(12, 6)[-1]["samples_per_s"]
-    log_every = max(1, round(WARM_UP_SECONDS * guess / shape.batch))
-    reports = 1 + max(1, round(seconds / WARM_UP_SECONDS))
-    return statistics.harmonic_mean(line["samples_per_s"] for line in run_for(reports * log_every, log_every)[1:])
+    train(run_config(shape, data, log_every_steps=1, kernels=kernels), times)
 
 
-def torchrec(shape: Shape, data: Path, seconds: float) -> float:
+def ours_torch(shape: Shape, data: Path, times: Path) -> None:
+    ours(shape, data, times, "torch")
+
+
+def torchrec(shape: Shape, data: Path, times: Path) -> None:
     """As its example sets it up, but for the pipeline, which on CPU is slower than this loop."""
     import torch
     import torch.distributed as dist
@@ -182,26 +170,10 @@ def torchrec(shape: Shape, data: Path, seconds: float) -> float:
         loss.backward()
         optimizer.step()
 
-    if size == 1:
-        return timed(step, seconds, shape.batch)
-    steps = 3  # the ranks must agree on a number
-    for _ in range(steps):
-        step()
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    speed = torch.tensor([steps / (time.perf_counter() - started)])
-    dist.broadcast(speed, 0)
-    for _ in range(int(WARM_UP_SECONDS * speed)):
-        step()
-    steps = max(1, int(seconds * speed))
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return steps * shape.batch / (time.perf_counter() - started)
+    forever(step, times)
 
 
-def plain(shape: Shape, data: Path, seconds: float) -> float:
+def plain(shape: Shape, data: Path, times: Path) -> None:
     import torch
     from torch import nn
 
@@ -241,10 +213,10 @@ def plain(shape: Shape, data: Path, seconds: float) -> float:
         loss.backward()
         optimizer.step()
 
-    return timed(step, seconds, shape.batch)
+    forever(step, times)
 
 
-def ceiling(shape: Shape, data: Path, seconds: float) -> float:
+def ceiling(shape: Shape, data: Path, times: Path) -> None:
     """Each layer: output, gradient by weights, gradient by inputs (not by the features). Then the pairs' products."""
     import torch
 
@@ -269,49 +241,92 @@ def ceiling(shape: Shape, data: Path, seconds: float) -> float:
                 torch.mm(out, weight)
         torch.bmm(grad, stacked)
 
-    return timed(step, seconds, shape.batch)
+    forever(step, times)
 
 
-CONTENDERS = {"ours": ours, "torchrec_1": torchrec, "torchrec_n": torchrec, "plain": plain, "ceiling": ceiling}
+CONTENDERS: dict[str, Any] = {
+    "ours": ours,
+    "ours_torch": ours_torch,
+    "torchrec_1": torchrec,
+    "torchrec_n": torchrec,
+    "plain": plain,
+    "ceiling": ceiling,
+}
 
 
-def measure(name: str, shape: str, data: Path, seconds: float) -> dict[str, float]:
-    """In processes of its own. Each sees the environment that its users would have."""
-    from recmill.launch.local import _TUNING
+class Contender:
+    """Its processes, which stand still but for their turn: what the machine does meanwhile meets all alike."""
 
-    cores = len(os.sched_getaffinity(0))
-    size = cores if name == "torchrec_n" else 1
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    if name == "ours":
-        common = dict(os.environ)
-    else:
-        common |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": str(cores // size)}
-    if name == "ceiling":
-        common |= _TUNING
-    command = [sys.executable, __file__, "--only", name, "--shape", shape, "--data", str(data)]
-    command += ["--seconds", str(seconds)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=common | ({} if name == "ours" else {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    outputs = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        sys.exit(f"{name} failed: run it alone to see why:\nRANK=0 WORLD_SIZE=1 {' '.join(command)}")
-    found = [json.loads(output.splitlines()[-1]) for output in outputs]
-    return {"samples_per_s": found[0]["samples_per_s"], "peak_mb": sum(one["peak_mb"] for one in found)}
+    def __init__(self, name: str, shape: str, data: Path, folder: Path) -> None:
+        cores = len(os.sched_getaffinity(0))
+        size = cores if name == "torchrec_n" else 1
+        self.name, self.times = name, folder / name
+        environment = dict(os.environ)
+        if name == "ceiling":
+            environment = {**_TUNING, **environment}
+        if not name.startswith("ours"):
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", 0))
+                port = listener.getsockname()[1]
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            environment |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": str(cores // size)}
+        self.log = (folder / f"{name}.txt").open("wb")
+        command = [sys.executable, __file__, "--only", name, "--shape", shape, "--data", str(data)]
+        self.processes = [
+            subprocess.Popen(
+                [*command, "--times", str(self.times) if rank == 0 else os.devnull],
+                env=environment if name.startswith("ours") else {**environment, "RANK": str(rank)},
+                stdout=self.log,
+                stderr=self.log,
+            )
+            for rank in range(size)
+        ]
+
+    def ended(self) -> list[float]:
+        """When each step so far did."""
+        if not self.name.startswith("ours"):
+            whole = self.times.read_bytes() if self.times.is_file() else b""
+            return [value for (value,) in struct.iter_unpack("d", whole[: len(whole) // 8 * 8])]
+        metrics = self.times / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+        return [json.loads(line)["time"] for line in lines if line.endswith("\n")]
+
+    def wait(self) -> None:
+        """For the first steps."""
+        while len(self.ended()) < 5:
+            if any(process.poll() is not None for process in self.processes):
+                sys.exit(f"{self.name} failed:\n{Path(self.log.name).read_text()[-3000:]}")
+            time.sleep(0.2)
+
+    def turn(self, seconds: float) -> float:
+        """Steps per second. The step that the last turn cut in two is left out."""
+        self.signal(signal.SIGCONT)
+        started = time.time()
+        time.sleep(seconds)
+        self.signal(signal.SIGSTOP)
+        ended = [at for at in self.ended() if at >= started]
+        return (len(ended) - 1) / (ended[-1] - ended[0])
+
+    def peak_mb(self) -> float:
+        statuses = [Path(f"/proc/{pid}/status").read_text() for pid in self._pids()]
+        return sum(int(text.split("VmHWM:")[1].split()[0]) for text in statuses) / 1024
+
+    def signal(self, number: int) -> None:
+        for pid in self._pids():
+            os.kill(pid, number)
+
+    def _pids(self) -> list[int]:
+        """Ours starts workers."""
+        pids = [process.pid for process in self.processes if process.poll() is None]
+        for pid in pids:
+            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return pids
 
 
 def growth(folder: Path) -> dict[str, Any]:
     """Milliseconds per step, ours, DeepRec's layers."""
+    from recmill import train
+
     base = SHAPES["deeprec"]
     table: dict[str, Any] = {}
 
@@ -320,7 +335,12 @@ def growth(folder: Path) -> dict[str, Any]:
         if not data.exists():
             write_rows(data, 400_000, rows)
         shape = Shape(base.dim, base.bottom, base.top, batch)
-        table[label] = round(1000 * batch / ours(shape, data, 6, procs), 2)
+        steps = max(20, 200_000 // batch)
+        with tempfile.TemporaryDirectory(dir=folder) as run:
+            train(run_config(shape, data, log_every_steps=1, max_steps=steps), run, procs=procs)
+            lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+        rates = [line["samples_per_s"] for line in lines if line["split"] == "train"][steps // 4 :]
+        table[label] = round(1000 * batch / statistics.median(rates), 2)
         print(f"{label:45} {table[label]:8.2f} ms/step  {batch / table[label]:8.1f}k samples/s", flush=True)
 
     for procs in (1, 2):
@@ -331,42 +351,56 @@ def growth(folder: Path) -> dict[str, Any]:
     return table
 
 
+def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    shape = SHAPES[options.shape]
+    data = folder / "rows"
+    write_rows(data, 400_000, 200_000)
+    contenders: list[Contender] = []
+    rates: dict[str, list[float]] = {}
+    try:
+        for name in options.contenders.split(","):
+            contenders.append(Contender(name, options.shape, data, folder))
+            contenders[-1].wait()
+            contenders[-1].signal(signal.SIGSTOP)
+            rates[name] = []
+        for number in range(options.rounds):
+            for contender in contenders:
+                rates[contender.name].append(contender.turn(options.seconds) * shape.batch)
+            print(f"round {number + 1:2} ", *(f"{name} {found[-1]:,.0f}" for name, found in rates.items()), flush=True)
+        memory = {f"{contender.name}_peak_mb": round(contender.peak_mb()) for contender in contenders}
+    finally:
+        for contender in contenders:
+            contender.signal(signal.SIGKILL)
+    line: dict[str, Any] = {"benchmark": "train_ctr", "shape": options.shape, "batch": shape.batch}
+    line |= {name: round(statistics.median(found)) for name, found in rates.items()}
+
+    def times(other: str) -> float:
+        """Of neighbours in time, because the machine changes."""
+        return round(statistics.median(a / b for a, b in zip(rates["ours"], rates[other], strict=True)), 3)
+
+    line |= {f"ours_times_{name}": times(name) for name in rates if "ours" in rates and name != "ours"}
+    return line | memory
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="deeprec")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="some of them, separated by commas")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--times", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
-        rate = CONTENDERS[options.only](SHAPES[options.shape], options.data, options.seconds)
-        who = resource.RUSAGE_CHILDREN if options.only == "ours" else resource.RUSAGE_SELF
-        print(json.dumps({"samples_per_s": rate, "peak_mb": resource.getrusage(who).ru_maxrss / 1024}), flush=True)
-        os._exit(0)  # gloo may abort while it is torn down
+        CONTENDERS[options.only](SHAPES[options.shape], options.data, options.times)
+        return
     with tempfile.TemporaryDirectory() as folder:
         if options.growth:
             print(json.dumps({"benchmark": "train_ctr_growth", "ms_per_step": growth(Path(folder))}))
-            return
-        data = Path(folder) / "rows"
-        write_rows(data, 400_000, 200_000)
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in options.contenders.split(",")}
-        for number in range(options.rounds):
-            for name, results in found.items():
-                results.append(measure(name, options.shape, data, options.seconds))
-                print(f"round {number + 1}  {name:10}  {results[-1]['samples_per_s']:10,.0f} samples/s", flush=True)
-    rates = {name: statistics.median(r["samples_per_s"] for r in results) for name, results in found.items()}
-    memory = {f"{name}_peak_mb": round(max(r["peak_mb"] for r in results)) for name, results in found.items()}
-    line: dict[str, Any] = {"benchmark": "train_ctr", "shape": options.shape, "batch": SHAPES[options.shape].batch}
-    line |= {name: round(rate) for name, rate in rates.items()} | memory
-    peers = [rate for name, rate in rates.items() if name not in ("ours", "ceiling")]
-    if "ours" in rates and peers:
-        line["times_fastest_peer"] = round(rates["ours"] / max(peers), 3)
-    if "ours" in rates and "ceiling" in rates:
-        line["of_ceiling"] = round(rates["ours"] / rates["ceiling"], 3)
-    print(json.dumps(line))
+        else:
+            print(json.dumps(compare(options, Path(folder))))
 
 
 if __name__ == "__main__":

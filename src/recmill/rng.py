@@ -3,6 +3,8 @@
 So any process can make any part of a table, an epoch's order or a mask, and all agree, whatever the world size.
 """
 
+import math
+
 import numpy as np
 import xxhash
 
@@ -53,22 +55,37 @@ def uniform_floats(key: np.uint64, first: int, count: int, bound: float) -> np.n
 
 
 class Permutation:
-    """A permutation of range(size) that needs no memory: a Feistel network with cycle walking."""
+    """A permutation of range(size) that needs no memory: a Feistel network over the cells of an almost square field.
+
+    The field has at most 2 sqrt(size) + 1 cells too many; who lands on one of them walks on.
+    """
 
     def __init__(self, size: int, key: np.uint64) -> None:
         self.size = size
-        self._half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
-        self._mask = np.uint64((1 << int(self._half)) - 1)
+        side = math.isqrt(max(size - 1, 0)) + 1
+        self._sides = np.uint64(side), np.uint64(-(-size // side))
         self._keys = bits(key, np.arange(4, dtype=np.uint64))
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        rows = self._encrypt(positions.astype(np.uint64))
-        while len(outside := np.flatnonzero(rows >= self.size)):  # the domain is at most 4 x size
-            rows[outside] = self._encrypt(rows[outside])
-        return rows.astype(np.int64)
+        cells = self._encrypt(positions.astype(np.uint64))
+        while len(outside := np.flatnonzero(cells >= self.size)):
+            cells[outside] = self._encrypt(cells[outside])
+        return cells.astype(np.int64)
 
-    def _encrypt(self, x: np.ndarray) -> np.ndarray:
-        left, right = x >> self._half, x & self._mask
-        for key in self._keys:
-            left, right = right, left ^ (bits(key, right) & self._mask)
-        return (left << self._half) | right
+    def _encrypt(self, cells: np.ndarray) -> np.ndarray:
+        rows, columns = self._sides
+        row, column = np.divmod(cells, columns)
+        for key in self._keys[::2], self._keys[1::2]:
+            row = _moved(row, bits(key[0], column), rows)
+            column = _moved(column, bits(key[1], row), columns)
+        return row * columns + column
+
+
+def _moved(places: np.ndarray, random: np.ndarray, size: np.uint64) -> np.ndarray:
+    """By random steps around a ring of `size` < 2^32 places."""
+    random >>= np.uint64(32)
+    random *= size
+    random >>= np.uint64(32)
+    random += places
+    random -= size * (random >= size)
+    return random

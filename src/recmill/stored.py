@@ -34,6 +34,11 @@ class ClickRows:
         return ClickRows(self.dense[which], self.ids[which], self.labels[which])
 
 
+def _taken(array: np.ndarray, rows: np.ndarray | slice) -> np.ndarray:
+    """take() is 2 to 3 times faster than indexing."""
+    return array[rows] if isinstance(rows, slice) else np.asarray(array).take(rows, axis=0)
+
+
 class StoredDay:
     """Random access to the rows of one day. Ids come as rows of their tables; nothing is checked here."""
 
@@ -60,10 +65,9 @@ class StoredDay:
             parquet, span = self._parquet, rows.indices(self.rows) if isinstance(rows, slice) else None
             found = parquet.between(*span[:2]) if span else parquet.take(np.asarray(rows))
         else:
-            ids = [array[rows] for array in self._ids]
-            found = ClickRows(
-                self._dense[rows], ids[0] if len(ids) == 1 else np.concatenate(ids, axis=1), self._labels[rows][:, 0]
-            )
+            ids = [_taken(array, rows) for array in self._ids]
+            all_ids = ids[0] if len(ids) == 1 else np.concatenate(ids, axis=1)
+            found = ClickRows(_taken(self._dense, rows), all_ids, _taken(self._labels, rows)[:, 0])
         dense, ids_n = found.dense, found.ids
         if self.about.dense_stored == "plus-one":
             dense = np.log1p(dense)

@@ -73,6 +73,7 @@ class RunDirectory:
         return read_json(self.results)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
+        line = {**line, "time": round(time.time(), 3)}
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
