@@ -90,6 +90,7 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
         (schedule(name="step", step_size=2, decay_steps=5), "decay_steps has no meaning for"),
         (schedule(name="oneflow", decay_start_step=5), "without optim.schedule.decay_steps does nothing"),
         (schedule(name="oneflow", decay_steps=5, end_lr=0.02), "end_lr = 0.02 is above a learning rate, 0.001"),
+        ({**GOOD, "optim": {"dense": {"name": "sgd", "eps": 1e-8}}}, "optim.dense.eps has no meaning for"),
         ({**GOOD, "sharding": {"default": "column_wise"}}, "the run would depend on the number of processes"),
         (
             {**GOOD, "sharding": {"tables": {"C1": "grid"}}},

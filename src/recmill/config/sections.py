@@ -54,7 +54,16 @@ class DenseOptim(Section):
     name: Literal["adam", "adamw", "adagrad", "sgd"] = Field("adam", description="Optimizer of all dense layers.")
     lr: PositiveFloat = Field(0.001, description="Learning rate of the dense layers.")
     weight_decay: float = Field(0.0, ge=0.0, description="Weight decay of the dense layers.")
+    eps: float = Field(
+        0.0, ge=0.0, description="Added to the denominator; 0: torch's own (Adam 1e-8, Adagrad 1e-10). Not for SGD."
+    )
     clip_grad_norm: float = Field(0.0, ge=0.0, description="Largest norm of all dense gradients together; 0: any.")
+
+    @model_validator(mode="after")
+    def no_contradictions(self) -> "DenseOptim":
+        if self.eps and self.name == "sgd":
+            raise ValueError("optim.dense.eps has no meaning for optim.dense.name = 'sgd'. Remove it.")
+        return self
 
 
 class TablesOptim(Section):
