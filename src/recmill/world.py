@@ -41,6 +41,12 @@ class World:
         dist.all_reduce(total)
         return total.tolist()
 
+    def sum_counts(self, counts: np.ndarray) -> np.ndarray:
+        """int64 over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(torch.from_numpy(counts))
+        return counts
+
     def gather(self, value: T) -> list[T] | None:
         """One value per rank, in rank order, on rank 0; None elsewhere."""
         if self.size == 1:

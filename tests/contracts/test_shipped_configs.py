@@ -15,6 +15,7 @@ from recmill.config import RunSections, load_config
 from recmill.config.sections import Section
 from recmill.datasets.criteo_rules import Options
 from recmill.schema import ClicksDescription, SparseFeature
+from recmill.training.schedule import learning_rate
 
 REPO = Path(__file__).parents[2]
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
@@ -69,6 +70,31 @@ def test_its_network_builds_for_the_data_that_its_first_lines_prepare(file: Path
     tables = [value for key, value in network.state_dict().items() if key.startswith("tables.")]
     assert all(table.is_meta for table in tables)
     assert sorted(len(table) for table in tables) == sorted(sizes)
+
+
+def rates(name: str) -> dict[int, float]:
+    """At the first step, in warmup, at its end, at the start and half-way of the decay, and at the last step."""
+    optim = load_config(REPO / "configs" / "criteo_1tb" / name).run.optim
+    assert (optim.tables.lr, optim.tables.name) == (optim.dense.lr, optim.dense.name)
+    steps = (0, 1375, 2750, 49_315, 63_201, 74_999)
+    return {step: learning_rate(optim.schedule, optim.dense.lr, step) for step in steps}
+
+
+def test_the_first_mlperf_dlrm_has_the_published_rates() -> None:
+    """24 at batch 55,296: a line over 2,750 steps, and the square of a line over 27,772 from 49,315 on."""
+    found = rates("dlrm_mlperf.toml")
+    assert found[0] == 0
+    assert (found[1375], found[2750], found[49_315], found[63_201]) == pytest.approx((12, 24, 24, 6))
+    assert found[74_999] == pytest.approx(24 * (2088 / 27_772) ** 2)  # 2,088 of them are left
+    train = load_config(REPO / "configs" / "criteo_1tb" / "dlrm_mlperf.toml").run.train
+    assert 4_195_197_692 / train.global_batch_size * 0.98 < train.max_steps < 4_195_197_692 / train.global_batch_size
+
+
+def test_the_second_mlperf_dlrm_has_the_published_rate_and_target() -> None:
+    assert set(rates("dcnv2_mlperf_v2.toml").values()) == {0.004}
+    run = load_config(REPO / "configs" / "criteo_1tb" / "dcnv2_mlperf_v2.toml").run
+    assert (run.optim.dense.name, run.optim.dense.eps, run.optim.tables.eps) == ("adagrad", 1e-8, 1e-8)
+    assert (run.train.global_batch_size, run.eval.target_auroc) == (65_536, 0.80275)
 
 
 def documented(section: type[Section], prefix: str) -> list[str]:

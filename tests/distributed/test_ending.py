@@ -1,13 +1,15 @@
 """When training ends, what is validated on the way, and which checkpoint is the best."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from recmill import evaluate, train
-from recmill.errors import CheckpointError, ConfigError
+from recmill import evaluate, prepare, train
+from recmill.errors import CheckpointError, ConfigError, DataError, UserError
 
 from .runs import loss_by_step, metric_lines
 
@@ -94,3 +96,40 @@ def test_batches_of_one_row_and_so_of_one_class_train_on_two_processes(dlrm: Con
     train(dlrm, tmp_path / "one", overrides=keys)
     assert list(loss_by_step(tmp_path / "two")) == [1, 2, 3, 4]
     assert loss_by_step(tmp_path / "two") == pytest.approx(loss_by_step(tmp_path / "one"), rel=2e-5)
+
+
+def test_more_processes_than_rows_train_validate_and_test(dlrm: Config, tmp_path: Path) -> None:
+    """2 rows for training, 1 for validation and 1 for the test: each a set of one class, without an AUROC."""
+    prepare("synthetic-clicks", tmp_path / "d", rows=4, days=2, dense=3, tables=[5, 50])
+    keys = [f"data.path={tmp_path / 'd'}", "train.num_epochs=3", "eval.patience=2", "checkpoint.keep_best=true"]
+    three = train(dlrm, tmp_path / "three", procs=3, overrides=[*keys, "eval.every_steps=1"])
+    one = train(dlrm, tmp_path / "one", overrides=[*keys, "eval.every_steps=1"])
+    assert three["test"]["auroc"] == one["test"]["auroc"] == "undefined"
+    assert (three["val"]["rows"], three["test"]["rows"]) == (1, 1)
+    assert three["test"]["logloss"] == pytest.approx(one["test"]["logloss"], rel=2e-5)
+    assert loss_by_step(tmp_path / "three") == pytest.approx(loss_by_step(tmp_path / "one"), rel=2e-5)
+    assert (status(tmp_path / "three")["step"], status(tmp_path / "three")["best"]) == (2, None)
+
+
+def test_a_value_that_is_bad_for_one_of_two_processes_ends_both_with_one_error(
+    dlrm: Config, clicks: Path, tmp_path: Path
+) -> None:
+    """NaN in a row of the test, which comes last: the checkpoints before it stay."""
+    copy = Path(shutil.copytree(clicks, tmp_path / "copy"))
+    dense = np.load(copy / "day_3_dense.npy", mmap_mode="r+")
+    dense[-1, 0] = np.nan
+    dense.flush()
+    keys = [f"data.path={copy}", "eval.every_steps=100"]
+    with pytest.raises(DataError, match=rf"day_3_dense.npy: row {len(dense) - 1}, column I1: nan is not a number"):
+        train(dlrm, tmp_path / "run", procs=2, overrides=keys)
+    assert status(tmp_path / "run")["state"] == "failed"
+    assert (tmp_path / "run" / "checkpoints" / "step-00000013" / "MANIFEST.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["adam", "adagrad", "sgd"])
+def test_a_learning_rate_that_is_far_too_high_is_one_error(name: str, dlrm: Config, tmp_path: Path) -> None:
+    tables = "rowwise_adagrad" if name == "adam" else name
+    dlrm["optim"] = {"dense": {"name": name, "lr": 1e30}, "tables": {"name": tables, "lr": 1e30}}
+    with pytest.raises(UserError, match=r"no longer a finite number from step \d on.* Train again with lower"):
+        train(dlrm, tmp_path / "run")
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))

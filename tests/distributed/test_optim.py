@@ -102,8 +102,11 @@ OPTIMIZERS: dict[str, tuple[Config, Make, Make]] = {
         lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-8),
     ),
     "adamw, sgd": (
-        {"dense": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}, "tables": {"name": "sgd", "lr": 1.0}},
-        lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=False),
+        {
+            "dense": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 0.02},
+            "tables": {"name": "sgd", "lr": 1.0},
+        },
+        lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, eps=0.02, fused=False),
         lambda p: torch.optim.SGD(p, lr=1.0),
     ),
     "adagrad, rowwise_adagrad": (

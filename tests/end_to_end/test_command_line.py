@@ -150,7 +150,7 @@ def test_a_model_on_the_wrong_kind_of_data_is_a_config_error(
     assert_one_clear_error(done, 2, "model 'dlrm' learns from clicks", "holds histories")
 
 
-@pytest.mark.parametrize("damage", ["no description", "truncated", "one past its table"])
+@pytest.mark.parametrize("damage", ["no description", "truncated", "one past its table", "infinite", "one label"])
 def test_bad_data_is_one_clear_error(
     damage: str, run_cli: RunCli, dlrm: dict[str, Any], clicks: Path, tmp_path: Path
 ) -> None:
@@ -160,15 +160,22 @@ def test_bad_data_is_one_clear_error(
         "no description": "no dataset.json",
         "truncated": "day_0_sparse.npy: 8,127 bytes, expected 8,128",
         "one past its table": f"{file}: row 42, column C4: id 2000 is not in 0..1999",
+        "infinite": f"{copy / 'day_0_dense.npy'}: row 42, column I2: -inf is not a number",
+        "one label": f"{copy / 'day_0_labels.npy'}: row 42: label -1 is neither 0 nor 1",
     }
     if damage == "no description":
         (copy / "dataset.json").unlink()
     elif damage == "truncated":
         os.truncate(file, file.stat().st_size - 1)
     else:
-        ids = np.load(file, mmap_mode="r+")
-        ids[42, 3] = 2000
-        ids.flush()
+        part, column, value = {
+            "one past its table": ("sparse", 3, 2000),
+            "infinite": ("dense", 1, -np.inf),
+            "one label": ("labels", 0, -1),
+        }[damage]
+        values = np.load(copy / f"day_0_{part}.npy", mmap_mode="r+")
+        values[42, column] = value
+        values.flush()
     config = write_config(tmp_path, {**dlrm, "data": {"path": str(copy)}})
     assert_one_clear_error(run_cli("train", config, "--run", "r"), 3, facts[damage])
     assert not (tmp_path / "r" / "results.json").exists()

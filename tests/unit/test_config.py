@@ -97,6 +97,7 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
             {**GOOD, "train": {"loss_scale": 8, "precision": "bfloat16"}},
             "train.precision = 'bfloat16', whose gradients do not vanish. Remove it, or use 'float16'.",
         ),
+        ({**GOOD, "optim": {"dense": {"name": "sgd", "eps": 1e-8}}}, "optim.dense.eps has no meaning for"),
         ({**GOOD, "sharding": {"default": "column_wise"}}, "the run would depend on the number of processes"),
         (
             {**GOOD, "sharding": {"tables": {"C1": "grid"}}},

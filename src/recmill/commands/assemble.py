@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from recmill import registry
 from recmill.config import Config, load_config
-from recmill.errors import CheckpointError, ConfigError, DataError
-from recmill.observe.run_dir import RunDirectory
+from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
+from recmill.observe.run_dir import RunDirectory, memory_bytes
 from recmill.schema import SPLITS, Dataset, TableSpec, open_dataset
 
 if TYPE_CHECKING:
@@ -32,7 +32,33 @@ def open_matching_dataset(config: Config, verify: Any = "sizes") -> Dataset:
                 "Prepare it again with --last-day val-first or --val-fraction."
             )
     _check_sharded_names(config, dataset)
+    if config.run.data.multi_hot.sizes:
+        _check_multi_hot(config, dataset)
     return dataset
+
+
+def _check_multi_hot(config: Config, dataset: Dataset) -> None:
+    about, sizes = dataset.about, config.run.data.multi_hot.sizes
+    if about.kind != "clicks":
+        raise ConfigError("'data.multi_hot' is for clicks, and these are histories. Remove it.")
+    if about.multi_hot:
+        raise ConfigError(f"'data.multi_hot.sizes': {dataset.path} holds several ids per row already. Remove it.")
+    if len(sizes) not in (1, len(about.sparse)):
+        names = f"{about.sparse[0].name} to {about.sparse[-1].name}"
+        raise ConfigError(
+            f"'data.multi_hot.sizes': {len(sizes)} numbers for {len(about.sparse)} features, {names}. "
+            "Give one for each, or one for all."
+        )
+    rows = [feature.rows for feature in about.sparse]
+    if max(rows) > 2**31:
+        raise ConfigError("'data.multi_hot' makes 32-bit ids, and a table has more rows than that. Remove it.")
+    ids_per_row = config.run.data.multi_hot.ids_per_row(rows)
+    needed = sum(4 * count * ids for count, ids in zip(rows, ids_per_row, strict=True) if ids > 1)
+    if needed > memory_bytes():
+        raise ResourceError(
+            f"'data.multi_hot': every process keeps {needed / 1e9:,.1f} GB of ids that go together, and this machine "
+            f"has {memory_bytes() / 1e9:,.1f} GB. Store them with the data: recmill prepare criteo --multi-hot."
+        )
 
 
 def _check_sharded_names(config: Config, dataset: Dataset) -> None:
@@ -75,11 +101,22 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> Any:
     if dataset.about.kind == "clicks":
         from recmill.data.clicks import ClickSource
 
-        return ClickSource(dataset, **common)
+        return ClickSource(dataset, multi_hot=_multi_hot(config, dataset), **common)
     from recmill.data.histories import HistorySource, Masking
 
     masking = Masking(**model_module(config).masking(config.model))
     return HistorySource(dataset, masking=masking, protocols=list(run.eval.protocols), **common)
+
+
+def _multi_hot(config: Config, dataset: Dataset) -> Any:
+    from recmill.data.multi_hot import MultiHot
+
+    asked_for = config.run.data.multi_hot
+    if not asked_for.sizes:
+        return None
+    assert dataset.about.kind == "clicks"
+    rows = [feature.rows for feature in dataset.about.sparse]
+    return MultiHot(rows, asked_for.ids_per_row(rows), asked_for.distribution, asked_for.seed)
 
 
 def build_sharded(config: Config, dataset: Dataset, world: "World") -> Any:
@@ -112,6 +149,8 @@ def _ids_per_row(config: Config, dataset: Dataset, tables: list[TableSpec]) -> d
     if dataset.about.kind == "clicks":
         features = dataset.about.sparse
         multi_hot = dataset.about.multi_hot or [1] * len(features)
+        if config.run.data.multi_hot.sizes:
+            multi_hot = config.run.data.multi_hot.ids_per_row([feature.rows for feature in features])
         return {feature.name: ids for feature, ids in zip(features, multi_hot, strict=True)}
     max_length = model_module(config).masking(config.model)["max_length"]
     return {table.feature: max_length for table in tables}

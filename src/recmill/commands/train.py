@@ -24,6 +24,7 @@ from recmill.observe.run_dir import RunDirectory, environment, write_json, write
 from recmill.schema import Dataset
 
 if TYPE_CHECKING:
+    from recmill.training.checkpoint import Position
     from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,8 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
 
     # The results
     report("test", at)
+    if config.run.data.multi_hot.collect_frequencies:
+        _write_frequencies(run, source, at, world)
     if world.is_main:
         write_json(run.results, results)
         seconds = round(time.monotonic() - started, 1)
@@ -178,6 +181,15 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
         run.write_status("done", step=at.step, end=end, **best, seconds=seconds, dataset=dataset.fingerprint)
         log.info("the end at step %s: %s", f"{at.step:,}", end)
     return results
+
+
+def _write_frequencies(run: RunDirectory, source: Any, at: "Position", world: "World") -> None:
+    """How often each id was trained on: by feature, [table rows], before and after companions came to it."""
+    import numpy as np
+
+    counts = [world.sum_counts(part) for part in source.id_counts(at.epoch, at.batch)]
+    if world.is_main:
+        np.savez_compressed(run.path / "frequencies.npz", **source.frequencies(counts))
 
 
 def short(values: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "data.limit_val_batches",
         "data.limit_test_batches",
         "data.prefetch",
+        "data.multi_hot.collect_frequencies",
         "tables.store",
         "sharding",
         "train.device",

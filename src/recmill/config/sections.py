@@ -12,6 +12,31 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class MultiHotSection(Section):
+    sizes: list[PositiveInt] = Field(
+        [], description="Ids of a row by feature, or one number for all: others are added to its one. Empty: none."
+    )
+    distribution: Literal["uniform", "pareto"] = Field("uniform", description="Of the ids that are added.")
+    min_table_size: NonNegativeInt = Field(0, description="Features of smaller tables keep their one id.")
+    seed: NonNegativeInt = Field(0, lt=2**32, description="Which ids go together: 0 is the DLRM reference's.")
+    collect_frequencies: bool = Field(
+        False, description="At the end, write how often each id was trained on to frequencies.npz."
+    )
+
+    def ids_per_row(self, table_rows: list[int]) -> list[int]:
+        """By feature."""
+        sizes = self.sizes * len(table_rows) if len(self.sizes) == 1 else self.sizes
+        return [s if rows >= self.min_table_size else 1 for s, rows in zip(sizes, table_rows, strict=True)]
+
+    @model_validator(mode="after")
+    def no_contradictions(self) -> "MultiHotSection":
+        fields = type(self).model_fields
+        useless = [key for key in fields if getattr(self, key) != fields[key].default]
+        if useless and not self.sizes:
+            raise ValueError(f"data.multi_hot.{useless[0]} without data.multi_hot.sizes does nothing. Set both.")
+        return self
+
+
 class DataSection(Section):
     path: str = Field(description="The prepared dataset's directory (as given: relative to where you are).")
     order: Literal["shuffled", "file", "batch"] = Field(
@@ -23,6 +48,7 @@ class DataSection(Section):
     limit_val_batches: NonNegativeInt = Field(0, description="Validate on the first so many global batches; 0: all.")
     limit_test_batches: NonNegativeInt = Field(0, description="Test on the first so many global batches; 0: all.")
     prefetch: NonNegativeInt = Field(2, le=64, description="Batches prepared ahead, in the background; 0: none.")
+    multi_hot: MultiHotSection = MultiHotSection()
 
 
 class TablesSection(Section):
@@ -54,7 +80,16 @@ class DenseOptim(Section):
     name: Literal["adam", "adamw", "adagrad", "sgd"] = Field("adam", description="Optimizer of all dense layers.")
     lr: PositiveFloat = Field(0.001, description="Learning rate of the dense layers.")
     weight_decay: float = Field(0.0, ge=0.0, description="Weight decay of the dense layers.")
+    eps: float = Field(
+        0.0, ge=0.0, description="Added to the denominator; 0: torch's own (Adam 1e-8, Adagrad 1e-10). Not for SGD."
+    )
     clip_grad_norm: float = Field(0.0, ge=0.0, description="Largest norm of all dense gradients together; 0: any.")
+
+    @model_validator(mode="after")
+    def no_contradictions(self) -> "DenseOptim":
+        if self.eps and self.name == "sgd":
+            raise ValueError("optim.dense.eps has no meaning for optim.dense.name = 'sgd'. Remove it.")
+        return self
 
 
 class TablesOptim(Section):

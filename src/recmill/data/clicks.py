@@ -1,7 +1,7 @@
 """Prepared click logs -> this rank's CtrBatches, straight from the files."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill import rng
 from recmill.batch import CtrBatch
+from recmill.data.multi_hot import MultiHot
 from recmill.data.share import EVERYTHING, Limits, Share, mixed_within_batches, num_batches, shares
 from recmill.errors import DataError
 from recmill.schema import MAX_TABLE_ROWS, ClicksDescription, Dataset, RowRange
@@ -136,6 +137,7 @@ class ClickSource:
         rank: int,
         size: int,
         limits: Limits = EVERYTHING,
+        multi_hot: MultiHot | None = None,
     ) -> None:
         self._dataset, self._order, self._seed, self._limits = dataset, order, seed, limits
         self._train_batch_size, self._eval_batch_size = train_batch_size, eval_batch_size
@@ -147,7 +149,8 @@ class ClickSource:
                 "Prepare the dataset with --table-size as well."
             )
         self._features = [feature.name for feature in dataset.about.sparse]
-        self._multi_hot = dataset.about.multi_hot or [1] * len(self._features)
+        self._made = multi_hot
+        self._multi_hot = multi_hot.sizes if multi_hot else dataset.about.multi_hot or [1] * len(self._features)
         self._permutation = WindowedOrder if dataset.about.layout == "parquet" else rng.Permutation
         self._layouts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._train = SplitRows(dataset, "train")
@@ -159,6 +162,11 @@ class ClickSource:
 
     def train_batches(self, epoch: int, first: int) -> Iterator[CtrBatch]:
         """Batch `first` and all after it; the order depends on the seed and the epoch alone."""
+        for share, chosen in self._train_shares(epoch, first):
+            yield self._batch(self._train, share, chosen)
+
+    def _train_shares(self, epoch: int, first: int) -> Iterator[tuple[Share, np.ndarray]]:
+        """And the rows at its positions."""
         rows, batch_size = self._train, self._train_batch_size
         permutation = self._permutation(len(rows), rng.stream_key(self._seed, "order", epoch))
         for share in shares(self.samples_per_epoch, batch_size, first, self._rank, self._size):
@@ -169,7 +177,29 @@ class ClickSource:
                 chosen = mixed_within_batches(
                     chosen, self.samples_per_epoch, batch_size, self._seed, "within batch", epoch
                 )
-            yield self._batch(rows, share, chosen)
+            yield share, chosen
+
+    def id_counts(self, epoch: int, batch: int) -> list[np.ndarray]:
+        """By feature, int64 [table rows]: how often each stored id is in this rank's batches before that one.
+
+        They are read again for it: so neither batches prepared ahead nor an interrupted run can spoil the numbers.
+        """
+        assert isinstance(self._dataset.about, ClicksDescription)
+        counts = [np.zeros(feature.rows, dtype=np.int64) for feature in self._dataset.about.sparse]
+        for passed in range(epoch + 1):
+            for share, chosen in islice(self._train_shares(passed, 0), batch if passed == epoch else None):
+                if share.num_real:
+                    for count, ids in zip(counts, self._train.take(chosen[: share.num_real]).ids.T, strict=True):
+                        np.add.at(count, ids, 1)
+        return counts
+
+    def frequencies(self, counts: list[np.ndarray]) -> dict[str, np.ndarray]:
+        """`id_counts` of all ranks, and what they become by multi-hot."""
+        assert self._made
+        named: dict[str, np.ndarray] = {}
+        for index, (name, count) in enumerate(zip(self._features, counts, strict=True)):
+            named |= {f"{name}.before": count, f"{name}.after": self._made.counts_after(index, count)}
+        return named
 
     def eval_batches(self, split: str) -> Iterator[CtrBatch]:
         rows, samples = self._eval_rows(split)
@@ -192,8 +222,9 @@ class ClickSource:
             values.reshape(-1, count)[:] = found.ids.T
         else:
             ends = np.cumsum(self._multi_hot)
-            for end, hot in zip(ends, self._multi_hot, strict=True):
-                values[(end - hot) * count : end * count].reshape(count, hot)[:] = found.ids[:, end - hot : end]
+            for feature, (end, hot) in enumerate(zip(ends, self._multi_hot, strict=True)):
+                ids = self._made.of(feature, found.ids[:, feature]) if self._made else found.ids[:, end - hot : end]
+                values[(end - hot) * count : end * count].reshape(count, hot)[:] = ids
         lengths, offsets = self._layout(count)
         sparse = KeyedJaggedTensor(
             keys=self._features,

@@ -1,40 +1,15 @@
-"""Several ids per row and feature, made from one: a fixed table per feature says which others go with an id.
-
-The tables equal those of the DLRM reference for one seed: its random stream, drawn feature after feature.
-"""
+"""Stored multi-hot ids: tables of companions as files, and what they make of one-hot ids."""
 
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.lib import format as npy_format
 
+from recmill.companions import companions
 from recmill.datasets.writing import NpyWriter
 
-_DRAWN_AT_ONCE = 1 << 22
 _ROWS_AT_ONCE = 1 << 17
-
-
-def companions(rows: list[int], sizes: list[int], distribution: str, seed: int) -> Iterator[Iterator[np.ndarray]]:
-    """For each feature the blocks of its table [rows, size] int32: an id itself, then those that go with it."""
-    stream = np.random.RandomState(seed)  # the legacy stream is part of the published recipe
-
-    def blocks(count: int, size: int) -> Iterator[np.ndarray]:
-        drawn: np.ndarray
-        step = max(_DRAWN_AT_ONCE // size, 1)
-        for start in range(0, count, step):
-            shape = (min(step, count - start), size - 1)
-            if distribution == "uniform":
-                drawn = stream.randint(0, count, size=shape)
-            else:
-                with np.errstate(invalid="ignore"):  # far values overflow int32, as they do in the reference
-                    drawn = stream.pareto(a=0.25, size=shape).astype(np.int32) % count
-            own = np.arange(start, start + shape[0])[:, None]
-            yield np.concatenate([own, drawn], axis=1).astype(np.int32)
-
-    for count, size in zip(rows, sizes, strict=True):
-        yield blocks(count, size)
 
 
 def companion_paths(directory: Path, features: int) -> list[Path]:

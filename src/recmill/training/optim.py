@@ -28,9 +28,10 @@ def build_optimizer(model: DistributedModelParallel, settings: OptimSection) -> 
     make = _DENSE[dense.name]
     # One pass over all parameters: 3.5 (SGD) to 9 (Adam) times faster on CPU. Adagrad has it for CPU alone.
     is_fused = dense.name != "adagrad" or next(iter(parameters.values())).device.type == "cpu"
-    wrapped = KeyedOptimizerWrapper(
-        parameters, lambda params: make(params, lr=dense.lr, weight_decay=dense.weight_decay, fused=is_fused)
-    )
+    options: dict[str, Any] = {"lr": dense.lr, "weight_decay": dense.weight_decay, "fused": is_fused}
+    if dense.eps:
+        options["eps"] = dense.eps
+    wrapped = KeyedOptimizerWrapper(parameters, lambda params: make(params, **options))
     tables = [("tables", ReplicatedTables(replicated, settings.tables))] if replicated else []
     return CombinedOptimizer([("tables", model.fused_optimizer), *tables, ("dense", wrapped)])
 
