@@ -55,13 +55,13 @@ def logistic_regression(path: Path) -> float:
     return float(max(by_val)[1])
 
 
-def stopped_early(path: Path, run: Path) -> float:
+def stopped_early(path: Path, run: Path, seed: int) -> float:
     """AUROC on test of the step that was best on val."""
     config = {
         "data": {"path": str(path)},
-        "model": MODEL,
-        "optim": {"dense": {"name": "adam", "lr": 0.002}, "tables": {"name": "rowwise_adagrad", "lr": 0.05}},
-        "train": {"device": "cpu", "global_batch_size": 64, "num_epochs": 30, "log_every_steps": 1000},
+        "model": {"name": "dlrm", "bottom_mlp": [64, 16], "top_mlp": [64, 32], "table_init_scale": 0.01},
+        "optim": {"dense": {"name": "adam", "lr": 0.002}, "tables": {"name": "rowwise_adagrad", "lr": 0.02}},
+        "train": {"device": "cpu", "global_batch_size": 64, "num_epochs": 60, "log_every_steps": 1000, "seed": seed},
         "eval": {"every_steps": 25, "patience": 8},
         "checkpoint": {"keep_best": True, "every_steps": 100_000},
     }
@@ -70,7 +70,7 @@ def stopped_early(path: Path, run: Path) -> float:
     return evaluate(run, checkpoint="best")["auroc"]
 
 
-def test_dlrm_keeps_up_with_logistic_regression_on_ten_thousand_real_rows(tmp_path: Path) -> None:
+def test_dlrm_beats_logistic_regression_on_ten_thousand_real_rows(tmp_path: Path) -> None:
     """Each fifth of the log is the test once, and the fifth before it validation. Few rows: two standard errors of an
     AUROC over 10,000 rows are 0.013."""
     if not REAL_LOG.is_file():
@@ -81,10 +81,10 @@ def test_dlrm_keeps_up_with_logistic_regression_on_ten_thousand_real_rows(tmp_pa
         at = tmp_path / str(fifth)
         at.mkdir()
         (at / "train.txt").write_text("".join(lines[2000 * fifth :] + lines[: 2000 * fifth]), encoding="utf-8")
-        prepare("criteo", at / "d", input=at / "train.txt", min_frequency=10, val_fraction=0.2)
-        ours.append(stopped_early(at / "d", at / "run"))
+        prepare("criteo", at / "d", input=at / "train.txt", min_frequency=30, val_fraction=0.2)
+        ours.append(np.mean([stopped_early(at / "d", at / f"run-{seed}", seed) for seed in (1, 2)]))
         theirs.append(logistic_regression(at / "d"))
     log.info("DLRM %s, mean %.4f", np.round(ours, 4), np.mean(ours))
     log.info("logistic regression %s, mean %.4f", np.round(theirs, 4), np.mean(theirs))
     assert min(ours) > 0.7
-    assert np.mean(ours) > np.mean(theirs) - 0.01
+    assert np.mean(ours) > np.mean(theirs)

@@ -1,6 +1,6 @@
 """What the click models declare alike: their tables, and the MLPs below and above their interaction. No plug-in."""
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from recmill.config.sections import Section
 from recmill.schema import ClicksDescription, TableSpec
@@ -8,6 +8,9 @@ from recmill.schema import ClicksDescription, TableSpec
 
 class ClickModelConfig(Section):
     embedding_dim: PositiveInt = Field(16, multiple_of=4, description="Width of every table; a multiple of 4.")
+    table_init_scale: PositiveFloat = Field(
+        1.0, description="Table rows start uniform in +-scale / sqrt(rows); less than 1 for few samples."
+    )
     bottom_mlp: list[PositiveInt] = Field(
         [64, 16], min_length=1, description="Layers over the dense features; the last equals embedding_dim."
     )
@@ -31,8 +34,9 @@ class ClickModelConfig(Section):
 
 
 def tables(config: ClickModelConfig, about: ClicksDescription) -> list[TableSpec]:
-    """One per sparse feature, uniform in +-sqrt(1/rows) as in the original DLRM."""
+    """One per sparse feature; by default uniform in +-sqrt(1/rows) as in the original DLRM."""
+    bounds = [config.table_init_scale * feature.rows**-0.5 for feature in about.sparse]
     return [
-        TableSpec(f"table_{feature.name}", feature.name, feature.rows, config.embedding_dim, feature.rows**-0.5)
-        for feature in about.sparse
+        TableSpec(f"table_{feature.name}", feature.name, feature.rows, config.embedding_dim, bound)
+        for feature, bound in zip(about.sparse, bounds, strict=True)
     ]
