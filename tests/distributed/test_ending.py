@@ -75,7 +75,7 @@ def test_patience_ends_a_run_that_gets_worse_and_the_best_checkpoint_stays(
 
 def test_a_best_that_was_not_kept_is_not_replaced_by_another(dlrm: Config, tmp_path: Path) -> None:
     dlrm["optim"] = {"dense": {"name": "sgd", "lr": 30.0}, "tables": {"name": "sgd", "lr": 30.0}}
-    dlrm["train"]["max_steps"] = 4
+    dlrm["train"] |= {"max_steps": 4, "seed": 3}
     dlrm["eval"]["every_steps"] = 2
     train(dlrm, tmp_path / "run")
     found = validations(tmp_path / "run")

@@ -46,7 +46,7 @@ def _compiled_or_none() -> ctypes.CDLL | None:
         except OSError as error:
             problem = str(error)
     log.warning(
-        "our own CPU kernels cannot be used here: %s. Training works, but steps of click models take 1.3 to 1.6 times "
+        "our own CPU kernels cannot be used here: %s. Training works, but steps of click models take 1.2 to 1.3 times "
         "as long. Install g++ (Debian: apt-get install g++).",
         problem,
     )
