@@ -208,3 +208,15 @@ def test_processes_that_compile_at_once_all_get_it(tmp_path: Path) -> None:
     assert [worker.wait(120) for worker in workers] == [0, 0, 0]
     (kept,) = (tmp_path / ".cache" / "recmill").iterdir()
     assert kept.suffix == ".so"
+
+
+def test_a_table_without_rows_and_bags_without_ids_are_no_trouble(library: ctypes.CDLL) -> None:
+    """A rank may hold none of a table's rows."""
+    specs = [(rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in (0, 5)]
+    group = SplitTableBatchedEmbeddingBagsCodegen(specs, optimizer=EmbOptimType.EXACT_SGD, learning_rate=1.0)
+    group.weights_host.data.fill_(2.0)
+    replace_lookup(group, library)
+    out = group(torch.tensor([3, 3]), torch.tensor([0, 0, 0, 0, 2]))
+    assert out.tolist() == [[0.0] * 8, [0.0] * 4 + [4.0] * 4]
+    out.sum().backward()
+    assert group.weights_host.view(5, 4)[:, 0].tolist() == [2.0, 2.0, 2.0, 0.0, 2.0]

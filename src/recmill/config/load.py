@@ -25,6 +25,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "tables.store",
         "sharding",
         "train.device",
+        "train.kernels",
         "train.num_epochs",
         "train.max_steps",
         "train.log_every_steps",

@@ -46,6 +46,7 @@ struct Lookup {
 
 // Stable, by row; `spare` is as long. 11 bits at a time: three passes sort two billion rows.
 void sort_by_row(Lookup* lookups, Lookup* spare, int64_t count, int64_t rows) {
+    if (count < 2) return;  // and a table may have no rows at all
     constexpr int kBits = 11;
     Lookup *from = lookups, *to = spare;
     for (int shift = 0; (rows - 1) >> shift; shift += kBits) {
