@@ -67,6 +67,13 @@ def bert4rec(histories: Path) -> Config:
 
 
 @pytest.fixture
+def sasrec(bert4rec: Config) -> Config:
+    """With all that it can have."""
+    model = {"name": "sasrec", "head": "tied", "label_smoothing": 0.1}
+    return bert4rec | {"model": bert4rec["model"] | model}
+
+
+@pytest.fixture
 def run_cli(tmp_path: Path) -> RunCli:
     """The installed command, in a directory of its own."""
 

@@ -61,7 +61,8 @@ class SequenceBatch(_OnDevice):
     row_keys_B: Tensor
 
     def inputs(self) -> tuple[Any, ...]:
-        return self.tokens_BT, self.queries_M, self.row_keys_B
+        """The network makes the loss as well: it never holds the logits of all queries."""
+        return self.tokens_BT, self.queries_M, self.row_keys_B, self.answers_M, self.weights_M
 
     def weight(self) -> float:
         return float(self.weights_M.sum())
@@ -77,3 +78,6 @@ class RankingBatch(SequenceBatch):
     seen_rows: Tensor
     seen_items: Tensor
     negatives_BC: Tensor
+
+    def inputs(self) -> tuple[Any, ...]:
+        return self.tokens_BT, self.queries_M, self.row_keys_B

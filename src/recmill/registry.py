@@ -12,6 +12,7 @@ MODELS = {
     "dcnv2": "recmill.models.dcnv2",
     "projection": "recmill.models.projection",
     "bert4rec": "recmill.models.bert4rec",
+    "sasrec": "recmill.models.sasrec",
 }
 DATASETS = {
     "criteo": "recmill.datasets.criteo",

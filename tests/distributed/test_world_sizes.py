@@ -14,7 +14,7 @@ from recmill.schema import TableSpec, open_dataset
 from .runs import assert_same_run, losses
 
 
-@pytest.mark.parametrize("model", ["dlrm", "bert4rec"])
+@pytest.mark.parametrize("model", ["dlrm", "bert4rec", "sasrec"])
 def test_one_two_and_three_processes_give_the_same_losses_and_metrics(
     model: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -40,6 +40,8 @@ def test_one_two_and_three_processes_give_the_same_losses_and_metrics(
         ("dcnv2", "row_wise"),
         ("projection", "row_wise"),
         ("bert4rec", "row_wise"),
+        ("sasrec", "row_wise"),
+        ("sasrec", "data_parallel"),
     ],
 )
 def test_two_sharded_processes_equal_plain_torch(

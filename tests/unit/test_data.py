@@ -432,3 +432,26 @@ def test_bad_dense_values_and_labels_are_named(
     values.flush()
     with pytest.raises(DataError, match=fact):
         SplitRows(open_dataset(copy), "train").take(np.arange(100))
+
+
+NEXT = Masking(max_length=10, stride=10, probability=0.0, last_only=0.0, asks_next=True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_training_item_but_the_first_of_a_history_is_asked_for_once(histories: Path, size: int) -> None:
+    found = [window for batch in history_epoch(histories, size=size, masking=NEXT) for window in batch]
+    answers = []
+    for tokens, asked, _ in found:
+        items = [*tokens, dict(asked)[1]]
+        assert len(tokens) <= 10
+        assert [answer for _, answer in sorted(asked, reverse=True)] == items[1:]
+        answers += items[1:]
+    assert sorted(answers) == sorted(item for history in all_histories(histories) for item in history[1:-2])
+
+
+def test_what_asks_for_the_next_item_ranks_from_the_last_one(histories: Path) -> None:
+    batch = next(history_source(histories, masking=NEXT).eval_batches("test"))
+    history = all_histories(histories)[0]
+    assert [token for token in batch.tokens_BT[0].tolist() if token] == history[:-1][-10:]
+    assert batch.answers_M[0] == history[-1]
+    assert batch.queries_M[0] == batch.tokens_BT.shape[1] - 1

@@ -8,10 +8,11 @@ from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill import rng
-from recmill.batch import CtrBatch, RankingBatch, SequenceBatch
+from recmill.batch import CtrBatch, RankingBatch
 from recmill.config.sections import EvalSection
-from recmill.nn.bert4rec import Bert4Rec
+from recmill.nn.cross_entropy import cross_entropy_sum
 from recmill.nn.dropout import RowDropout
+from recmill.nn.sequences import ItemTransformer
 from recmill.schema import TableSpec
 from recmill.tasks import ctr, next_item
 from recmill.world import World
@@ -76,7 +77,7 @@ def logits(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
     """Logits of the last place of each history, with and without dropout, from an untrained BERT4Rec."""
     torch.manual_seed(0)
     table = TableSpec("item", "item", NUM_ITEMS + 2, 8, 0.05)
-    model = Bert4Rec(table, NUM_ITEMS, max_length=12, num_layers=2, num_heads=2, dropout=0.3, device=CPU)
+    model = ItemTransformer(table, NUM_ITEMS, max_length=12, num_layers=2, num_heads=2, dropout=0.3, device=CPU)
     model.train(request.param == "train")
 
     def compute(*rows: list[int], width: int, keys: list[int] | None = None) -> Tensor:
@@ -116,7 +117,7 @@ def test_the_logits_depend_on_every_item_on_both_sides_and_on_their_order(logits
 def test_queries_choose_places_of_the_flat_batch() -> None:
     torch.manual_seed(0)
     table = TableSpec("item", "item", NUM_ITEMS + 2, 8, 0.05)
-    model = Bert4Rec(table, NUM_ITEMS, max_length=5, num_layers=1, num_heads=2, dropout=0.0, device=CPU)
+    model = ItemTransformer(table, NUM_ITEMS, max_length=5, num_layers=1, num_heads=2, dropout=0.0, device=CPU)
     tokens, keys = torch.tensor([[0, 3, MASK], [MASK, 5, 6]]), torch.zeros(2, dtype=torch.int64)
     everywhere = model(tokens, torch.arange(6), keys)
     torch.testing.assert_close(model(tokens, torch.tensor([3, 2]), keys), everywhere[[3, 2]])
@@ -144,19 +145,70 @@ def test_click_metrics_ignore_fillers() -> None:
     assert (values["auroc"], values["rows"]) == (1.0, 2)
 
 
-def test_next_item_loss_is_torchs_cross_entropy_summed_and_ignores_fillers() -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("at_once", [1, 3 * NUM_ITEMS, 1 << 20])
+def test_cross_entropy_in_chunks_is_torchs_summed_and_ignores_fillers(
+    at_once: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recmill.nn.cross_entropy._LOGITS_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    asked, weight, bias = torch.randn(7, 5), torch.randn(NUM_ITEMS, 5), torch.randn(NUM_ITEMS)
+    answers, weights = torch.randint(0, NUM_ITEMS, (7,)), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.5, 1.0])
+    inputs = [value.requires_grad_() for value in (asked, weight, bias)]
+    losses = F.cross_entropy(F.linear(asked, weight, bias), answers, reduction="none", label_smoothing=smoothing)
+    expected = (losses * weights).sum()
+    found = cross_entropy_sum(asked, weight, bias, answers, weights, smoothing)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(3 * found, inputs), torch.autograd.grad(3 * expected, inputs))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_with_answers_the_network_gives_the_loss_of_its_logits(is_tied: bool) -> None:
     """Item i is column i - 1."""
-    logits = torch.randn(4, NUM_ITEMS, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    answers, weights = torch.tensor([1, 20, 7, 3]), torch.tensor([1.0, 1.0, 0.0, 1.0])
-    places = torch.arange(4)
-    batch = SequenceBatch(torch.ones(4, 1), places, answers, weights, row_keys_B=places)
-    loss = next_item.loss_sum(logits, batch)
-    kept = [0, 1, 3]
-    expected = F.cross_entropy(logits[kept], torch.tensor([0, 19, 2]), reduction="sum")
-    torch.testing.assert_close(loss, expected)
+    torch.manual_seed(0)
+    table = TableSpec("item", "item", NUM_ITEMS + 2, 8, 0.05)
+    model = ItemTransformer(table, NUM_ITEMS, 5, 1, 2, 0.0, CPU, is_tied=is_tied)
+    inputs = torch.tensor([[0, 3, MASK], [MASK, 5, MASK]]), torch.tensor([2, 3, 5]), torch.zeros(2, dtype=torch.int64)
+    answers, weights = torch.tensor([1, 20, 7]), torch.tensor([1.0, 1.0, 0.0])
+    expected = F.cross_entropy(model(*inputs)[:2], torch.tensor([0, 19]), reduction="sum")
+    torch.testing.assert_close(model(*inputs, answers, weights), expected)
+
+
+def test_a_tied_head_multiplies_with_the_rows_of_the_items() -> None:
+    torch.manual_seed(0)
+    table = TableSpec("item", "item", NUM_ITEMS + 1, 8, 0.05)
+    model = ItemTransformer(table, NUM_ITEMS, 5, 1, 2, 0.0, CPU, is_tied=True)
+    inputs = torch.tensor([[3, 4]]), torch.tensor([1]), torch.zeros(1, dtype=torch.int64)
+    before = model(*inputs)
+    with torch.no_grad():
+        next(model.tables.parameters())[7] += 1.0  # not of the history
+    changed = (model(*inputs) - before).abs()[0]
+    assert changed.nonzero().flatten().tolist() == [6]
+
+
+def causal(length: int = 6) -> ItemTransformer:
+    torch.manual_seed(0)
+    table = TableSpec("item", "item", NUM_ITEMS + 1, 8, 0.05)
+    return ItemTransformer(table, NUM_ITEMS, length, 2, 2, 0.0, CPU, is_causal=True)
+
+
+def test_a_causal_place_sees_what_was_before_it_and_nothing_after() -> None:
+    model, key = causal(), torch.zeros(1, dtype=torch.int64)
+    everywhere = torch.arange(4)
+    reference = model(torch.tensor([[4, 17, 3, 9]]), everywhere, key)
+    later = model(torch.tensor([[4, 17, 5, 9]]), everywhere, key)
+    torch.testing.assert_close(later[:2], reference[:2])
+    assert ((later[2:] - reference[2:]).abs().amax(1) > 1e-4).all()
+
+
+def test_padding_is_finite_for_a_causal_network_and_changes_nothing() -> None:
+    model, key = causal(), torch.zeros(1, dtype=torch.int64)
+    narrow = model(torch.tensor([[4, 17]]), torch.tensor([0, 1]), key)
+    wide = model(torch.tensor([[0, 0, 0, 4, 17]]), torch.tensor([3, 4]), key)
+    torch.testing.assert_close(wide, narrow)
+    loss = model(torch.tensor([[0, 0, 4, 17]]), torch.tensor([3]), key, torch.tensor([1]), torch.ones(1))
     loss.backward()
-    assert logits.grad is not None
-    assert logits.grad.abs().sum(1).gt(0).tolist() == [True, True, False, True]
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
 NAN = float("nan")

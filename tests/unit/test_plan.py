@@ -5,9 +5,9 @@ import torch
 
 from recmill.config.sections import TablesOptim
 from recmill.errors import ConfigError, ResourceError
-from recmill.nn.bert4rec import Bert4Rec
 from recmill.nn.dlrm import Dlrm
 from recmill.nn.interactions import DotInteraction
+from recmill.nn.sequences import ItemTransformer
 from recmill.schema import TableSpec
 from recmill.training.plan import Machines, Placed, Request, as_text, make_plan, placements
 from recmill.training.shard import make_sharders
@@ -115,7 +115,7 @@ def test_too_large_tables_are_refused_with_both_numbers() -> None:
 
 def test_a_table_of_sequences_cannot_be_cut_in_every_way() -> None:
     table = TableSpec("item", "item", 202, 16, 0.05)
-    network = Bert4Rec(table, 200, 10, 1, 2, 0.0, META)
+    network = ItemTransformer(table, 200, 10, 1, 2, 0.0, META)
     request = Request([table], {"item": "grid"}, "sgd", ["fused"], 8, {"item": 10})
     with pytest.raises(ConfigError, match="sharding 'grid' of table 'item': TorchRec cannot cut a table of sequences"):
         make_plan(network, make_sharders(TablesOptim(name="sgd")), request, Machines(2, 2, "cpu", 10**10))

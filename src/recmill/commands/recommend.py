@@ -41,8 +41,9 @@ def recommend(run: str | Path, history: Sequence[str | int], *, k: int = 10) -> 
     check_same_data(found, dataset)
     checkpoint.load(found, network)
     network.eval()
-    max_length = model_module(config).masking(config.model)["max_length"]
-    tokens = torch.tensor([[*ids[-(max_length - 1) :], dataset.about.num_items + 1]])
+    masking = model_module(config).masking(config.model)
+    mask = [] if masking.get("asks_next") else [dataset.about.num_items + 1]
+    tokens = torch.tensor([[*ids[-(masking["max_length"] - len(mask)) :], *mask]])
     with torch.no_grad():
         scores = network(tokens, torch.tensor([tokens.shape[1] - 1]), torch.zeros(1, dtype=torch.int64))[0]
     scores[torch.tensor(ids) - 1] = float("-inf")

@@ -26,12 +26,19 @@ class Masking:
 
     Windows of `max_length` items, cut backwards from the history's end every `stride` items. In a share
     `last_only` of them just the last item is hidden, as at evaluation; in the rest each with `probability`.
+    `asks_next`: nothing is hidden; every place asks for the item after it.
     """
 
     max_length: int
     stride: int
     probability: float
     last_only: float
+    asks_next: bool = False
+
+    @property
+    def window(self) -> int:
+        """Items of a training example: what the model sees and, if that is not among it, the last answer."""
+        return self.max_length + self.asks_next
 
 
 class HistorySource:
@@ -57,6 +64,11 @@ class HistorySource:
         self._items = dataset.array("items.npy")
         self._offsets = np.asarray(dataset.array("offsets.npy"))
         self._starts, self._lengths = train_windows(self._offsets, masking)
+        if masking.asks_next:  # of a single item nothing can be asked
+            long_enough = self._lengths > 1
+            self._starts, self._lengths = self._starts[long_enough], self._lengths[long_enough]
+            if not len(self._starts):
+                raise DataError(f"{dataset.path}: no history has two items for training. Prepare longer ones.")
         self.samples_per_epoch = limits.samples("train", len(self._starts), train_batch_size)
         self._negatives: PopularNegatives | None = None
         if "pop100" in protocols:
@@ -111,6 +123,9 @@ class HistorySource:
         keys = rng.bits(rng.stream_key(self._seed, "window", epoch), windows)
         lengths = self._lengths[windows]
         tokens, real = _left_padded(self._items, self._starts[windows], lengths)
+        if self._masking.asks_next:
+            asked, answers = real[:, :-1], tokens[:, 1:][real[:, :-1]]
+            return self._batch(np.ascontiguousarray(tokens[:, :-1]), asked, answers, share, keys)
         from_end = np.arange(tokens.shape[1])[::-1]  # place 0 is the last item, whatever the padding
         chance = rng.uniform(keys[:, None], np.broadcast_to(from_end, tokens.shape))
         hidden = real & (chance < self._masking.probability)
@@ -119,20 +134,27 @@ class HistorySource:
         hidden[:, -1] |= last_only | ~hidden.any(axis=1)  # a window always asks for something
         answers = tokens[hidden]
         tokens[hidden] = self._mask_token
+        return self._batch(tokens, hidden, answers, share, keys)
+
+    def _batch(
+        self, tokens: np.ndarray, asked: np.ndarray, answers: np.ndarray, share: Share, keys: np.ndarray
+    ) -> SequenceBatch:
         return SequenceBatch(
             tokens_BT=torch.from_numpy(tokens),
-            queries_M=torch.from_numpy(np.flatnonzero(hidden)),
+            queries_M=torch.from_numpy(np.flatnonzero(asked)),
             answers_M=torch.from_numpy(answers),
-            weights_M=torch.from_numpy(share.weights()[hidden.nonzero()[0]]),
+            weights_M=torch.from_numpy(share.weights()[asked.nonzero()[0]]),
             row_keys_B=torch.from_numpy(keys.view(np.int64)),
         )
 
     def _ranking(self, split: str, share: Share) -> RankingBatch:
         users = share.positions
         places = self._offsets[users + 1] - (1 if split == "test" else 2)  # where the targets are
-        lengths = np.minimum(places - self._offsets[users], self._masking.max_length - 1)
-        tokens, _ = _left_padded(self._items, places - lengths, lengths, room_at_end=1)
-        tokens[:, -1] = self._mask_token
+        room = 0 if self._masking.asks_next else 1  # for the mask, where the answer would be
+        lengths = np.minimum(places - self._offsets[users], self._masking.max_length - room)
+        tokens, _ = _left_padded(self._items, places - lengths, lengths, room_at_end=room)
+        if room:
+            tokens[:, -1] = self._mask_token
         seen = [
             np.asarray(self._items[self._offsets[u] : p], dtype=np.int64) for u, p in zip(users, places, strict=True)
         ]
@@ -164,7 +186,7 @@ def train_windows(offsets: np.ndarray, masking: Masking) -> tuple[np.ndarray, np
     for begin, end in zip(offsets[:-1].tolist(), (offsets[1:] - 2).tolist(), strict=True):
         stop = end
         while True:
-            start = max(begin, stop - masking.max_length)
+            start = max(begin, stop - masking.window)
             starts.append(start)
             lengths.append(stop - start)
             if start == begin:

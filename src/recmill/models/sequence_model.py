@@ -1,0 +1,72 @@
+"""What the sequence models declare alike. No plug-in."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from recmill.config.sections import Section
+from recmill.schema import HistoriesDescription, TableSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class SequenceModelConfig(Section):
+    embedding_dim: PositiveInt = Field(64, multiple_of=4, description="Width of items and layers; a multiple of 4.")
+    num_layers: PositiveInt = Field(2, description="Transformer blocks.")
+    num_heads: PositiveInt = Field(2, description="Attention heads; embedding_dim is a multiple of it.")
+    max_length: int = Field(50, ge=2, description="Items of a history that the model sees at once.")
+    dropout: float = Field(0.1, ge=0.0, lt=1.0, description="Share of activations dropped in training.")
+    head: Literal["linear", "tied"] = Field(
+        "linear", description="Output weights of an item: a layer's own, or the item's row of the table."
+    )
+    label_smoothing: float = Field(0.0, ge=0.0, lt=1.0, description="Share of a target that goes to all items alike.")
+    window_stride: int = Field(
+        0, ge=0, description="Items between the ends of a long history's windows; 0: max_length, no overlap."
+    )
+
+    @model_validator(mode="after")
+    def sizes_fit_together(self) -> "SequenceModelConfig":
+        problems = []
+        if self.embedding_dim % self.num_heads:
+            problems.append(
+                f"model.embedding_dim = {self.embedding_dim} is not a multiple of model.num_heads = {self.num_heads}."
+            )
+        if self.window_stride > self.max_length:
+            problems.append(
+                f"model.window_stride = {self.window_stride} is larger than model.max_length = {self.max_length}: "
+                "items between windows would never be trained on."
+            )
+        if problems:
+            raise ValueError("\n  ".join(problems))
+        return self
+
+
+def item_table(config: SequenceModelConfig, rows: int) -> list[TableSpec]:
+    return [TableSpec("item", "item", rows, config.embedding_dim, init_bound=0.05)]
+
+
+def windows(config: SequenceModelConfig) -> dict[str, Any]:
+    """Fields of `data.histories.Masking` that say how histories are cut."""
+    return {"max_length": config.max_length, "stride": config.window_stride or config.max_length}
+
+
+def network(
+    config: SequenceModelConfig, table: TableSpec, about: HistoriesDescription, device: "torch.device", is_causal: bool
+) -> "nn.Module":
+    """Tables on `device` ('meta': only declared), all else in memory."""
+    from recmill.nn.sequences import ItemTransformer
+
+    return ItemTransformer(
+        table,
+        about.num_items,
+        config.max_length,
+        config.num_layers,
+        config.num_heads,
+        config.dropout,
+        device,
+        is_causal=is_causal,
+        is_tied=config.head == "tied",
+        label_smoothing=config.label_smoothing,
+    )
