@@ -15,14 +15,15 @@ def cross_entropy_sum(
     asked_MD: Tensor, weight_VD: Tensor, bias_V: Tensor, answers_M: Tensor, weights_M: Tensor, smoothing: float = 0.0
 ) -> Tensor:
     """sum of weights * cross_entropy(asked weight' + bias, answers, label_smoothing=smoothing), in float32."""
-    total: Tensor = _CrossEntropySum.apply(
-        asked_MD.float(), weight_VD.float(), bias_V.float(), answers_M, weights_M, smoothing
-    )
+    with torch.autocast(asked_MD.device.type, enabled=False):
+        total: Tensor = _CrossEntropySum.apply(
+            asked_MD.float(), weight_VD.float(), bias_V.float(), answers_M, weights_M, smoothing
+        )
     return total
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """The loss is a sum, so its gradients are known in forward but for one factor: each chunk's logits are made once."""
+    """Of a sum the gradients are known in forward but for one factor: each chunk's logits are made once."""
 
     @staticmethod
     def forward(
