@@ -100,6 +100,7 @@ def _option(name: str, field: Any) -> click.Option:
     return click.Option(
         [f"--{name.replace('_', '-')}"],
         type=kind,
+        is_flag=kind is bool,
         required=is_required,
         default=None if is_required else default,
         show_default=True,
