@@ -246,11 +246,10 @@ def test_without_a_known_checksum_the_published_one_is_used_or_its_absence_told(
     assert download("goodreads", tmp_path / "b", url=url).read_bytes() == server.content
 
 
-def test_nobody_there_is_one_error_with_the_way_by_hand(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_there_is_one_error_with_the_way_by_hand(server: Server, tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"refused.*by hand: fetch https://mcauleylab.* and put it at .*csv\."):
         download("goodreads", tmp_path, url="http://127.0.0.1:1/goodreads_interactions.csv")
+    assert left_in(tmp_path) == []
 
 
 def test_mistakes_are_told_before_any_work(tmp_path: Path, run_cli: RunCli) -> None:

@@ -221,14 +221,29 @@ def test_parquet_gives_what_csv_gives_and_numbers_are_in_order_of_number(tmp_pat
         ({"who": ["a", "b"]}, "no column 'what'; it has: who"),
         ({"who": ["a", "b"], "what": [1.5, 2.5]}, "column 'what' is Float64, not text or whole numbers"),
         ({"who": ["a"], "what": ["x"], "when": ["noon"]}, "column 'when' is String, not whole numbers, dates"),
-        ({"who": [], "what": []}, "is Null|no rows"),
+        ({"who": ["a"], "what": pl.Series([2**64 - 1], dtype=pl.UInt64)}, "after row 0: conversion"),
+        ({"who": pl.Series([], dtype=pl.String), "what": pl.Series([], dtype=pl.Int8)}, "no rows"),
     ],
 )
-def test_parquet_that_does_not_fit_is_refused(tmp_path: Path, columns: dict[str, list[Any]], message: str) -> None:
+def test_parquet_that_does_not_fit_is_refused(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
     pl.DataFrame(columns).write_parquet(tmp_path / "raw.parquet")
     options = {**COLUMNS, **({"time_column": "when"} if "when" in columns else {}), **ALL}
     with pytest.raises(DataError, match=message):
         prepare("histories", tmp_path / "d", input=tmp_path / "raw.parquet", **options)
+
+
+def test_a_rating_of_parquet_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    """Polars holds that NaN is at least 3."""
+    pl.DataFrame({"who": "a", "what": ["x", "y"], "stars": [4.0, float("nan")]}).write_parquet(tmp_path / "raw.parquet")
+    options = {**COLUMNS, "rating_column": "stars", "min_rating": 3, **ALL}
+    with pytest.raises(DataError, match="row 2, column stars: nan is not a number"):
+        prepare("histories", tmp_path / "d", input=tmp_path / "raw.parquet", **options)
+
+
+def test_text_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "raw.csv").write_bytes("who,what\na,café\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"rows 1 to 1: one of them cannot be read .*not UTF-8"):
+        prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv", **COLUMNS, **ALL)
 
 
 def test_datetimes_of_parquet_are_times(tmp_path: Path) -> None:

@@ -96,6 +96,8 @@ def download(name: str, output: str | Path, *, variant: str | None = None, url: 
             else:
                 os.replace(partial, target)
         except (urllib.error.HTTPError, ConnectionError) as error:
+            if not file.seek(0, os.SEEK_END):
+                _remove(partial)
             raise ResourceError(f"{url}: {error}. Run it again to go on, or {_by_hand(source, target)}") from None
         except DataError:
             _remove(partial)
@@ -143,7 +145,7 @@ def _fetch(url: str, file: BinaryIO, most_bytes: int) -> None:
             reason = error
         tries = 0 if file.tell() > before else tries + 1
         log.warning("%s: %s after %s bytes; trying again", url, reason, f"{file.tell():,}")
-        time.sleep(_FIRST_PAUSE_SECONDS * 2**tries)
+        time.sleep(_FIRST_PAUSE_SECONDS * 2 ** max(tries - 1, 0))
 
 
 def _fetch_once(url: str, file: BinaryIO, most_bytes: int) -> None:

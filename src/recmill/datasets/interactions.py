@@ -123,10 +123,10 @@ def _put_aside(plan: Plan, scratch: Path) -> dict[str, Any]:
         held.append(batch.select(columns))
         held_rows += batch.height
         if held_rows >= _PART_ROWS:
-            write_parquet(scratch / f"rows-{parts:05d}.parquet", pl.concat(held))
+            write_parquet(scratch / f"rows-{parts:05d}.parquet", pl.concat(held), compression="uncompressed")
             held, held_rows, parts = [], 0, parts + 1
     if held:
-        write_parquet(scratch / f"rows-{parts:05d}.parquet", pl.concat(held))
+        write_parquet(scratch / f"rows-{parts:05d}.parquet", pl.concat(held), compression="uncompressed")
     log.info("%s interactions read", f"{rows:,}")
     return {"rows": rows, "dropped": dropped, "columns": columns}
 
@@ -164,15 +164,22 @@ def _deal_and_sort(
     for bucket, path in paths.items():
         dealt = np.fromfile(path, dtype)
         frame = pl.DataFrame({name: np.ascontiguousarray(dealt[name]) for name in dtype.fields or {}})
-        by = [name for name in ("user", "time") if name in frame.columns]
-        frame = frame.sort(by, maintain_order=True)
+        frame = frame.sort([name for name in ("user", "time") if name in frame.columns], maintain_order=True)
         if repeats != "keep":
-            keep: Literal["first", "last"] = "first" if repeats == "first" else "last"
-            frame = frame.unique(["user", "item"], keep=keep, maintain_order=True)
+            frame = frame.filter(pl.Series(_is_only(frame, repeats)))
         dropped += len(dealt) - frame.height
-        write_parquet(scratch / f"sorted-{bucket:05d}.parquet", frame)
+        write_parquet(scratch / f"sorted-{bucket:05d}.parquet", frame, compression="uncompressed")
         path.unlink()
     return {"repeats": dropped}
+
+
+def _is_only(frame: pl.DataFrame, repeats: str) -> np.ndarray:
+    """Whether a row is the first (or last) of its user and item."""
+    pairs = frame["user"].to_numpy().astype(np.int64) << 32 | frame["item"].to_numpy()
+    is_only = np.zeros(len(pairs), dtype=bool)
+    seen_from = slice(None) if repeats == "first" else slice(None, None, -1)
+    is_only[seen_from][np.unique(pairs[seen_from], return_index=True)[1]] = True
+    return is_only
 
 
 def _with_numbers(rows: pl.DataFrame, users: pl.DataFrame, items: pl.DataFrame) -> np.ndarray:

@@ -83,13 +83,19 @@ def _parquet(path: Path, named: dict[str, str]) -> Iterator[pl.DataFrame]:
             good = {"time": "whole numbers, dates or datetimes", "rating": "numbers"}
             raise DataError(f"{path}: column '{column}' is {dtype}, not {good.get(name, 'text or whole numbers')}.")
         wanted.append(value)
+    batches = pl.scan_parquet(path).select(wanted).collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True)
     done = 0
-    for batch in pl.scan_parquet(path).select(wanted).collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True):
-        for name, column in named.items():
-            if batch[name].null_count():
-                row = done + int(batch[name].is_null().arg_true()[0]) + 1
-                raise DataError(f"{path}: row {row:,}, column {column}: missing. Leave such rows out of the file.")
-        done += batch.height
-        yield batch
+    try:
+        for batch in batches:
+            for name, column in named.items():
+                is_bad = batch[name].is_null() if name != "rating" else ~batch[name].is_finite().fill_null(False)
+                if is_bad.any():
+                    row, value = done + int(is_bad.arg_true()[0]) + 1, batch[name].filter(is_bad)[0]
+                    fact = "missing" if value is None else f"{value} is not a number"
+                    raise DataError(f"{path}: row {row:,}, column {column}: {fact}. Leave such rows out of the file.")
+            done += batch.height
+            yield batch
+    except pl.exceptions.PolarsError as error:
+        raise DataError(f"{path}: after row {done:,}: {str(error).splitlines()[0]}. Is the file whole?") from None
     if not done:
         raise DataError(f"{path}: no rows.")
