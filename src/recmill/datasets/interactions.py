@@ -91,16 +91,16 @@ def write(work: Work, plan: Plan) -> Description:
         raise DataError(f"{plan.files[0]}: of {read['rows']:,} interactions none is left:{steps}\nAsk for less.")
     _write_arrays(work.data, buckets, left, "time" in read["columns"])
     item_names = _kept(items, left.items, first_id=1)
-    names = item_names["original_id"].to_list()
+    names = item_names["original_id"]
+    if titles:
+        names = pl.Series([titles.get(name, name) for name in names.to_list()], dtype=pl.String)
     return seal_written(
         work.data,
         plan.name,
         plan.recipe,
         left.users[left.users > 0],
         _kept(users, left.users, first_id=0),
-        item_names.select(
-            "id", "original_id", pl.Series("title", [titles.get(name, name) for name in names], pl.String), "count"
-        ),
+        item_names.select("id", "original_id", names.alias("title"), "count"),
         "time" in read["columns"],
         {},
         notes,
@@ -233,6 +233,8 @@ class _Left:
         return [note for note in notes if note]
 
     def _keep(self, items: np.ndarray, users: np.ndarray) -> None:
+        if items[self.items > 0].all() and users[self.users > 0].all():
+            return  # counting again would read everything
         self.items, self.users = items * self.items, users * self.users
         self._count()
 
