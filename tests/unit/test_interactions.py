@@ -45,6 +45,21 @@ def test_histories_are_in_order_of_time_and_ties_in_order_of_the_file(tmp_path: 
     assert open_dataset(tmp_path / "d", verify="digests").about.notes == []
 
 
+@pytest.mark.parametrize("time_column", ["when", None])
+def test_many_ties_stay_in_order_of_the_file(
+    tmp_path: Path, time_column: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enough of them that a sort which is not stable would show; dealt to several buckets."""
+    monkeypatch.setattr(interactions, "_BUCKET_ROWS", 5_000)
+    generator = np.random.default_rng(7)
+    users, times = generator.integers(100, 140, 20_000).tolist(), generator.integers(0, 3, 20_000).tolist()
+    rows = [(user, item, time) for item, (user, time) in enumerate(zip(users, times, strict=True))]
+    found = prepared(tmp_path, rows, time_column=time_column, **ALL)
+    for user in range(100, 140):
+        own = [(time if time_column else 0, item) for who, item, time in rows if who == user]
+        assert found[str(user)] == [str(item) for _, item in sorted(own)]
+
+
 def test_without_a_time_the_order_of_the_file_is_kept(tmp_path: Path) -> None:
     rows = [("a", "z", 5), ("b", "x", 3), ("a", "y", 4), ("b", "z", 3), ("a", "x", 1), ("b", "y", 1)]
     assert prepared(tmp_path, rows, time_column=None, **ALL) == {"a": ["z", "y", "x"], "b": ["x", "z", "y"]}
