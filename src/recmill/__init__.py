@@ -6,11 +6,12 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["adopt", "audit", "evaluate", "prepare", "recommend", "split", "train"]
+__all__ = ["adopt", "audit", "download", "evaluate", "prepare", "recommend", "split", "train"]
 
 if TYPE_CHECKING:
     from recmill.commands.adopt import adopt
     from recmill.commands.audit import audit
+    from recmill.commands.download import download
     from recmill.commands.evaluate import evaluate
     from recmill.commands.prepare import prepare
     from recmill.commands.recommend import recommend

@@ -100,6 +100,7 @@ def _option(name: str, field: Any) -> click.Option:
     return click.Option(
         [f"--{name.replace('_', '-')}"],
         type=kind,
+        is_flag=kind is bool,
         required=is_required,
         default=None if is_required else default,
         show_default=True,
@@ -137,6 +138,24 @@ def commands(debug: bool) -> None:
 @commands.group("prepare", cls=_Datasets)
 def prepare_command() -> None:
     """Make a prepared dataset."""
+
+
+@commands.command("download")
+@click.argument("name", type=click.Choice(["movielens", "goodreads"]))
+@click.option(
+    "--variant",
+    type=click.Choice(["ml-100k", "ml-1m", "ml-20m", "ml-25m", "interactions"]),
+    help="Of movielens: ml-1m if not given; of goodreads: interactions.",
+)
+@click.option(
+    "--output", required=True, type=click.Path(), help="Directory of raw data; VARIANT/ or a file goes there."
+)
+@click.option("--url", help="Another address of the same file, such as a mirror's; its checksum must be the same.")
+def download_command(name: str, output: str, variant: str | None, url: str | None) -> None:
+    """Fetch public raw data, checked: MovieLens or Goodreads. Mind their terms of use."""
+    from recmill.commands.download import download
+
+    print(download(name, output, variant=variant, url=url))
 
 
 @commands.command("split")

@@ -16,6 +16,9 @@ MODELS = {
 }
 DATASETS = {
     "criteo": "recmill.datasets.criteo",
+    "movielens": "recmill.datasets.movielens",
+    "goodreads": "recmill.datasets.goodreads",
+    "histories": "recmill.datasets.own_histories",
     "synthetic-clicks": "recmill.datasets.synthetic_clicks",
     "synthetic-histories": "recmill.datasets.synthetic_histories",
     "random-clicks": "recmill.datasets.random_clicks",

@@ -128,6 +128,7 @@ def test_preparing_launching_and_checking_configs_need_no_torch() -> None:
         "recmill.commands.prepare",
         "recmill.commands.adopt",
         "recmill.commands.audit",
+        "recmill.commands.download",
         "recmill.commands.split",
         "recmill.commands.train",
         "recmill.commands.evaluate",

@@ -5,11 +5,14 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import xxhash
 import zstandard
 
 from recmill.errors import DataError
 
 SUFFIXES = ("", ".gz", ".zst")
+_SAMPLED_WHOLE = 1 << 28  # bytes up to which the whole file is looked at
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
 
 
 def read_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
@@ -67,3 +70,18 @@ def expansion(path: Path) -> float:
     except (zlib.error, zstandard.ZstdError):
         return 1.0  # damaged: reading it will tell
     return 1.0
+
+
+def sample_digest(path: Path) -> str:
+    """Digest of the whole file, or of blocks all over a large one: tells quickly whether it is still the same."""
+    size = path.stat().st_size
+    state = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        if size <= _SAMPLED_WHOLE:
+            while block := file.read(_SAMPLE_BYTES):
+                state.update(block)
+        else:
+            for index in range(_SAMPLES):
+                file.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
+                state.update(file.read(_SAMPLE_BYTES))
+    return state.hexdigest()

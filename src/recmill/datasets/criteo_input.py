@@ -4,14 +4,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
-from recmill.datasets.compressed import SUFFIXES, expansion, read_blocks
+from recmill.datasets.compressed import SUFFIXES, expansion, read_blocks, sample_digest
 from recmill.errors import DataError
 
 _DAY = re.compile(r"day_(\d+)(\.gz|\.zst)?")
-_SAMPLED_WHOLE = 1 << 28  # bytes up to which the whole file is looked at
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,17 +72,7 @@ def _kaggle_logs(paths: list[Path]) -> list[RawLog]:
 
 
 def _raw_log(name: str, path: Path, has_labels: bool) -> RawLog:
-    size = path.stat().st_size
-    state = xxhash.xxh3_64()
-    with path.open("rb", buffering=0) as file:
-        if size <= _SAMPLED_WHOLE:
-            while block := file.read(_SAMPLE_BYTES):
-                state.update(block)
-        else:
-            for index in range(_SAMPLES):
-                file.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
-                state.update(file.read(_SAMPLE_BYTES))
-    return RawLog(name, path.absolute(), has_labels, size, state.hexdigest())
+    return RawLog(name, path.absolute(), has_labels, path.stat().st_size, sample_digest(path))
 
 
 def forecast_rows(raw: RawLog) -> int:

@@ -25,12 +25,31 @@ def seal_histories(
     notes: list[str] | None = None,
 ) -> Description:
     """`users` and `item_names` have columns id, original_id, title (items only), count; in the order of the ids."""
-    rows = {"items.npy": len(items), "offsets.npy": len(lengths) + 1}
     write_npy(directory / "items.npy", items, np.int32)
-    write_npy(directory / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]), np.int64)
     if timestamps is not None:
         write_npy(directory / "timestamps.npy", timestamps, np.int64)
-        rows["timestamps.npy"] = len(timestamps)
+    return seal_written(
+        directory, name, recipe, lengths, users, item_names, timestamps is not None, truth or {}, notes or []
+    )
+
+
+def seal_written(
+    directory: Path,
+    name: str,
+    recipe: dict[str, Any],
+    lengths: np.ndarray,
+    users: pl.DataFrame,
+    item_names: pl.DataFrame,
+    has_timestamps: bool,
+    truth: dict[str, dict[str, float]],
+    notes: list[str],
+) -> Description:
+    """As `seal_histories`, for items.npy (and timestamps.npy) that stand in `directory` already."""
+    num_interactions = int(lengths.sum())
+    rows = {"items.npy": num_interactions, "offsets.npy": len(lengths) + 1}
+    write_npy(directory / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]), np.int64)
+    if has_timestamps:
+        rows["timestamps.npy"] = num_interactions
     write_parquet(directory / "users.parquet", users)
     write_parquet(directory / "items.parquet", item_names)
     rows |= {"users.parquet": users.height, "items.parquet": item_names.height}
@@ -41,12 +60,12 @@ def seal_histories(
             made_by=MADE_BY,
             recipe=recipe,
             files=files,
-            truth=truth or {},
-            notes=notes or [],
+            truth=truth,
+            notes=notes,
             num_users=users.height,
             num_items=item_names.height,
-            num_interactions=len(items),
-            has_timestamps=timestamps is not None,
+            num_interactions=num_interactions,
+            has_timestamps=has_timestamps,
         )
 
     return seal(directory, describe, rows)

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -234,10 +234,15 @@ def write_npy(path: Path, values: np.ndarray, dtype: type) -> None:
         file.append(values)
 
 
-def write_parquet(path: Path, frame: "pl.DataFrame", row_group_size: int | None = None) -> None:
+def write_parquet(
+    path: Path,
+    frame: "pl.DataFrame",
+    row_group_size: int | None = None,
+    compression: Literal["zstd", "uncompressed"] = "zstd",
+) -> None:
     """By way of memory: Polars would report a full disk as an error of the format."""
     buffer = io.BytesIO()
-    frame.write_parquet(buffer, row_group_size=row_group_size)
+    frame.write_parquet(buffer, row_group_size=row_group_size, compression=compression)
     path.write_bytes(buffer.getbuffer())
 
 

@@ -1,0 +1,273 @@
+"""`recmill download`, from a server on this machine that cuts connections, lies and refuses."""
+
+import hashlib
+import io
+import logging
+import re
+import stat
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from recmill import prepare
+from recmill.commands import download as download_module
+from recmill.commands.download import download
+from recmill.errors import ConfigError, DataError, ResourceError
+
+from ..conftest import RunCli
+
+
+def zipped(files: dict[str, str]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return buffer.getvalue()
+
+
+FILES = {
+    "ml-1m/ratings.dat": "".join(f"{u}::{i}::4::{u * i}\n" for u in range(1, 9) for i in range(1, 9)),
+    "ml-1m/movies.dat": "".join(f"{i}::Film {i}::Drama\n" for i in range(1, 9)),
+    "ml-1m/users.dat": "1::F::1::10::48067\n",
+    "ml-1m/README": "terms of use",
+    "ml-1m/extra.sh": "rm -r somewhere",
+}
+ARCHIVE = zipped(FILES)
+
+
+@dataclass
+class Server:
+    """`cuts`: after how many bytes the coming answers end; `failures`: statuses of the coming answers."""
+
+    content: bytes = ARCHIVE
+    etag: str | None = '"one"'
+    cuts: list[int] = field(default_factory=list)
+    failures: list[int] = field(default_factory=list)
+    has_length: bool = True
+    checksum: str | None = None
+    ranges: list[str | None] = field(default_factory=list)
+    url: str = ""
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        if request.path.endswith(".md5"):
+            return self.send(request, 200 if self.checksum else 404, (self.checksum or "").encode(), {})
+        wanted = request.headers.get("Range")
+        self.ranges.append(wanted)
+        if self.failures:
+            return self.send(request, self.failures.pop(0), b"", {})
+        headers = {"ETag": self.etag} if self.etag else {}
+        if wanted and request.headers.get("If-Range") == self.etag:
+            start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])  # type: ignore[index]
+            if start >= len(self.content):
+                return self.send(request, 416, b"", {"Content-Range": f"bytes */{len(self.content)}"})
+            headers["Content-Range"] = f"bytes {start}-{len(self.content) - 1}/{len(self.content)}"
+            return self.send(request, 206, self.content[start:], headers)
+        return self.send(request, 200, self.content, headers)
+
+    def send(self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str]) -> None:
+        request.send_response(status)
+        for name, value in headers.items():
+            request.send_header(name, value)
+        if self.has_length:
+            request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        is_data = status in (200, 206) and not request.path.endswith(".md5")
+        request.wfile.write(body[: self.cuts.pop(0)] if self.cuts and is_data else body)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    state = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            state.answer(self)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(download_module, "_FIRST_PAUSE_SECONDS", 0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        state.url = f"http://127.0.0.1:{http.server_port}/ml-1m.zip"
+        publish(monkeypatch, ARCHIVE)
+        yield state
+        http.shutdown()
+        thread.join()
+
+
+def publish(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    """As if this were GroupLens' archive."""
+    md5 = hashlib.md5(content).hexdigest()
+    source = replace(download_module.SOURCES["movielens"]["ml-1m"], md5=md5, most_bytes=10_000)
+    monkeypatch.setitem(download_module.SOURCES["movielens"], "ml-1m", source)
+
+
+def left_in(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+WHOLE = ["ml-1m/README", "ml-1m/movies.dat", "ml-1m/ratings.dat", "ml-1m/users.dat"]
+
+
+def test_the_known_members_are_unpacked_and_can_be_prepared(server: Server, tmp_path: Path) -> None:
+    assert download("movielens", tmp_path / "raw", url=server.url) == tmp_path / "raw" / "ml-1m"
+    assert left_in(tmp_path / "raw") == WHOLE
+    assert (tmp_path / "raw" / "ml-1m" / "ratings.dat").read_text() == FILES["ml-1m/ratings.dat"]
+    assert prepare("movielens", tmp_path / "d", input=tmp_path / "raw" / "ml-1m")["num_users"] == 8
+    download("movielens", tmp_path / "raw", url=server.url)
+    assert len(server.ranges) == 1  # the second time it was there already
+
+
+def test_a_cut_connection_goes_on_where_it_stopped(server: Server, tmp_path: Path) -> None:
+    server.cuts = [100, 50]
+    download("movielens", tmp_path, url=server.url)
+    assert server.ranges == [None, "bytes=100-", "bytes=150-"]
+    assert left_in(tmp_path) == WHOLE
+
+
+def test_a_run_that_was_given_up_goes_on_when_run_again(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.cuts = [100, *[0] * 20]
+    with pytest.raises(ResourceError) as caught:
+        download("movielens", tmp_path, url=server.url)
+    assert f"cut off at 100 of {len(ARCHIVE)} bytes. Run it again to go on, or by hand: fetch" in str(caught.value)
+    assert f"so that {tmp_path}/ml-1m/ratings.dat is there" in str(caught.value)
+    assert left_in(tmp_path) == [".ml-1m.zip.partial", ".ml-1m.zip.partial.json"]
+    server.cuts, server.ranges = [], []
+    download("movielens", tmp_path, url=server.url)
+    assert server.ranges == ["bytes=100-"]
+    assert left_in(tmp_path) == WHOLE
+
+
+@pytest.mark.parametrize("etag", ['"two"', None, 'W/"one"'])
+def test_a_file_that_may_have_changed_is_fetched_from_its_beginning(
+    server: Server, tmp_path: Path, etag: str | None
+) -> None:
+    server.etag = '"one"' if etag == '"two"' else etag
+    server.cuts = [100, *[0] * 20]
+    with pytest.raises(ResourceError):
+        download("movielens", tmp_path, url=server.url)
+    server.cuts, server.etag = [], etag
+    download("movielens", tmp_path, url=server.url)
+    assert left_in(tmp_path) == WHOLE
+
+
+def test_killed_when_all_was_there_nothing_is_fetched_again(server: Server, tmp_path: Path) -> None:
+    (tmp_path / ".ml-1m.zip.partial").write_bytes(ARCHIVE)
+    (tmp_path / ".ml-1m.zip.partial.json").write_text(f'{{"url": "{server.url}", "version": "\\"one\\""}}')
+    download("movielens", tmp_path, url=server.url)
+    assert server.ranges == [f"bytes={len(ARCHIVE)}-"]
+    assert left_in(tmp_path) == WHOLE
+
+
+def test_a_wrong_checksum_leaves_nothing(server: Server, tmp_path: Path) -> None:
+    server.content = zipped({**FILES, "ml-1m/README": "tampered with"})
+    with pytest.raises(DataError, match=r"md5 [0-9a-f]{32}, expected [0-9a-f]{32}: damaged on the way"):
+        download("movielens", tmp_path, url=server.url)
+    assert left_in(tmp_path) == []
+
+
+def test_busy_servers_are_asked_again_and_missing_files_are_told_at_once(server: Server, tmp_path: Path) -> None:
+    server.failures = [503, 429]
+    download("movielens", tmp_path / "a", url=server.url)
+    assert len(server.ranges) == 3
+    server.failures, server.ranges = [404], []
+    with pytest.raises(ResourceError, match=r"HTTP Error 404.*by hand: fetch https://files\.grouplens\.org"):
+        download("movielens", tmp_path / "b", url=server.url)
+    assert len(server.ranges) == 1
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_more_than_is_allowed_is_refused(
+    server: Server, tmp_path: Path, has_length: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = replace(download_module.SOURCES["movielens"]["ml-1m"], most_bytes=200)
+    monkeypatch.setitem(download_module.SOURCES["movielens"], "ml-1m", source)
+    server.has_length = has_length
+    with pytest.raises(DataError, match=r"more than the 200 bytes|does not say how long"):
+        download("movielens", tmp_path, url=server.url)
+    assert left_in(tmp_path) == []
+
+
+def with_link(name: str) -> bytes:
+    info = zipfile.ZipInfo(name)
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    buffer = io.BytesIO(zipped(FILES))
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.writestr(info, "/etc")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (zipped({**FILES, "../evil": "x"}), r"'\.\./evil' would leave its directory"),
+        (zipped({**FILES, "/etc/evil": "x"}), "'/etc/evil' would leave"),
+        (zipped({**FILES, "ml-1m\\..\\..\\evil": "x"}), "would leave"),
+        (with_link("ml-1m/link"), "'ml-1m/link' would leave"),
+        (zipped({"ml-1m/ratings.dat": "x"}), r"no ml-1m/movies\.dat, ml-1m/users\.dat, ml-1m/README in it"),
+        (zipped({**FILES, "ml-1m/users.dat": "0" * 10**6}), r"1,000,\d+ bytes unpacked, 100,000 are allowed"),
+        (b"<html>Please log in</html>", "not a whole zip file"),
+        (ARCHIVE[:-30], "not a whole zip file"),
+    ],
+)
+def test_archives_that_are_not_what_they_should_be_leave_nothing(
+    server: Server, tmp_path: Path, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.content = content
+    publish(monkeypatch, content)
+    with pytest.raises(DataError, match=message):
+        download("movielens", tmp_path / "raw", url=server.url)
+    assert left_in(tmp_path) == []
+
+
+def test_without_a_known_checksum_the_published_one_is_used_or_its_absence_told(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.content = b"user_id,book_id,is_read,rating,is_reviewed\n"
+    url = server.url.replace("ml-1m.zip", "goodreads_interactions.csv")
+    with caplog.at_level(logging.WARNING):
+        target = download("goodreads", tmp_path / "a", url=url)
+    assert target.read_bytes() == server.content
+    assert "so its content is unchecked" in caplog.text
+    server.checksum = f"MD5 (goodreads_interactions.csv) = {'0' * 32}\n"
+    with pytest.raises(DataError, match=f"expected {'0' * 32}"):
+        download("goodreads", tmp_path / "b", url=url)
+    server.checksum = hashlib.md5(server.content).hexdigest() + "  goodreads_interactions.csv\n"
+    assert download("goodreads", tmp_path / "b", url=url).read_bytes() == server.content
+
+
+def test_nobody_there_is_one_error_with_the_way_by_hand(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"refused.*by hand: fetch https://mcauleylab.* and put it at .*csv\."):
+        download("goodreads", tmp_path, url="http://127.0.0.1:1/goodreads_interactions.csv")
+    assert left_in(tmp_path) == []
+
+
+def test_mistakes_are_told_before_any_work(tmp_path: Path, run_cli: RunCli) -> None:
+    with pytest.raises(ConfigError, match=r"unknown download 'movielense'\. Did you mean 'movielens'"):
+        download("movielense", tmp_path)
+    with pytest.raises(ConfigError, match="unknown variant of movielens 'ml-2m'"):
+        download("movielens", tmp_path, variant="ml-2m")
+    with pytest.raises(ConfigError, match="begins with https:// or http://"):
+        download("movielens", tmp_path, url="file:///etc/passwd")
+    (tmp_path / "ml-1m").mkdir()
+    with pytest.raises(DataError, match="ml-1m exists, without all of"):
+        download("movielens", tmp_path)
+    done = run_cli("download", "goodreads", "--variant", "ml-1m", "--output", tmp_path)
+    assert done.returncode == 2
+    assert "unknown variant of goodreads 'ml-1m'" in done.stderr
+
+
+def test_the_command_line_offers_what_there_is(run_cli: RunCli) -> None:
+    text = run_cli("download", "--help").stdout
+    for name, variants in download_module.SOURCES.items():
+        assert all(word in text for word in (name, *variants))
