@@ -41,7 +41,6 @@ def test_one_two_and_three_processes_give_the_same_losses_and_metrics(
         ("projection", "row_wise"),
         ("bert4rec", "row_wise"),
         ("sasrec", "row_wise"),
-        ("sasrec", "data_parallel"),
     ],
 )
 def test_two_sharded_processes_equal_plain_torch(
