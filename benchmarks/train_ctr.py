@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from recmill.launch.local import _TUNING
+from recmill.launch.local import TUNING
 
 # Distinct ids of each column of Criteo 1TB as MLPerf counts them, before any cap.
 CARDINALITIES = (
@@ -263,7 +263,7 @@ class Contender:
         self.name, self.times = name, folder / name
         environment = dict(os.environ)
         if name == "ceiling":
-            environment = {**_TUNING, **environment}
+            environment = {**TUNING, **environment}
         if not name.startswith("ours"):
             with socket.socket() as listener:
                 listener.bind(("127.0.0.1", 0))

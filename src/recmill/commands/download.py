@@ -244,5 +244,5 @@ def _unzip(archive: Path, target: Path, source: Source) -> None:
                 with file.open(name) as packed, (partial / member).open("wb") as unpacked:
                     while block := packed.read(_BLOCK_BYTES):  # ends at the declared size, and checks the CRC
                         unpacked.write(block)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:  # the last: packed in a way zipfile lacks
         raise DataError(f"{source.file}: not a whole zip file ({error}). Run it again.") from None

@@ -9,28 +9,28 @@ from torch import Tensor
 from recmill.kernels.native import run
 
 
-def fits(library: ctypes.CDLL | None, inputs: Tensor) -> bool:
+def fits(kernels: ctypes.CDLL | None, inputs: Tensor) -> bool:
     """Whether the kernels may be used on it. (TorchRec's pipeline looks through the network with no tensors in it.)"""
-    if library is None or not isinstance(inputs, Tensor):
+    if kernels is None or not isinstance(inputs, Tensor):
         return False
     is_float32 = inputs.device.type == "cpu" and inputs.dtype == torch.float32
     return is_float32 and not torch.is_autocast_enabled("cpu")
 
 
 class Tower(torch.autograd.Function):
-    """relu(x W1' + b1), and so on: tower(library, x, W1, b1, W2, b2, ...).
+    """relu(x W1' + b1), and so on: tower(kernels, x, W1, b1, W2, b2, ...).
 
     What torch does in a pass over memory each (bias, ReLU; its gradient, the bias's) is one here, in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, library: ctypes.CDLL, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, kernels: ctypes.CDLL, x: Tensor, *parameters: Tensor) -> Tensor:
         values = [x]
         for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
             x = torch.mm(x, weight.t())
-            run(library.add_bias_relu, x, bias, *x.shape)
+            run(kernels.add_bias_relu, x, bias, *x.shape)
             values.append(x)
-        ctx.library = library
+        ctx.kernels = kernels
         ctx.save_for_backward(*values, *parameters[::2])
         return x
 
@@ -44,7 +44,7 @@ class Tower(torch.autograd.Function):
         for at in reversed(range(count)):
             x, out, weight = values[at], values[at + 1], weights[at]
             grad_bias = torch.empty_like(out[0])
-            run(ctx.library.relu_backward, grad, out, masked, grad_bias, *out.shape)
+            run(ctx.kernels.relu_backward, grad, out, masked, grad_bias, *out.shape)
             grads += [grad_bias, _weight_gradient(masked, x)]
             if at or ctx.needs_input_grad[1]:
                 grad = masked = torch.mm(masked, weight)
@@ -62,12 +62,12 @@ class PairProducts(torch.autograd.Function):
     """(dense [B, D], bags [B, (N - 1) * D]) -> [B, width]: dense, the products of all pairs of N vectors, zeros."""
 
     @staticmethod
-    def forward(ctx: Any, library: ctypes.CDLL, dense_BD: Tensor, bags: Tensor, itself: bool, width: int) -> Tensor:
+    def forward(ctx: Any, kernels: ctypes.CDLL, dense_BD: Tensor, bags: Tensor, itself: bool, width: int) -> Tensor:
         batch, dim = dense_BD.shape
         sizes = (batch, 1 + bags.shape[1] // dim, dim, int(itself), width)
         out = dense_BD.new_empty(batch, width)
-        run(library.pair_products, dense_BD, bags, *sizes, out)
-        ctx.library, ctx.sizes = library, sizes
+        run(kernels.pair_products, dense_BD, bags, *sizes, out)
+        ctx.kernels, ctx.sizes = kernels, sizes
         ctx.save_for_backward(dense_BD, bags)
         return out
 
@@ -76,5 +76,5 @@ class PairProducts(torch.autograd.Function):
         dense_BD, bags = ctx.saved_tensors
         grad_dense, grad_bags = torch.empty_like(dense_BD), torch.empty_like(bags)
         inputs = dense_BD, bags, grad.contiguous()
-        run(ctx.library.pair_products_backward, *inputs, *ctx.sizes, grad_dense, grad_bags)
+        run(ctx.kernels.pair_products_backward, *inputs, *ctx.sizes, grad_dense, grad_bags)
         return None, grad_dense, grad_bags, None, None

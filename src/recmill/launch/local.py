@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.05
 _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may tell their own story
 _END_SECONDS = 10.0
 # What can only be set before a process starts; a user's own values win.
-_TUNING = {
+TUNING = {
     # glibc gives large blocks back at once, so every step pays their page faults again: keeping them measured 1.2-1.3x.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 33),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
@@ -109,7 +109,7 @@ def run_job(command: str, arguments: dict[str, Any], procs: int) -> Any:
 
 def _start(job: Path, procs: int, workers: list[subprocess.Popen[bytes]]) -> None:
     threads = max(1, len(os.sched_getaffinity(0)) // procs)
-    common = {**_TUNING, "OMP_NUM_THREADS": str(threads), **os.environ}
+    common = {**TUNING, "OMP_NUM_THREADS": str(threads), **os.environ}
     common |= {"WORLD_SIZE": str(procs), "LOCAL_WORLD_SIZE": str(procs), "RECMILL_JOB": str(job)}
     common["RECMILL_LAUNCHER"] = str(os.getpid())
     common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -38,8 +38,9 @@ class _CrossEntropySum(torch.autograd.Function):
         items = len(weight_VD)
         total = asked_MD.new_zeros(())
         grads = torch.empty_like(asked_MD), torch.zeros_like(weight_VD), torch.zeros_like(bias_V)
-        for start in range(0, len(asked_MD), max(1, _LOGITS_AT_ONCE // items)):
-            rows = slice(start, start + max(1, _LOGITS_AT_ONCE // items))
+        step = max(1, _LOGITS_AT_ONCE // items)
+        for start in range(0, len(asked_MD), step):
+            rows = slice(start, start + step)
             asked, answers, weights = asked_MD[rows], answers_M[rows, None], weights_M[rows, None]
             logits = torch.addmm(bias_V, asked, weight_VD.t())
             # log p = logit - norm; the loss is -(1 - smooth) log p[answer] - smooth mean(log p)

@@ -65,7 +65,7 @@ class ItemTransformer(nn.Module):
         for block in self.blocks:
             x_BTD = block(x_BTD, may_see, row_keys_B)
         asked_MD = self.last_norm(x_BTD.flatten(0, 1).index_select(0, queries_M))
-        weight_VD, bias_V = (self.output.weight, self.output.bias) if self.output else (items_VD, self.bias)
+        weight_VD, bias_V = (self.output.weight, self.output.bias) if self.output is not None else (items_VD, self.bias)
         assert bias_V is not None
         if answers_M is None or weights_M is None:
             return torch.addmm(bias_V, asked_MD, weight_VD.t())

@@ -18,10 +18,10 @@ from recmill.kernels.native import run
 _RULES = {EmbOptimType.EXACT_SGD: 0, EmbOptimType.EXACT_ADAGRAD: 1, EmbOptimType.EXACT_ROWWISE_ADAGRAD: 2}
 
 
-def replace_lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, library: ctypes.CDLL) -> None:
+def replace_lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, kernels: ctypes.CDLL) -> None:
     """Where ours can do what it does: sums of rows of one width, by an optimizer that we have."""
     if _fits(kernel):
-        kernel.forward = partial(_lookup, _Tables(kernel, library))
+        kernel.forward = partial(_lookup, _Tables(kernel, kernels))
 
 
 def _fits(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
@@ -34,8 +34,8 @@ def _fits(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 class _Tables:
     """What the kernels need to know of a group of tables."""
 
-    def __init__(self, kernel: SplitTableBatchedEmbeddingBagsCodegen, library: ctypes.CDLL) -> None:
-        self.kernel, self.library = kernel, library
+    def __init__(self, kernel: SplitTableBatchedEmbeddingBagsCodegen, kernels: ctypes.CDLL) -> None:
+        self.kernel, self.kernels = kernel, kernels
         self.rule = _RULES[kernel.optimizer]
         self.dim = kernel.embedding_specs[0][1]
         self.rows = kernel.rows_per_table.long()
@@ -61,7 +61,7 @@ class _SumOfRows(torch.autograd.Function):
         out = torch.empty(batch, num_tables * tables.dim)
         places = tables.kernel.weights_host, tables.kernel.weights_offsets
         sizes = num_tables, tables.dim
-        bad = run(tables.library.sum_bags, *places, tables.rows, *sizes, ids, offsets, batch, out)
+        bad = run(tables.kernels.sum_bags, *places, tables.rows, *sizes, ids, offsets, batch, out)
         if bad >= 0:  # loading has checked every id, so this is a defect: stop instead of training a wrong row
             raise IndexError(f"id {int(ids[bad])} at place {bad} of {len(ids)} is outside its table")
         ctx.tables, ctx.sizes = tables, (sizes, batch)
@@ -75,5 +75,5 @@ class _SumOfRows(torch.autograd.Function):
         kernel = tables.kernel
         places = kernel.weights_host, kernel.weights_offsets, *tables.state, tables.rows
         rule = tables.rule, kernel.get_learning_rate(), kernel.optimizer_args.eps
-        run(tables.library.update_bags, *places, *sizes, ids, offsets, batch, grad.contiguous(), *rule)
+        run(tables.kernels.update_bags, *places, *sizes, ids, offsets, batch, grad.contiguous(), *rule)
         return None, None, None, None

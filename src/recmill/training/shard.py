@@ -47,11 +47,11 @@ class _SequenceSharder(EmbeddingCollectionSharder):
 
 
 def shard(
-    network: nn.Module, request: Request, optimizer: TablesOptim, world: World, library: ctypes.CDLL | None = None
+    network: nn.Module, request: Request, optimizer: TablesOptim, world: World, kernels: ctypes.CDLL | None = None
 ) -> DistributedModelParallel:
     """`network` has its tables on 'meta'; each rank gets memory for its own shards only. All ranks take part.
 
-    `library`: our kernels, for CPU.
+    `kernels`: our own, for CPU.
     """
     sharders = make_sharders(optimizer)
     plan = _plan_for_all(network, sharders, request, world)
@@ -61,8 +61,8 @@ def shard(
     )
     if world.device.type == "cpu":
         _mend_replicated_sequences(model)
-        if library is not None:
-            _use_native(model, library, is_alone=world.size == 1)
+        if kernels is not None:
+            _use_native(model, kernels, is_alone=world.size == 1)
     return model
 
 
@@ -75,16 +75,16 @@ def _mend_replicated_sequences(model: nn.Module) -> None:
                     kernel.forward = partial(_rows_of_sequences, kernel)
 
 
-def _use_native(model: nn.Module, library: ctypes.CDLL, is_alone: bool) -> None:
+def _use_native(model: nn.Module, kernels: ctypes.CDLL, is_alone: bool) -> None:
     """In every layer and table that has a kernel of ours."""
     for module in model.modules():
         if hasattr(type(module), "native"):
-            module.native = library  # type: ignore[assignment]
+            module.native = kernels  # type: ignore[assignment]
         if isinstance(module, ShardedEmbeddingBagCollection):
-            kernels = [kernel for lookup in module._lookups for kernel in lookup.modules()]
-            groups = [kernel for kernel in kernels if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)]
+            parts = [part for lookup in module._lookups for part in lookup.modules()]
+            groups = [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
             for group in groups:
-                replace_lookup(group, library)
+                replace_lookup(group, kernels)
             if is_alone and len(module._lookups) == len(groups) == 1:
                 module.forward = partial(_without_exchange, module, module.forward, groups[0])
 

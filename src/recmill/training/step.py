@@ -68,7 +68,7 @@ class Step:
 
 
 def can_overlap(model: nn.Module, device: torch.device) -> bool:
-    """BERT4Rec lists its ids inside the network: there is nothing to exchange ahead."""
+    """Sequence models list their ids inside the network: there is nothing to exchange ahead."""
     bags = (module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection))
     return device.type == "cuda" and any(bags)
 
