@@ -1,4 +1,4 @@
-"""What a step works on. Shape letters: B rows, F dense features, T positions, M queries, C negatives."""
+"""What a step works on. Shape letters: B rows, F dense features, N tokens, M queries, C negatives."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -49,12 +49,14 @@ class CtrBatch(_OnDevice):
 
 @dataclass
 class SequenceBatch(_OnDevice):
-    """Histories, padded on the left with 0, and the places (flat in B x T) whose item is asked for.
+    """Histories one after the other, without padding, and the places in `tokens_N` whose item is asked for.
 
-    `row_keys_B` names each row for dropout. Queries of weight 0 belong to rows that fill up a rank.
+    Queries are in order of the rows. `row_keys_B` names each row for dropout. Queries of weight 0 belong to rows that
+    fill up a rank.
     """
 
-    tokens_BT: Tensor
+    tokens_N: Tensor
+    lengths_B: Tensor
     queries_M: Tensor
     answers_M: Tensor
     weights_M: Tensor
@@ -62,7 +64,10 @@ class SequenceBatch(_OnDevice):
 
     def inputs(self) -> tuple[Any, ...]:
         """The network makes the loss as well: it never holds the logits of all queries."""
-        return self.tokens_BT, self.queries_M, self.row_keys_B, self.answers_M, self.weights_M
+        return *self._asked(), self.answers_M, self.weights_M
+
+    def _asked(self) -> tuple[Any, ...]:
+        return self.tokens_N, self.lengths_B, self.queries_M, self.row_keys_B
 
     def weight(self) -> float:
         return float(self.weights_M.sum())
@@ -80,4 +85,4 @@ class RankingBatch(SequenceBatch):
     negatives_BC: Tensor
 
     def inputs(self) -> tuple[Any, ...]:
-        return self.tokens_BT, self.queries_M, self.row_keys_B
+        return self._asked()

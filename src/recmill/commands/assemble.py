@@ -31,6 +31,8 @@ def open_matching_dataset(config: Config, verify: Any = "sizes") -> Dataset:
                 f"{dataset.path} has no rows for {' and '.join(absent)}, and every run is validated and tested. "
                 "Prepare it again with --last-day val-first or --val-fraction."
             )
+        if config.run.data.train_on_validation:
+            raise ConfigError("'data.train_on_validation' is for histories, and these are clicks. Remove it.")
     _check_sharded_names(config, dataset)
     if config.run.data.multi_hot.sizes:
         _check_multi_hot(config, dataset)
@@ -105,7 +107,13 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> Any:
     from recmill.data.histories import HistorySource, Masking
 
     masking = Masking(**model_module(config).masking(config.model))
-    return HistorySource(dataset, masking=masking, protocols=list(run.eval.protocols), **common)
+    return HistorySource(
+        dataset,
+        masking=masking,
+        protocols=list(run.eval.protocols),
+        train_on_validation=data.train_on_validation,
+        **common,
+    )
 
 
 def _multi_hot(config: Config, dataset: Dataset) -> Any:

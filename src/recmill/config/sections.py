@@ -48,6 +48,9 @@ class DataSection(Section):
     limit_val_batches: NonNegativeInt = Field(0, description="Validate on the first so many global batches; 0: all.")
     limit_test_batches: NonNegativeInt = Field(0, description="Test on the first so many global batches; 0: all.")
     prefetch: NonNegativeInt = Field(2, le=64, description="Batches prepared ahead, in the background; 0: none.")
+    train_on_validation: bool = Field(
+        False, description="Histories: train on the items of validation too, as BERT4Rec's own code does."
+    )
     multi_hot: MultiHotSection = MultiHotSection()
 
 
@@ -104,18 +107,19 @@ _SCHEDULE_KEYS = {
     "constant": set[str](),
     "mlperf": {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"},
     "oneflow": {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"},
+    "linear": {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"},
     "step": {"step_size", "gamma"},
 }
 
 
 class Schedule(Section):
-    name: Literal["constant", "mlperf", "oneflow", "step"] = Field(
+    name: Literal["constant", "linear", "mlperf", "oneflow", "step"] = Field(
         "constant", description="How both learning rates change from step to step."
     )
-    warmup_steps: NonNegativeInt = Field(0, description="Steps of linear warmup (mlperf, oneflow).")
-    decay_start_step: NonNegativeInt = Field(0, description="First step of the quadratic decay (mlperf, oneflow).")
-    decay_steps: NonNegativeInt = Field(0, description="Length of the decay; 0: none (mlperf, oneflow).")
-    end_lr: float = Field(0.0, ge=0.0, description="Lowest rate of the decay; mlperf: at least 1e-7 (mlperf, oneflow).")
+    warmup_steps: NonNegativeInt = Field(0, description="Steps of linear warmup (linear, mlperf, oneflow).")
+    decay_start_step: NonNegativeInt = Field(0, description="First step of the decay, quadratic (mlperf, oneflow) or linear.")
+    decay_steps: NonNegativeInt = Field(0, description="Length of the decay; 0: none (linear, mlperf, oneflow).")
+    end_lr: float = Field(0.0, ge=0.0, description="Where the decay ends (linear, oneflow); mlperf: at least 1e-7.")
     step_size: NonNegativeInt = Field(0, description="Steps between two changes (step).")
     gamma: PositiveFloat = Field(0.1, description="Factor of each change (step).")
 

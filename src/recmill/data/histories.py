@@ -15,7 +15,7 @@ from recmill.batch import RankingBatch, SequenceBatch
 from recmill.data.share import EVERYTHING, Limits, Share, mixed_within_batches, num_batches, shares
 from recmill.errors import DataError
 from recmill.metrics.ranking import POP100_NEGATIVES, PopularNegatives
-from recmill.schema import PAD_ITEM, Dataset, HistoriesDescription
+from recmill.schema import Dataset, HistoriesDescription
 
 _SORTED_BATCHES = 32  # so many batches' windows are sorted by length together: little padding, still random
 
@@ -55,6 +55,7 @@ class HistorySource:
         rank: int,
         size: int,
         limits: Limits = EVERYTHING,
+        train_on_validation: bool = False,
     ) -> None:
         assert isinstance(dataset.about, HistoriesDescription)
         self._dataset, self._masking, self._order, self._seed = dataset, masking, order, seed
@@ -63,7 +64,7 @@ class HistorySource:
         self._mask_token = dataset.about.num_items + 1
         self._items = dataset.array("items.npy")
         self._offsets = np.asarray(dataset.array("offsets.npy"))
-        self._starts, self._lengths = train_windows(self._offsets, masking)
+        self._starts, self._lengths = train_windows(self._offsets, masking, held_out=1 if train_on_validation else 2)
         if masking.asks_next:  # of a single item nothing can be asked
             long_enough = self._lengths > 1
             self._starts, self._lengths = self._starts[long_enough], self._lengths[long_enough]
@@ -122,28 +123,38 @@ class HistorySource:
     def _masked(self, epoch: int, windows: np.ndarray, share: Share) -> SequenceBatch:
         keys = rng.bits(rng.stream_key(self._seed, "window", epoch), windows)
         lengths = self._lengths[windows]
-        tokens, real = _left_padded(self._items, self._starts[windows], lengths)
-        if self._masking.asks_next:
-            asked, answers = real[:, :-1], tokens[:, 1:][real[:, :-1]]
-            return self._batch(np.ascontiguousarray(tokens[:, :-1]), asked, answers, share, keys)
-        from_end = np.arange(tokens.shape[1])[::-1]  # place 0 is the last item, whatever the padding
-        chance = rng.uniform(keys[:, None], np.broadcast_to(from_end, tokens.shape))
-        hidden = real & (chance < self._masking.probability)
+        tokens, rows, from_end = _packed(self._items, self._starts[windows], lengths)
+        if self._masking.asks_next:  # the last item is only an answer, the first one none
+            asks, is_answer = from_end > 0, from_end < (lengths - 1)[rows]
+            return self._batch(
+                tokens[asks], lengths - 1, np.arange(asks.sum()), rows[asks], tokens[is_answer], share, keys
+            )
+        hidden = rng.uniform(keys[rows], from_end) < self._masking.probability
         last_only = rng.uniform(keys, np.full(len(keys), 1 << 20)) < self._masking.last_only
-        hidden[last_only] = False
-        hidden[:, -1] |= last_only | ~hidden.any(axis=1)  # a window always asks for something
+        hidden &= ~last_only[rows]
+        has_hidden = np.bincount(rows, weights=hidden, minlength=len(keys)) > 0
+        hidden[np.cumsum(lengths) - 1] |= ~has_hidden  # a window always asks for something
         answers = tokens[hidden]
         tokens[hidden] = self._mask_token
-        return self._batch(tokens, hidden, answers, share, keys)
+        queries = np.flatnonzero(hidden)
+        return self._batch(tokens, lengths, queries, rows[queries], answers, share, keys)
 
     def _batch(
-        self, tokens: np.ndarray, asked: np.ndarray, answers: np.ndarray, share: Share, keys: np.ndarray
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        queries: np.ndarray,
+        query_rows: np.ndarray,
+        answers: np.ndarray,
+        share: Share,
+        keys: np.ndarray,
     ) -> SequenceBatch:
         return SequenceBatch(
-            tokens_BT=torch.from_numpy(tokens),
-            queries_M=torch.from_numpy(np.flatnonzero(asked)),
+            tokens_N=torch.from_numpy(tokens),
+            lengths_B=torch.from_numpy(lengths),
+            queries_M=torch.from_numpy(queries),
             answers_M=torch.from_numpy(answers),
-            weights_M=torch.from_numpy(share.weights()[asked.nonzero()[0]]),
+            weights_M=torch.from_numpy(share.weights()[query_rows]),
             row_keys_B=torch.from_numpy(keys.view(np.int64)),
         )
 
@@ -152,20 +163,20 @@ class HistorySource:
         places = self._offsets[users + 1] - (1 if split == "test" else 2)  # where the targets are
         room = 0 if self._masking.asks_next else 1  # for the mask, where the answer would be
         lengths = np.minimum(places - self._offsets[users], self._masking.max_length - room)
-        tokens, _ = _left_padded(self._items, places - lengths, lengths, room_at_end=room)
+        tokens, _, from_end = _packed(self._items, places - lengths, lengths + room)
         if room:
-            tokens[:, -1] = self._mask_token
+            tokens[from_end == 0] = self._mask_token
         seen = [
             np.asarray(self._items[self._offsets[u] : p], dtype=np.int64) for u, p in zip(users, places, strict=True)
         ]
-        rows, width = tokens.shape
         return RankingBatch(
-            tokens_BT=torch.from_numpy(tokens),
-            queries_M=torch.arange(1, rows + 1) * width - 1,
+            tokens_N=torch.from_numpy(tokens),
+            lengths_B=torch.from_numpy(lengths + room),
+            queries_M=torch.from_numpy(np.cumsum(lengths + room) - 1),
             answers_M=torch.from_numpy(self._items[places].astype(np.int64)),
             weights_M=torch.from_numpy(share.weights()),
-            row_keys_B=torch.zeros(rows, dtype=torch.int64),
-            seen_rows=torch.from_numpy(np.repeat(np.arange(rows), [len(s) for s in seen])),
+            row_keys_B=torch.zeros(len(users), dtype=torch.int64),
+            seen_rows=torch.from_numpy(np.repeat(np.arange(len(users)), [len(s) for s in seen])),
             seen_items=torch.from_numpy(np.concatenate(seen)),
             negatives_BC=torch.from_numpy(self._negatives_of(split, users)),
         )
@@ -180,10 +191,10 @@ class HistorySource:
         return np.stack([self._drawn[split, user] for user in users.tolist()])
 
 
-def train_windows(offsets: np.ndarray, masking: Masking) -> tuple[np.ndarray, np.ndarray]:
-    """(start, length) of every training window, in items.npy. The last two items of a history are never in one."""
+def train_windows(offsets: np.ndarray, masking: Masking, held_out: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """(start, length) of every training window, in items.npy. The last `held_out` items of a history are never in one."""
     starts, lengths = [], []
-    for begin, end in zip(offsets[:-1].tolist(), (offsets[1:] - 2).tolist(), strict=True):
+    for begin, end in zip(offsets[:-1].tolist(), (offsets[1:] - held_out).tolist(), strict=True):
         stop = end
         while True:
             start = max(begin, stop - masking.window)
@@ -195,15 +206,12 @@ def train_windows(offsets: np.ndarray, masking: Masking) -> tuple[np.ndarray, np
     return np.array(starts), np.array(lengths)
 
 
-def _left_padded(
-    items: np.ndarray, starts: np.ndarray, lengths: np.ndarray, room_at_end: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-    """items[start : start+length] of each row, ending at the same column (`room_at_end` before the last)."""
-    width = int(lengths.max())
-    columns = np.arange(width) - (width - lengths)[:, None]
-    real = columns >= 0
-    tokens = np.where(real, items[np.where(real, starts[:, None] + columns, 0)], PAD_ITEM).astype(np.int64)
-    return np.pad(tokens, ((0, 0), (0, room_at_end))), real
+def _packed(items: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """items[start : start+length] of each row one after the other; of each its row, and its place from the row's end."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    from_end = np.cumsum(lengths)[rows] - 1 - np.arange(len(rows))
+    places = (starts + lengths - 1)[rows] - from_end
+    return items[places].astype(np.int64), rows, from_end
 
 
 def _popular_negatives(dataset: Dataset, items: np.ndarray, offsets: np.ndarray) -> PopularNegatives:

@@ -1,5 +1,5 @@
 // What a training step on CPU spends its time on beside matrix products. Float32, row-major; B rows of a batch.
-// Compiled for the machine it runs on (build.py); threads are those of OpenMP, which torch has as well.
+// Compiled for the machine it runs on (native.py); threads are those of OpenMP, which torch has as well.
 // Results do not depend on the number of threads, but for the last digits of bias gradients.
 
 #include <algorithm>
@@ -9,14 +9,9 @@
 #include <vector>
 #include <omp.h>
 
+#include "lanes.h"
+
 namespace {
-
-constexpr int kLanes = 16;  // floats that move together; more than a register holds become several
-
-typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
-
-inline Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
-inline void store(float* to, Lanes values) { *reinterpret_cast<Lanes*>(to) = values; }
 
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int FourInts __attribute__((vector_size(16)));

@@ -36,10 +36,18 @@ class ReplicatedTables(KeyedOptimizer):
     def step(self, closure: Any = None) -> None:
         (group,) = self.param_groups
         for weight in group["params"]:
-            rows = weight.grad.any(dim=1).nonzero().squeeze(1)
+            rows = _rows_with(weight.grad)
             state = list(self.state[weight].values())
             change = self._rule(weight.grad[rows], rows, state, self._eps)
-            weight.detach().index_add_(0, rows, change, alpha=-group["lr"])
+            weight.detach()[rows] -= change.mul_(group["lr"])
+
+
+def _rows_with(grad: Tensor) -> Tensor | slice:
+    """Those that are not all 0. A slice where they are one stretch, as with a tied head: nothing is gathered then."""
+    rows = grad.any(dim=1).nonzero().squeeze(1)
+    if not len(rows) or len(rows) != rows[-1] - rows[0] + 1:
+        return rows
+    return slice(int(rows[0]), int(rows[-1]) + 1)
 
 
 def _new_state(table: str, weight: Tensor, optimizer: str) -> dict[str, Tensor]:
@@ -53,23 +61,23 @@ def _new_state(table: str, weight: Tensor, optimizer: str) -> dict[str, Tensor]:
     return state if optimizer == "adagrad" else {**state, f"{table}.steps": weight.new_zeros((), dtype=torch.float64)}
 
 
-def _sgd(grad: Tensor, rows: Tensor, state: list[Tensor], eps: float) -> Tensor:
-    return grad
+def _sgd(grad: Tensor, rows: Tensor | slice, state: list[Tensor], eps: float) -> Tensor:
+    return grad.clone()
 
 
-def _adagrad(grad: Tensor, rows: Tensor, state: list[Tensor], eps: float) -> Tensor:
+def _adagrad(grad: Tensor, rows: Tensor | slice, state: list[Tensor], eps: float) -> Tensor:
     (squares,) = state
     squares[rows] += grad.square()
     return grad / (squares[rows].sqrt() + eps)
 
 
-def _rowwise_adagrad(grad: Tensor, rows: Tensor, state: list[Tensor], eps: float) -> Tensor:
+def _rowwise_adagrad(grad: Tensor, rows: Tensor | slice, state: list[Tensor], eps: float) -> Tensor:
     (squares,) = state
     squares[rows] += grad.square().mean(dim=1)
     return grad / (squares[rows].sqrt() + eps)[:, None]
 
 
-def _adam(grad: Tensor, rows: Tensor, state: list[Tensor], eps: float) -> Tensor:
+def _adam(grad: Tensor, rows: Tensor | slice, state: list[Tensor], eps: float) -> Tensor:
     mean, square, steps = state
     steps += 1
     mean[rows] = mean[rows].lerp(grad, 1 - _BETA1)
@@ -78,7 +86,7 @@ def _adam(grad: Tensor, rows: Tensor, state: list[Tensor], eps: float) -> Tensor
     return unbiased_mean / ((square[rows] / (1 - _BETA2**steps)).sqrt() + eps)
 
 
-_RULES: dict[str, Callable[[Tensor, Tensor, list[Tensor], float], Tensor]] = {
+_RULES: dict[str, Callable[[Tensor, Tensor | slice, list[Tensor], float], Tensor]] = {
     "sgd": _sgd,
     "adagrad": _adagrad,
     "rowwise_adagrad": _rowwise_adagrad,

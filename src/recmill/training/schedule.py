@@ -11,6 +11,8 @@ def learning_rate(schedule: Schedule, base: float, step: int) -> float:
         return _mlperf(schedule, base, step + 1)
     if schedule.name == "oneflow":
         return _oneflow(schedule, base, step)
+    if schedule.name == "linear":
+        return _linear(schedule, base, step)
     if schedule.name == "step":
         return base * schedule.gamma ** (step // schedule.step_size)
     return base
@@ -48,3 +50,13 @@ def _oneflow(schedule: Schedule, base: float, step: int) -> float:
         return base
     decayed = min(step - schedule.decay_start_step, schedule.decay_steps)
     return (base - schedule.end_lr) * (1 - decayed / schedule.decay_steps) ** 2 + schedule.end_lr
+
+
+def _linear(schedule: Schedule, base: float, step: int) -> float:
+    """Up to `base` in W steps, the first of them base / W; from the milestone S on down to end_lr in D steps."""
+    if step < schedule.warmup_steps:
+        return base * (step + 1) / schedule.warmup_steps
+    if step < schedule.decay_start_step or not schedule.decay_steps:
+        return base
+    decayed = min(step - schedule.decay_start_step, schedule.decay_steps)
+    return base + (schedule.end_lr - base) * decayed / schedule.decay_steps

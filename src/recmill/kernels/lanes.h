@@ -1,0 +1,49 @@
+// Sixteen floats that move together. What a register does not hold becomes several.
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+constexpr int kLanes = 16;
+
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
+typedef int32_t LaneInts __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4), may_alias));
+typedef uint32_t LaneBits __attribute__((vector_size(kLanes * sizeof(uint32_t)), aligned(4), may_alias));
+
+inline Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
+inline void store(float* to, Lanes values) { *reinterpret_cast<Lanes*>(to) = values; }
+
+inline float sum_of(Lanes values) {
+    float total = 0;
+    for (int i = 0; i < kLanes; ++i) total += values[i];
+    return total;
+}
+
+inline float largest_of(Lanes values) {
+    float most = values[0];
+    for (int i = 1; i < kLanes; ++i) most = values[i] > most ? values[i] : most;
+    return most;
+}
+
+// e^x within 2 units of the last place; 0 below -87, where float has no ordinary numbers left. Not a number stays so.
+inline Lanes exp_of(Lanes x) {
+    const Lanes small = x > 88.0f ? Lanes{} + 88.0f : x, safe = small < -87.0f ? Lanes{} - 87.0f : small;
+    // 2^n e^r with r in [-ln 2 / 2, ln 2 / 2]; ln 2 in two parts, or the difference would lose digits. Adding
+    // 1.5 * 2^23 rounds to a whole number, which is then in the low bits.
+    const Lanes rounded = safe * 1.44269504088896341f + 12582912.0f;
+    const LaneInts whole = reinterpret_cast<const LaneInts&>(rounded) - 0x4B400000, exponent = whole << 23;
+    const Lanes n = __builtin_convertvector(whole, Lanes);
+    const Lanes r = (safe - n * 0.693359375f) - n * -2.12194440e-4f;
+    Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const LaneInts scaled = reinterpret_cast<LaneInts&>(p) + exponent;
+    const Lanes result = reinterpret_cast<const Lanes&>(scaled);
+    return x < -87.0f ? Lanes{} : result;
+}
+
+}  // namespace
