@@ -81,7 +81,15 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
             {**GOOD, "model": {"name": "bert4rec", "embedding_dim": 8, "num_heads": 3}},
             "not a multiple of model.num_heads",
         ),
-        ({**GOOD, "model": {"name": "bert4rec", "max_length": 5, "window_stride": 6}}, "would never be trained on"),
+        ({**GOOD, "model": {"name": "bert4rec", "max_length": 5, "sliding_step": 6}}, "would never be trained on"),
+        (
+            {**GOOD, "model": {"name": "sasrec", "sliding_step": 2.5}},
+            "model.sliding_step = 2.5 is neither a number of items nor a share below 1",
+        ),
+        (
+            {**GOOD, "model": {"name": "bert4rec", "mask_random": 0.6, "mask_keep": 0.5}},
+            "model.mask_random = 0.6 and model.mask_keep = 0.5 are more than all",
+        ),
         ({**GOOD, "optim": {"tables": {"name": "adam"}}, "train": {"device": "cpu"}}, "no fused Adam on CPU"),
         (
             schedule(name="mlperf", warmup_steps=9, decay_start_step=8, decay_steps=1),

@@ -1,6 +1,7 @@
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from recmill.data.clicks import ClickSource, SplitRows
 from recmill.data.histories import HistorySource, Masking, train_windows
 from recmill.data.share import Limits, num_batches, shares
 from recmill.errors import DataError
+from recmill.models import bert4rec
 from recmill.schema import open_dataset
 
 Row = tuple[Any, ...]
@@ -177,7 +179,7 @@ def test_a_bad_id_is_an_error_that_names_its_place(
     assert f"{path}/day_1_sparse.npy: row 7, column C{column + 1}: id {value} is not in 0.." in str(caught.value)
 
 
-MASKING = Masking(max_length=10, stride=10, probability=0.3, last_only=0.2)
+MASKING = Masking(max_length=10, step=10, probability=0.3, last_only=0.2)
 MASK = 201  # the histories have 200 items
 
 
@@ -232,7 +234,7 @@ def all_histories(path: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "stride", "expected"),
+    ("lengths", "step", "expected"),
     [
         ([3], 4, [(0, 1)]),  # one item is left for training
         ([6], 4, [(0, 4)]),  # exactly a window
@@ -244,11 +246,33 @@ def all_histories(path: Path) -> list[list[int]]:
     ],
 )
 def test_windows_are_cut_backwards_from_the_last_training_item(
-    lengths: list[int], stride: int, expected: list[tuple[int, int]]
+    lengths: list[int], step: int, expected: list[tuple[int, int]]
 ) -> None:
     offsets = np.cumsum([0, *lengths])
-    starts, counts = train_windows(offsets, Masking(max_length=4, stride=stride, probability=0.2, last_only=0.0))
+    starts, counts = train_windows(offsets, Masking(max_length=4, step=step, probability=0.2, last_only=0.0))
     assert list(zip(starts.tolist(), counts.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("items", "max_length", "sliding_step", "expected"),
+    [
+        # The starts of TorchRec's BERT4Rec example, whose step is a tenth of max_length.
+        (250, 100, 0.1, list(range(150, -1, -10))),
+        (12, 10, 0.1, [2, 1, 0]),
+        (10, 10, 0.1, [0]),
+        (7, 10, 0.1, [0]),
+        (255, 100, 0.1, [*range(155, 0, -10), 0]),
+        (8, 5, 0.1, [3, 2, 1, 0]),  # a tenth of 5 is less than an item
+        (25, 10, 4, [15, 11, 7, 3, 0]),
+        (25, 10, 0, [15, 5, 0]),
+    ],
+)
+def test_the_sliding_step_is_a_number_of_items_or_a_share_of_max_length(
+    items: int, max_length: int, sliding_step: float, expected: list[int]
+) -> None:
+    config = bert4rec.Config(max_length=max_length, sliding_step=sliding_step)
+    starts, _ = train_windows(np.array([0, items + 2]), Masking(**bert4rec.masking(config)))
+    assert starts.tolist() == expected
 
 
 @settings(derandomize=True, deadline=None)
@@ -256,9 +280,9 @@ def test_windows_are_cut_backwards_from_the_last_training_item(
 def test_windows_hold_every_training_item_and_never_the_last_two(
     lengths: list[int], max_length: int, data: st.DataObject
 ) -> None:
-    stride = data.draw(st.integers(1, max_length))
+    step = data.draw(st.integers(1, max_length))
     offsets = np.cumsum([0, *lengths])
-    starts, counts = train_windows(offsets, Masking(max_length, stride, probability=0.2, last_only=0.0))
+    starts, counts = train_windows(offsets, Masking(max_length, step, probability=0.2, last_only=0.0))
     assert counts.min() >= 1
     assert counts.max() <= max_length
     covered = {int(p) for start, count in zip(starts, counts, strict=True) for p in range(start, start + count)}
@@ -281,8 +305,13 @@ def test_an_epoch_holds_every_window_once_with_its_original_items_as_answers(his
     assert (found == expected) == (order == "file")
 
 
-def test_a_batch_of_windows_and_its_masks_are_the_same_for_any_world_size(histories: Path) -> None:
-    assert history_epoch(histories, size=1) == history_epoch(histories, size=2) == history_epoch(histories, size=3)
+EVERY_KIND = replace(MASKING, step=4, last_too=True, random=0.3, kept=0.2, copies=2)
+
+
+@pytest.mark.parametrize("masking", [MASKING, EVERY_KIND])
+def test_a_batch_of_windows_and_its_masks_are_the_same_for_any_world_size(histories: Path, masking: Masking) -> None:
+    one, two, three = (history_epoch(histories, size=size, masking=masking) for size in (1, 2, 3))
+    assert one == two == three
 
 
 def test_a_rank_without_windows_gets_a_filler_of_weight_0(histories: Path) -> None:
@@ -313,7 +342,7 @@ def test_masks_and_keys_are_new_for_each_epoch_and_seed(histories: Path, change:
 
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 def test_each_place_is_hidden_with_the_mask_probability(histories: Path, probability: float) -> None:
-    masking = Masking(max_length=50, stride=50, probability=probability, last_only=0.0)
+    masking = Masking(max_length=50, step=50, probability=probability, last_only=0.0)
     items = hidden = 0
     for epoch in range(5):
         for window in (w for batch in history_epoch(histories, epoch=epoch, masking=masking) for w in batch):
@@ -326,13 +355,79 @@ def test_each_place_is_hidden_with_the_mask_probability(histories: Path, probabi
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_a_share_of_the_windows_hides_the_last_item_only(histories: Path, share: float) -> None:
     """With a mask probability of 1 all others hide everything."""
-    masking = Masking(max_length=10, stride=10, probability=1.0, last_only=share)
+    masking = Masking(max_length=10, step=10, probability=1.0, last_only=share)
     windows = [
         w for epoch in range(4) for batch in history_epoch(histories, epoch=epoch, masking=masking) for w in batch
     ]
     places = [(len(items), [from_end for from_end, _ in answers]) for items, answers, _ in windows if len(items) > 1]
     assert all(hidden in ([1], list(range(1, count + 1))) for count, hidden in places)
     assert np.mean([hidden == [1] for _, hidden in places]) == pytest.approx(share, abs=0.08)
+
+
+@pytest.mark.parametrize(("random", "kept"), [(0.0, 0.0), (0.1, 0.1), (0.2, 0.0), (0.0, 0.4), (0.3, 0.7)])
+def test_in_place_of_hidden_items_the_mask_random_items_or_themselves_are_seen(
+    histories: Path, random: float, kept: float
+) -> None:
+    masking = replace(MASKING, probability=0.5, random=random, kept=kept)
+    pairs = [
+        (tokens[-from_end], answer)
+        for epoch in range(10)
+        for batch in history_epoch(histories, epoch=epoch, masking=masking)
+        for tokens, answers, _ in batch
+        for from_end, answer in answers
+    ]
+    others = [seen for seen, answer in pairs if seen not in (MASK, answer)]
+    found = [sum(seen == MASK for seen, _ in pairs), sum(seen == answer for seen, answer in pairs), len(others)]
+    luck = random / 200  # a random item may be the hidden one
+    for count, share in zip(found, [1 - random - kept, kept + luck, random - luck], strict=True):
+        assert count / len(pairs) == pytest.approx(share, abs=5 * (share * (1 - share) / len(pairs)) ** 0.5 + 1e-9)
+    if random:
+        assert set(others) <= set(range(1, 201))
+        quarters = np.histogram(others, bins=4, range=(1, 201))[0] / len(others)
+        assert quarters == pytest.approx(0.25, abs=5 * (0.25 * 0.75 / len(others)) ** 0.5), "every item is as likely"
+
+
+def test_copies_of_a_window_have_masks_of_their_own_and_count_as_samples(histories: Path) -> None:
+    masking = replace(MASKING, copies=3)
+    source = history_source(histories, masking=masking)
+    once = history_source(histories)
+    assert source.samples_per_epoch == 3 * once.samples_per_epoch
+    assert {len(history_epoch(histories, size=size, masking=masking)) for size in (1, 2)} == {source.batches_per_epoch}
+    found: dict[tuple[int, ...], list[Row]] = {}
+    for window in (window for batch in history_epoch(histories, masking=masking) for window in batch):
+        found.setdefault(unmasked(window), []).append(window)
+    assert Counter({items: len(copies) // 3 for items, copies in found.items()}) == Counter(
+        unmasked(window) for batch in history_epoch(histories) for window in batch
+    )
+    long = [copies for items, copies in found.items() if len(items) == 10]
+    assert np.mean([len({answers for _, answers, _ in copies}) == len(copies) for copies in long]) > 0.7
+    keys = [key for copies in found.values() for _, _, key in copies]
+    assert len(set(keys)) == len(keys) == source.samples_per_epoch
+
+
+def test_the_last_training_item_of_a_history_can_always_be_hidden_beside_others(histories: Path) -> None:
+    masking = replace(MASKING, last_only=0.0, last_too=True)
+    windows = [window for batch in history_epoch(histories, order="file", masking=masking) for window in batch]
+    ends = {tuple(history[:-2][-10:]) for history in all_histories(histories)}
+    last = [window for window in windows if unmasked(window) in ends]
+    rest = [window for window in windows if unmasked(window) not in ends]
+    assert len(last) == len(ends) == 101
+    assert all(answers[0][0] == 1 for _, answers, _ in last)
+    assert np.mean([len(answers) for tokens, answers, _ in last if len(tokens) == 10]) == pytest.approx(3.7, abs=0.6)
+    assert 0 < np.mean([answers[0][0] == 1 for tokens, answers, _ in rest if len(tokens) > 5]) < 0.8
+
+
+@pytest.mark.parametrize(("order", "limit"), [("file", 0), ("file", 2), ("shuffled", 0)])
+def test_the_share_of_padding_is_told(histories: Path, order: str, limit: int) -> None:
+    options: dict[str, Any] = {"order": order, "limits": Limits(train=limit)}
+    batches = [[len(tokens) for tokens, *_ in batch] for batch in history_epoch(histories, **options)]
+    padded = sum(max(lengths) * len(lengths) for lengths in batches)
+    share = 1 - sum(map(sum, batches)) / padded
+    every = [len(tokens) for batch in history_epoch(histories) for tokens, *_ in batch]
+    assert history_source(histories, **options).window_facts() == (
+        f"windows: {len(every)} of 101 histories, {np.mean(every):.1f} items on average; "
+        f"batches padded to their longest would be {100 * share:.1f}% padding"
+    )
 
 
 def test_shuffled_batches_hold_windows_of_like_length(histories: Path) -> None:
@@ -434,7 +529,7 @@ def test_bad_dense_values_and_labels_are_named(
         SplitRows(open_dataset(copy), "train").take(np.arange(100))
 
 
-NEXT = Masking(max_length=10, stride=10, probability=0.0, last_only=0.0, asks_next=True)
+NEXT = Masking(max_length=10, step=10, probability=0.0, last_only=0.0, asks_next=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

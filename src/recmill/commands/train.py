@@ -102,7 +102,7 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     model = build_sharded(config, dataset, world)
     optimizer = build_optimizer(model, config.run.optim)
     placed = placements(model.plan, tables, config.run.optim.tables.name)
-    _log_facts(world, config, dataset.path, tables, source)
+    _log_facts(world, config, dataset, tables, source)
     if world.is_main:
         log.info("%s", as_text(placed, world.size))
 
@@ -197,14 +197,14 @@ def short(values: Mapping[str, Any]) -> str:
     return "  ".join(shown)
 
 
-def _log_facts(world: "World", config: Config, data: Path, tables: Sequence[Any], source: Any) -> None:
+def _log_facts(world: "World", config: Config, dataset: Dataset, tables: Sequence[Any], source: Any) -> None:
     if not world.is_main:
         return
     values = sum(table.rows * table.dim for table in tables)
     log.info(
         "%s on %s: %d tables, %s rows, %s MB; %s batches of %s per epoch; %d process(es) on %s",
         config.model_name,
-        data,
+        dataset.path,
         len(tables),
         f"{sum(table.rows for table in tables):,}",
         f"{values * 4 / 1e6:,.1f}",
@@ -213,6 +213,8 @@ def _log_facts(world: "World", config: Config, data: Path, tables: Sequence[Any]
         world.size,
         world.device,
     )
+    if dataset.about.kind == "histories" and source.batches_per_epoch:
+        log.info("%s", source.window_facts())
 
 
 def _at_absolute_path(config: Config) -> Config:

@@ -17,6 +17,8 @@ from recmill.errors import DataError
 from recmill.metrics.ranking import POP100_NEGATIVES, PopularNegatives
 from recmill.schema import Dataset, HistoriesDescription
 
+# Counters of a window's random numbers; those below are the places of its items.
+_CHANCE_OF_WINDOW, _CHANCE_OF_ITEM = 1 << 20, 1 << 21
 _SORTED_BATCHES = 32  # so many batches' windows are sorted by length together: little padding, still random
 
 
@@ -24,15 +26,20 @@ _SORTED_BATCHES = 32  # so many batches' windows are sorted by length together: 
 class Masking:
     """How training examples are made from a history.
 
-    Windows of `max_length` items, cut backwards from the history's end every `stride` items. In a share
-    `last_only` of them just the last item is hidden, as at evaluation; in the rest each with `probability`.
-    `asks_next`: nothing is hidden; every place asks for the item after it.
+    Windows of `max_length` items, cut backwards from the history's end every `step` items, each in `copies`. In a share
+    `last_only` of them just the last item is hidden, as at evaluation; in the rest each with `probability`, and with
+    `last_too` the history's last as well. For a share `random` of the hidden items another one is seen instead of the
+    mask, for a share `kept` the item itself. `asks_next`: nothing is hidden; every place asks for the item after it.
     """
 
     max_length: int
-    stride: int
+    step: int
     probability: float
     last_only: float
+    last_too: bool = False
+    random: float = 0.0
+    kept: float = 0.0
+    copies: int = 1
     asks_next: bool = False
 
     @property
@@ -64,7 +71,9 @@ class HistorySource:
         self._mask_token = dataset.about.num_items + 1
         self._items = dataset.array("items.npy")
         self._offsets = np.asarray(dataset.array("offsets.npy"))
-        self._starts, self._lengths = train_windows(self._offsets, masking, held_out=1 if train_on_validation else 2)
+        self._held_out = 1 if train_on_validation else 2
+        windows = train_windows(self._offsets, masking, self._held_out)
+        self._starts, self._lengths = (np.tile(part, masking.copies) for part in windows)
         if masking.asks_next:  # of a single item nothing can be asked
             long_enough = self._lengths > 1
             self._starts, self._lengths = self._starts[long_enough], self._lengths[long_enough]
@@ -79,6 +88,16 @@ class HistorySource:
     @property
     def batches_per_epoch(self) -> int:
         return num_batches(self.samples_per_epoch, self._train_batch_size)
+
+    def window_facts(self) -> str:
+        """How much there is to learn from, and what padding each batch to its longest window would add to it."""
+        lengths = self._lengths[self._epoch_order(0)[: self.samples_per_epoch]]
+        firsts = np.arange(0, len(lengths), self._train_batch_size)
+        places = int((np.maximum.reduceat(lengths, firsts) * np.diff([*firsts, len(lengths)])).sum())
+        return (
+            f"windows: {len(self._lengths):,} of {len(self._offsets) - 1:,} histories, {self._lengths.mean():.1f} "
+            f"items on average; batches padded to their longest would be {1 - lengths.sum() / places:.1%} padding"
+        )
 
     def train_batches(self, epoch: int, first: int) -> Iterator[SequenceBatch]:
         """Batch `first` and all after it; order and masks depend on the seed and the epoch alone."""
@@ -130,14 +149,28 @@ class HistorySource:
                 tokens[asks], lengths - 1, np.arange(asks.sum()), rows[asks], tokens[is_answer], share, keys
             )
         hidden = rng.uniform(keys[rows], from_end) < self._masking.probability
-        last_only = rng.uniform(keys, np.full(len(keys), 1 << 20)) < self._masking.last_only
+        last_only = rng.uniform(keys, np.full(len(keys), _CHANCE_OF_WINDOW)) < self._masking.last_only
         hidden &= ~last_only[rows]
-        has_hidden = np.bincount(rows, weights=hidden, minlength=len(keys)) > 0
-        hidden[np.cumsum(lengths) - 1] |= ~has_hidden  # a window always asks for something
-        answers = tokens[hidden]
-        tokens[hidden] = self._mask_token
+        asks_last = np.bincount(rows, weights=hidden, minlength=len(keys)) == 0  # a window always asks for something
+        if self._masking.last_too:
+            stops = self._starts[windows] + lengths
+            asks_last |= stops == self._offsets[np.searchsorted(self._offsets, stops)] - self._held_out
+        hidden[np.cumsum(lengths) - 1] |= asks_last
         queries = np.flatnonzero(hidden)
+        answers = tokens[queries]
+        tokens[queries] = self._seen_instead(answers, keys[rows[queries]], from_end[queries])
         return self._batch(tokens, lengths, queries, rows[queries], answers, share, keys)
+
+    def _seen_instead(self, hidden_items: np.ndarray, keys: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Of items hidden at these places (from the end) of the windows of these keys."""
+        random, kept = self._masking.random, self._masking.kept
+        seen = np.full(len(hidden_items), self._mask_token)
+        if random + kept:
+            chance = rng.uniform(keys, places + _CHANCE_OF_ITEM)
+            is_random, is_kept = chance < random, (chance >= random) & (chance < random + kept)
+            seen[is_kept] = hidden_items[is_kept]
+            seen[is_random] = 1 + chance[is_random] / random * (self._mask_token - 1)  # any item, each as likely
+        return seen
 
     def _batch(
         self,
@@ -193,17 +226,13 @@ class HistorySource:
 
 def train_windows(offsets: np.ndarray, masking: Masking, held_out: int = 2) -> tuple[np.ndarray, np.ndarray]:
     """(start, length) of every training window, in items.npy. The last `held_out` items of a history are never in one."""
-    starts, lengths = [], []
-    for begin, end in zip(offsets[:-1].tolist(), (offsets[1:] - held_out).tolist(), strict=True):
-        stop = end
-        while True:
-            start = max(begin, stop - masking.window)
-            starts.append(start)
-            lengths.append(stop - start)
-            if start == begin:
-                break
-            stop -= masking.stride
-    return np.array(starts), np.array(lengths)
+    begins, ends = offsets[:-1], offsets[1:] - held_out
+    counts = 1 + -(-np.maximum(ends - begins - masking.window, 0) // masking.step)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    nth = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)  # of its history, from the end
+    stops = ends[owners] - nth * masking.step
+    starts = np.maximum(begins[owners], stops - masking.window)
+    return starts, stops - starts
 
 
 def _packed(items: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,12 +1,13 @@
 """BERT4Rec: the next item from both sides of a history (Sun et al., 2019).
 
 Differs from the paper: pre-norm blocks, by default an output layer of its own instead of the item table's
-transpose (`head`), hidden items are always replaced by the mask, no dropout of attention weights.
+transpose (`head`), hidden items are always replaced by the mask (`mask_random`, `mask_keep`), no dropout of attention
+weights.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 
 from recmill.models.sequence_model import SequenceModelConfig, item_table, network, windows
 from recmill.schema import HistoriesDescription, TableSpec
@@ -24,6 +25,25 @@ class Config(SequenceModelConfig):
     mask_last_only: float = Field(
         0.1, ge=0.0, le=1.0, description="Share of windows where just the last item is hidden, as at evaluation."
     )
+    mask_last_too: bool = Field(
+        False, description="In other windows, hide a history's last training item always, beside those of mask_prob."
+    )
+    mask_random: float = Field(
+        0.0, ge=0.0, le=1.0, description="Share of hidden items in whose place a random item is seen, not the mask."
+    )
+    mask_keep: float = Field(
+        0.0, ge=0.0, le=1.0, description="Share of hidden items that are seen as they are, and asked for all the same."
+    )
+    dupe_factor: PositiveInt = Field(1, description="Copies of each window in an epoch, each with masks of its own.")
+
+    @model_validator(mode="after")
+    def shares_fit_together(self) -> "Config":
+        if self.mask_random + self.mask_keep > 1:
+            raise ValueError(
+                f"model.mask_random = {self.mask_random} and model.mask_keep = {self.mask_keep} are more than all of "
+                "the hidden items. Make them 1 or less together."
+            )
+        return self
 
 
 def tables(config: Config, about: HistoriesDescription) -> list[TableSpec]:
@@ -33,7 +53,14 @@ def tables(config: Config, about: HistoriesDescription) -> list[TableSpec]:
 
 def masking(config: Config) -> dict[str, Any]:
     """How training examples are made; the fields of `data.histories.Masking`."""
-    return windows(config) | {"probability": config.mask_prob, "last_only": config.mask_last_only}
+    return windows(config) | {
+        "probability": config.mask_prob,
+        "last_only": config.mask_last_only,
+        "last_too": config.mask_last_too,
+        "random": config.mask_random,
+        "kept": config.mask_keep,
+        "copies": config.dupe_factor,
+    }
 
 
 def build(config: Config, about: HistoriesDescription, device: "torch.device") -> "nn.Module":

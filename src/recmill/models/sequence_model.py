@@ -22,8 +22,10 @@ class SequenceModelConfig(Section):
         "linear", description="Output weights of an item: a layer's own, or the item's row of the table."
     )
     label_smoothing: float = Field(0.0, ge=0.0, lt=1.0, description="Share of a target that goes to all items alike.")
-    window_stride: int = Field(
-        0, ge=0, description="Items between the ends of a long history's windows; 0: max_length, no overlap."
+    sliding_step: int | float = Field(
+        0,
+        ge=0,
+        description="Items between a long history's windows; below 1: a share of max_length; 0: no overlap.",
     )
 
     @model_validator(mode="after")
@@ -33,10 +35,14 @@ class SequenceModelConfig(Section):
             problems.append(
                 f"model.embedding_dim = {self.embedding_dim} is not a multiple of model.num_heads = {self.num_heads}."
             )
-        if self.window_stride > self.max_length:
+        if self.sliding_step > self.max_length:
             problems.append(
-                f"model.window_stride = {self.window_stride} is larger than model.max_length = {self.max_length}: "
+                f"model.sliding_step = {self.sliding_step} is larger than model.max_length = {self.max_length}: "
                 "items between windows would never be trained on."
+            )
+        elif self.sliding_step > 1 and self.sliding_step % 1:
+            problems.append(
+                f"model.sliding_step = {self.sliding_step} is neither a number of items nor a share below 1."
             )
         if problems:
             raise ValueError("\n  ".join(problems))
@@ -49,7 +55,10 @@ def item_table(config: SequenceModelConfig, rows: int) -> list[TableSpec]:
 
 def windows(config: SequenceModelConfig) -> dict[str, Any]:
     """Fields of `data.histories.Masking` that say how histories are cut."""
-    return {"max_length": config.max_length, "stride": config.window_stride or config.max_length}
+    step = config.sliding_step
+    if 0 < step < 1:
+        step = max(1, int(step * config.max_length))
+    return {"max_length": config.max_length, "step": int(step) or config.max_length}
 
 
 def network(
