@@ -144,8 +144,8 @@ def prepare_command() -> None:
 @click.argument("name", type=click.Choice(["movielens", "goodreads"]))
 @click.option(
     "--variant",
-    type=click.Choice(["ml-100k", "ml-1m", "ml-20m", "ml-25m", "interactions"]),
-    help="Of movielens: ml-1m if not given; of goodreads: interactions.",
+    type=click.Choice(["ml-100k", "ml-1m", "ml-20m", "ml-25m", "interactions", "books", "book-ids"]),
+    help="Of movielens: ml-1m if not given; of goodreads: interactions. books, book-ids: for their titles.",
 )
 @click.option(
     "--output", required=True, type=click.Path(), help="Directory of raw data; VARIANT/ or a file goes there."

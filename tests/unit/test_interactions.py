@@ -3,7 +3,8 @@
 import gzip
 import logging
 import os
-from collections import Counter
+import shutil
+from collections import Counter, namedtuple
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from recmill import prepare
 from recmill.datasets import delimited, interactions
-from recmill.errors import ConfigError, DataError
+from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.schema import open_dataset
 
 from ..conftest import RunCli
@@ -25,6 +26,7 @@ from ..histories_raw import histories_of
 
 COLUMNS: dict[str, Any] = {"user_column": "who", "item_column": "what"}
 ALL: dict[str, Any] = {"min_user_count": 0, "min_item_count": 0}
+Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
 def write_csv(path: Path, rows: Sequence[Sequence[Any]], header: str = "who,what,when") -> Path:
@@ -144,6 +146,56 @@ def test_nothing_left_says_which_filter_took_what(tmp_path: Path) -> None:
     )
     assert "users of fewer than 3 interactions: 2 interactions dropped (2 users, 1 items)" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["raw.csv"]
+
+
+@pytest.mark.parametrize(("suffix", "time_column", "row_bytes"), [("csv", "when", 52), ("parquet", None, 28)])
+def test_too_little_disk_is_told_with_both_numbers_before_anything_is_written(
+    tmp_path: Path, suffix: str, time_column: str | None, row_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = write_csv(tmp_path / "raw.csv", [(user, item, 1) for user in range(100, 200) for item in range(10, 20)])
+    if suffix == "parquet":
+        pl.read_csv(raw).write_parquet(tmp_path / "raw.parquet")
+    options = {"input": tmp_path / f"raw.{suffix}", **COLUMNS, "time_column": time_column}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**6, 10**6 - 12_345, 12_345))
+    with pytest.raises(ResourceError, match="12,345 are free") as caught:
+        prepare("histories", tmp_path / "d", **options)
+    needed = int(str(caught.value).split("about ")[1].split(" bytes")[0].replace(",", ""))
+    assert needed == pytest.approx(1000 * row_bytes, rel=0.02)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == sorted({".csv", f".{suffix}"})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**6, 10**6 - 54_000, 54_000))
+    prepare("histories", tmp_path / "d", **options)
+
+
+@pytest.mark.parametrize("time_column", ["when", None])
+def test_the_forecast_of_disk_space_is_not_exceeded(
+    tmp_path: Path, time_column: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for names of users and items: nobody knows beforehand how many there are."""
+    generator = np.random.default_rng(1)
+    rows = generator.integers(10**9, 10**10, (20_000, 3))
+    rows[:, 0] = rows[:, 0] % 1000 + 10**9
+    raw = write_csv(tmp_path / "raw.csv", rows.tolist())
+    pl.read_csv(raw).write_parquet(tmp_path / "raw.parquet")
+    used: list[int] = []
+
+    def measured(directory: Path, *_: Any) -> None:
+        write_arrays(directory, *_)
+        used.append(sum(path.stat().st_size for path in directory.parent.rglob("*") if path.is_file()))
+
+    write_arrays = interactions._write_arrays
+    monkeypatch.setattr(interactions, "_write_arrays", measured)
+    prepare("histories", tmp_path / "d", input=tmp_path / "raw.parquet", **COLUMNS, time_column=time_column, **ALL)
+    assert 0.65 < used[0] / (20_000 * (52 if time_column else 28)) < 1.02
+
+
+def test_rows_that_are_there_twice_count_once_and_a_user_of_one_event_goes(tmp_path: Path) -> None:
+    rows = [("a", "x", 1), ("a", "x", 1), ("a", "y", 2), ("a", "z", 2), ("a", "z", 2), ("one", "x", 1), ("one", "x", 1)]
+    assert prepared(tmp_path, rows, **ALL) == {"a": ["x", "y", "z"]}
+    assert open_dataset(tmp_path / "d").about.notes == [
+        "--repeats first: 3 interactions dropped",
+        "users of fewer than 3 interactions: 1 interactions dropped (1 users, 0 items)",
+    ]
+    assert prepared(tmp_path, rows, repeats="keep", **ALL) == {"a": ["x", "x", "y", "z", "z"]}
 
 
 GOOD = "a,x,1\na,y,2\na,z,3\n"

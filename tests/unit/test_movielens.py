@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 
 from recmill import prepare
+from recmill.datasets import goodreads
 from recmill.errors import ConfigError, DataError
 from recmill.schema import HistoriesDescription, open_dataset
 
@@ -97,6 +98,14 @@ def test_files_that_are_missing_or_of_two_editions_are_refused(tmp_path: Path) -
         prepare("movielens", tmp_path / "d", input=raw)
 
 
+def test_items_without_a_title_are_counted(tmp_path: Path) -> None:
+    raw = write_edition(tmp_path / "raw", "ml-1m")
+    (raw / "movies.dat").write_text("10::GoldenEye (1995)::Action\n99::Never rated (2000)::Drama\n")
+    about = prepare("movielens", tmp_path / "d", input=raw, **ALL)
+    assert pl.read_parquet(tmp_path / "d" / "items.parquet")["title"].to_list() == ["3", "4", "GoldenEye (1995)"]
+    assert about["notes"] == ["2 of 3 items have no title: their original id stands for it"]
+
+
 GOODREADS = "user_id,book_id,is_read,rating,is_reviewed\n" + "".join(
     f"{user},{book},{is_read},{rating},0\n"
     for user, book, is_read, rating in [
@@ -122,6 +131,42 @@ def test_goodreads_keeps_the_order_of_the_file(
     about = open_dataset(tmp_path / "d").about
     assert isinstance(about, HistoriesDescription)
     assert not about.has_timestamps
+
+
+BOOKS = [("500", "Émile"), ("30", r"The \"Wasp\" Factory"), ("77", ""), ("12", "Never met")]
+
+
+def write_books(directory: Path) -> dict[str, Any]:
+    """Interactions' books 9, 3, 7, 5, 1, 2 are Goodreads' 500, 30, 77, ...; of 1, 2 and 5 nothing is known."""
+    lines = "".join(f'{{"isbn": "", "book_id": "{book}", "title": "{title}", "n": [1]}}\n' for book, title in BOOKS)
+    (directory / "books.json.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    (directory / "map.csv").write_text("book_id_csv,book_id\n9,500\n3,30\n7,77\n4,12\n5,1\n")
+    (directory / "goodreads_interactions.csv").write_text(GOODREADS)
+    return {"input": directory, "titles": directory / "books.json.gz", "book_ids": directory / "map.csv"}
+
+
+@pytest.mark.parametrize("block_bytes", [1, 50, 1 << 24])
+def test_goodreads_books_have_their_titles(tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodreads, "_BLOCK_BYTES", block_bytes)
+    (tmp_path / "raw").mkdir()
+    about = prepare("goodreads", tmp_path / "d", **write_books(tmp_path / "raw"), min_interactions=3)
+    items = pl.read_parquet(tmp_path / "d" / "items.parquet")
+    expected = {"1": "1", "2": "2", "3": 'The "Wasp" Factory', "5": "5", "7": "7", "9": "Émile"}
+    assert dict(zip(items["original_id"], items["title"], strict=True)) == expected
+    assert about["notes"] == ["4 of 6 items have no title: their original id stands for it"]
+    (tmp_path / "raw").rename(tmp_path / "moved")
+    assert prepare("goodreads", tmp_path / "d", **write_books(tmp_path / "moved"), min_interactions=3) == about
+
+
+def test_titles_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
+    files = write_books(tmp_path)
+    with pytest.raises(ConfigError, match="--titles and --book-ids go together"):
+        prepare("goodreads", tmp_path / "d", input=tmp_path, titles=files["titles"])
+    (tmp_path / "books.json").write_text('{"book_id": "500", "title": "Émile"}\n{"book_id": "30", "ti')
+    with pytest.raises(DataError, match=r"books\.json: after line 1: .*Get the file again"):
+        prepare("goodreads", tmp_path / "d", **{**files, "titles": tmp_path / "books.json"}, min_interactions=3)
+    with pytest.raises(DataError, match=r"none\.json: no such file\. Get it: recmill download goodreads"):
+        prepare("goodreads", tmp_path / "d", **{**files, "titles": tmp_path / "none.json"})
 
 
 def test_goodreads_rows_whose_last_field_is_missing_are_refused(tmp_path: Path) -> None:

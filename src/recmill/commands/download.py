@@ -50,7 +50,7 @@ def _movielens(variant: str, most_bytes: int, md5: str, *members: str) -> Source
 
 _CSV = ("ratings.csv", "movies.csv", "README.txt")
 _DAT = ("ratings.dat", "movies.dat", "users.dat", "README")
-_BOOKS = "https://mcauleylab.ucsd.edu/public_datasets/gdrive/goodreads/goodreads_interactions.csv"
+_GOODREADS = "https://mcauleylab.ucsd.edu/public_datasets/gdrive/goodreads/"
 SOURCES = {
     "movielens": {
         "ml-100k": _movielens("ml-100k", 10**7, "0e33842e24a9c977be4e0107933c0723", "u.data", "u.item", "README"),
@@ -58,7 +58,11 @@ SOURCES = {
         "ml-20m": _movielens("ml-20m", 4 * 10**8, "cd245b17a1ae2cc31bb14903e1204af3", *_CSV),
         "ml-25m": _movielens("ml-25m", 5 * 10**8, "6b51fb2759a8657d3bfcbfc42b592ada", *_CSV),
     },
-    "goodreads": {"interactions": Source(_BOOKS, 10**10)},
+    "goodreads": {
+        "interactions": Source(f"{_GOODREADS}goodreads_interactions.csv", 10**10),
+        "books": Source(f"{_GOODREADS}goodreads_books.json.gz", 10**10),
+        "book-ids": Source(f"{_GOODREADS}book_id_map.csv", 10**9),
+    },
 }
 
 

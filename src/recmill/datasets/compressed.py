@@ -72,6 +72,13 @@ def expansion(path: Path) -> float:
     return 1.0
 
 
+def forecast_rows(path: Path) -> int:
+    """Of a text, from the size of the file and its first rows."""
+    beginning = next(read_blocks(path, 1 << 20), b"")
+    rows = max(beginning.count(b"\n"), 1)
+    return max(int(path.stat().st_size * expansion(path) * rows / max(len(beginning), 1)), 1)
+
+
 def sample_digest(path: Path) -> str:
     """Digest of the whole file, or of blocks all over a large one: tells quickly whether it is still the same."""
     size = path.stat().st_size

@@ -20,6 +20,7 @@ import numpy as np
 
 from recmill import rng
 from recmill.datasets.clicks import PARTS, write_day, write_parquet_parts
+from recmill.datasets.compressed import forecast_rows
 from recmill.datasets.criteo_ids import (
     FIRST_ID,
     LogRows,
@@ -31,7 +32,7 @@ from recmill.datasets.criteo_ids import (
     modulo_as_torchrec,
     write_vocabulary,
 )
-from recmill.datasets.criteo_input import RawLog, forecast_rows
+from recmill.datasets.criteo_input import RawLog
 from recmill.datasets.criteo_log import (
     BYTES_PER_ROW,
     NUM_DENSE,
@@ -45,7 +46,7 @@ from recmill.datasets.criteo_rules import Options
 from recmill.datasets.multi_hot import companion_paths, write_companions, write_multi_hot
 from recmill.datasets.parallel import cores, ordered
 from recmill.datasets.shuffle import Buckets
-from recmill.datasets.writing import Work, seal
+from recmill.datasets.writing import Work, check_disk, seal
 from recmill.errors import ResourceError
 from recmill.observe.progress import Progress
 from recmill.schema import SPLITS, Description, SparseFeature
@@ -82,7 +83,7 @@ def write(work: Work, plan: Plan) -> Description:
 def _check_disk(work: Work, plan: Plan) -> int:
     """Bytes needed at the worst moment, by a forecast from the size and the first rows of each file."""
     rules = plan.rules
-    rows = [forecast_rows(raw) for raw in plan.logs]
+    rows = [forecast_rows(raw.path) for raw in plan.logs]
     ids_bytes = NUM_SPARSE * (8 if rules.wide_ids else 4)
     out_bytes = 4 + 4 * NUM_DENSE + (4 * sum(rules.multi_hot) or ids_bytes)
     largest = BYTES_PER_ROW + (ids_bytes if _may_need_rounds(plan, sum(rows)) else 0)
@@ -94,14 +95,7 @@ def _check_disk(work: Work, plan: Plan) -> int:
         scratch += max(rows) * ids_bytes + 4 * sum(a * b for a, b in zip(tables, rules.multi_hot, strict=False))
     # A log's parsed rows are removed once they stand in the dataset: only the largest has both.
     needed = sum(rows) * max(largest, out_bytes) + max(rows) * min(largest, out_bytes) + scratch
-    free = shutil.disk_usage(work.directory).free
-    missing = needed - work.bytes_written()
-    if missing > free:
-        raise ResourceError(
-            f"{work.directory.parent}: about {missing:,} bytes of disk are needed for {sum(rows):,} rows, {free:,} are "
-            "free. Choose another disk for --output, or free some space."
-        )
-    log.info("about %s rows; at most %.1f GB of disk, %.1f GB are free", f"{sum(rows):,}", needed / 1e9, free / 1e9)
+    check_disk(work, needed, sum(rows))
     return needed
 
 
@@ -132,7 +126,7 @@ class _Preparation:
 
     def _read(self) -> list[ParsedLog]:
         rules, parsed, bad_rows = self.rules, [], 0
-        with Progress("reading", total=sum(forecast_rows(raw) for raw in self.plan.logs), unit="rows") as progress:
+        with Progress("reading", total=sum(forecast_rows(raw.path) for raw in self.plan.logs), unit="rows") as progress:
             for raw in self.plan.logs:
                 allowed = None if rules.on_bad_row == "fail" else rules.max_bad_rows - bad_rows
                 path = self.work.scratch / f"{raw.name}.rows"

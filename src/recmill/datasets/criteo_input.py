@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from recmill.datasets.compressed import SUFFIXES, expansion, read_blocks, sample_digest
+from recmill.datasets.compressed import SUFFIXES, sample_digest
 from recmill.errors import DataError
 
 _DAY = re.compile(r"day_(\d+)(\.gz|\.zst)?")
@@ -73,10 +73,3 @@ def _kaggle_logs(paths: list[Path]) -> list[RawLog]:
 
 def _raw_log(name: str, path: Path, has_labels: bool) -> RawLog:
     return RawLog(name, path.absolute(), has_labels, path.stat().st_size, sample_digest(path))
-
-
-def forecast_rows(raw: RawLog) -> int:
-    """From the size of the file and its first rows."""
-    beginning = next(read_blocks(raw.path, 1 << 20), b"")
-    rows = max(beginning.count(b"\n"), 1)
-    return max(int(raw.bytes * expansion(raw.path) * rows / max(len(beginning), 1)), 1)

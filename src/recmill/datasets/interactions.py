@@ -18,9 +18,9 @@ import polars as pl
 from pydantic import Field, NonNegativeInt
 
 from recmill.config.sections import Section
-from recmill.datasets.compressed import sample_digest
+from recmill.datasets.compressed import forecast_rows, sample_digest
 from recmill.datasets.histories import MIN_HISTORY, seal_written
-from recmill.datasets.writing import NpyWriter, Work, write_parquet
+from recmill.datasets.writing import NpyWriter, Work, check_disk, write_parquet
 from recmill.errors import DataError
 from recmill.schema import Description
 
@@ -30,6 +30,7 @@ _PART_ROWS = 1 << 21
 _BUCKET_ROWS = 1 << 22
 _MOST_BUCKETS = 256  # each is an open file while rows are dealt out
 _MOST_IDS = 2**31 - 2
+_PATHS = {"input", "titles", "book_ids"}  # options that are files: what is in them counts, not where they are
 
 
 class Filters(Section):
@@ -57,13 +58,14 @@ class Plan:
     min_user_count: int
     max_user_count: int | None = None
     only: dict[str, pl.Expr] = field(default_factory=dict)  # what a row must be, by the option that says so
-    titles: Callable[[], dict[str, str]] = dict  # original id -> title
+    titles: Callable[[], pl.DataFrame] | None = None  # original_id, title
+    has_time: bool = True
 
     @property
     def recipe(self) -> dict[str, Any]:
         """Same recipe, same bytes: cores and paths are no part of it."""
         files = {path.name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}" for path in self.files}
-        return json.loads(json.dumps({**self.options.model_dump(exclude={"input"}), "files": files}))
+        return json.loads(json.dumps({**self.options.model_dump(exclude=_PATHS), "files": files}))
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -75,7 +77,8 @@ def at_least_rated(options: Filters) -> dict[str, pl.Expr]:
 
 
 def write(work: Work, plan: Plan) -> Description:
-    titles = plan.titles()
+    _check_disk(work, plan)
+    titles = plan.titles() if plan.titles else pl.DataFrame(schema={"original_id": pl.String, "title": pl.String})
     read = work.part("rows", lambda: _put_aside(plan, work.scratch))
     parts = sorted(work.scratch.glob("rows-*.parquet"))
     users, items = (_numbered(parts, column) for column in ("user", "item"))
@@ -91,20 +94,36 @@ def write(work: Work, plan: Plan) -> Description:
         raise DataError(f"{plan.files[0]}: of {read['rows']:,} interactions none is left:{steps}\nAsk for less.")
     _write_arrays(work.data, buckets, left, "time" in read["columns"])
     item_names = _kept(items, left.items, first_id=1)
-    names = item_names["original_id"]
-    if titles:
-        names = pl.Series([titles.get(name, name) for name in names.to_list()], dtype=pl.String)
+    titles = titles.unique("original_id", keep="last")
+    item_names = item_names.join(titles, on="original_id", how="left", maintain_order="left")
+    if plan.titles and (untitled := item_names["title"].null_count()):
+        notes.append(f"{untitled:,} of {item_names.height:,} items have no title: their original id stands for it")
     return seal_written(
         work.data,
         plan.name,
         plan.recipe,
         left.users[left.users > 0],
         _kept(users, left.users, first_id=0),
-        item_names.select("id", "original_id", names.alias("title"), "count"),
+        item_names.select("id", "original_id", pl.col("title").fill_null(pl.col("original_id")), "count"),
         "time" in read["columns"],
         {},
         notes,
     )
+
+
+def _check_disk(work: Work, plan: Plan) -> None:
+    """Rows as they were read (8 bytes a value), sorted (4 an id, 8 a time) and as they are written."""
+    rows = _forecast_rows(plan.files[0])
+    check_disk(work, rows * (52 if plan.has_time else 28), rows)
+
+
+def _forecast_rows(path: Path) -> int:
+    if path.suffix != ".parquet":
+        return forecast_rows(path)
+    try:
+        return pl.scan_parquet(path).select(pl.len()).collect().item()
+    except pl.exceptions.PolarsError:
+        return 0  # damaged: reading it will tell
 
 
 def _put_aside(plan: Plan, scratch: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+import polars as pl
 from pydantic import Field, NonNegativeInt
 
 from recmill.datasets import delimited, interactions
@@ -74,8 +75,8 @@ def _find(directory: Path, name: str) -> Path | None:
     return next((path for suffix in SUFFIXES if (path := directory / f"{name}{suffix}").is_file()), None)
 
 
-def _titles(path: Path, separator: str) -> dict[str, str]:
-    """Movie -> title. Older editions are in latin-1, which is hardly ever good UTF-8 by accident."""
+def _titles(path: Path, separator: str) -> pl.DataFrame:
+    """original_id, title. Older editions are in latin-1, which is hardly ever good UTF-8 by accident."""
     content = b"".join(read_blocks(path, 1 << 20))
     try:
         text = content.decode("utf-8-sig")
@@ -89,4 +90,4 @@ def _titles(path: Path, separator: str) -> dict[str, str]:
             raise DataError(f"{path}: line {number}: expected a movie, its title and more, got {row}. Get it again.")
         if row and row[0]:
             titles[row[0]] = row[1] if separator != "::" else separator.join(row[1:-1])
-    return titles
+    return pl.DataFrame(list(titles.items()), schema={"original_id": pl.String, "title": pl.String}, orient="row")

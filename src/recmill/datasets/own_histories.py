@@ -52,7 +52,8 @@ def plan(options: Options) -> Plan:
         )
 
     only = interactions.at_least_rated(options)
-    return Plan("histories", options, [path], batches, options.min_user_count, only=only)
+    has_time = options.time_column is not None
+    return Plan("histories", options, [path], batches, options.min_user_count, only=only, has_time=has_time)
 
 
 def _text(table: delimited.Table, named: dict[str, str]) -> Iterator[pl.DataFrame]:

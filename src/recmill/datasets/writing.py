@@ -125,6 +125,18 @@ class Work:
         return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
 
 
+def check_disk(work: Work, needed: int, rows: int) -> None:
+    """An error before any work if the bytes that so many rows need at the worst moment are not free."""
+    free = shutil.disk_usage(work.directory).free
+    missing = needed - work.bytes_written()
+    if missing > free:
+        raise ResourceError(
+            f"{work.directory.parent}: about {missing:,} bytes of disk are needed for {rows:,} rows, {free:,} are "
+            "free. Choose another disk for --output, or free some space."
+        )
+    log.info("about %s rows; at most %.1f GB of disk, %.1f GB are free", f"{rows:,}", needed / 1e9, free / 1e9)
+
+
 def unfinished_directory(output: Path) -> Path:
     return output.parent / f".{output.name}.unfinished"
 
