@@ -1,4 +1,4 @@
-"""The page for those who come from other scripts has all their flags, and names nothing of ours that is not there."""
+"""The pages for those who come from other programs: all their options, and nothing of ours that is not there."""
 
 import re
 import subprocess
@@ -13,9 +13,14 @@ from recmill import registry
 from recmill.config import RunSections, load_config
 from recmill.config.sections import Section
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
-HEADINGS = {"dlrm_main.py": "## `dlrm_main.py`", "dlrm_train_eval.py": "## `dlrm_train_eval.py`"}
-FLAGS = {
+DOCS = Path(__file__).parents[2] / "docs"
+HEADINGS = {
+    "dlrm_main.py": ("coming-from.md", "## `dlrm_main.py`"),
+    "dlrm_train_eval.py": ("coming-from.md", "## `dlrm_train_eval.py`"),
+    "bert4rec_main.py": ("sequences.md", "## Coming from TorchRec's BERT4Rec"),
+    "config.toml": ("sequences.md", "## Coming from tdfo"),
+}
+OPTIONS = {
     "dlrm_main.py": """
         epochs batch_size drop_last_training_batch test_batch_size limit_train_batches limit_val_batches
         limit_test_batches dataset_name num_embeddings num_embeddings_per_feature dense_arch_layer_sizes
@@ -33,18 +38,28 @@ FLAGS = {
         decay_start decay_batches loss_print_interval eval_interval eval_batches eval_batch_size model_load_dir
         model_save_dir save_model_after_each_eval save_initial_model amp loss_scale_policy
         input_dir output_dir spark_tmp_dir spark_driver_memory_gb mod_idx num_test_examples export_dataset_info""",
+    "bert4rec_main.py": """
+        min_user_count min_item_count max_len mask_prob dataset_name min_rating num_epochs lr decay_step gamma
+        weight_decay train_batch_size val_batch_size test_batch_size emb_dim nhead num_layers dataset_path export_root
+        random_user_count random_item_count random_size dupe_factor mode""",
+    "config.toml": """
+        data_dir train_data eval_data n_epochs learning_rate weight_decay embed_dim n_heads n_layers max_len
+        sliding_step mask_prob per_device_train_batch_size per_device_eval_batch_size model_parallel num_workers
+        seed""",
 }
 
 
 def chapter(script: str) -> str:
-    return PAGE.read_text(encoding="utf-8").split(HEADINGS[script])[1].split("\n## ")[0]
+    page, heading = HEADINGS[script]
+    return (DOCS / page).read_text(encoding="utf-8").split(heading)[1].split("\n## ")[0]
 
 
-@pytest.mark.parametrize("script", FLAGS)
-def test_every_flag_has_its_line(script: str) -> None:
-    first_cells = re.findall(r"^\| (`--[^|]*) \|", chapter(script), flags=re.M)
-    found = [flag for cell in first_cells for flag in re.findall(r"`--(\w+)`", cell)]
-    assert sorted(found) == sorted(FLAGS[script].split())
+@pytest.mark.parametrize("script", OPTIONS)
+def test_every_option_of_theirs_has_its_line(script: str) -> None:
+    dashes = "" if script.endswith(".toml") else "--"
+    first_cells = re.findall(rf"^\| (`{dashes}\w[^|]*`) \|", chapter(script), flags=re.M)
+    found = [option for cell in first_cells for option in re.findall(rf"`{dashes}(\w+)`", cell)]
+    assert sorted(found) == sorted(OPTIONS[script].split())
 
 
 def keys(section: type[Section], prefix: str) -> set[str]:
@@ -58,18 +73,19 @@ def keys(section: type[Section], prefix: str) -> set[str]:
     return found
 
 
-def test_every_key_exists_and_takes_the_value_that_is_named() -> None:
+@pytest.mark.parametrize(("page", "model", "least"), [("coming-from.md", "dlrm", 60), ("sequences.md", "bert4rec", 60)])
+def test_every_key_exists_and_takes_the_value_that_is_named(page: str, model: str, least: int) -> None:
     known = keys(RunSections, "") | {"model.name"}
-    for model in registry.MODELS:
-        known |= keys(registry.load(registry.MODELS, model, "model").Config, "model.")
+    for name in registry.MODELS:
+        known |= keys(registry.load(registry.MODELS, name, "model").Config, "model.")
     sections = "|".join(["model", *RunSections.model_fields])
-    named = re.findall(rf"`((?:{sections})\.[\w.]+)( = [^`]+)?`", PAGE.read_text(encoding="utf-8"))
-    assert len(named) > 60
+    named = re.findall(rf"`((?:{sections})\.[\w.]+)( = [^`]+)?`", (DOCS / page).read_text(encoding="utf-8"))
+    assert len(named) > least
     assert [key for key, _ in named if key not in known] == []
     for key, value in named:
         if value:
             needs = ["optim.schedule.step_size=9"] if value == ' = "step"' else []
-            config = load_config({"data": {"path": "d"}, "model": {"name": "dlrm"}}, [*needs, f"{key}{value}"])
+            config = load_config({"data": {"path": "d"}, "model": {"name": model}}, [*needs, f"{key}{value}"])
             found = config.as_dict()
             for part in key.split("."):
                 found = found[part]
@@ -82,9 +98,10 @@ def help_of(*command: str) -> str:
     return subprocess.run([program, *command, "--help"], capture_output=True, text=True, check=True).stdout
 
 
-def test_every_option_of_a_command_exists() -> None:
-    named = re.findall(r"`recmill (prepare [\w-]+|[a-z]+)([^`]*)`", PAGE.read_text(encoding="utf-8"))
-    assert len(named) > 15
+@pytest.mark.parametrize(("page", "least"), [("coming-from.md", 15), ("sequences.md", 9)])
+def test_every_option_of_a_command_exists(page: str, least: int) -> None:
+    named = re.findall(r"`recmill (prepare [\w-]+|[a-z]+)([^`]*)`", (DOCS / page).read_text(encoding="utf-8"))
+    assert len(named) > least
     for command, rest in named:
         text = help_of(*command.split())
         assert [option for option in re.findall(r"--[\w-]+", rest) if option not in text] == []

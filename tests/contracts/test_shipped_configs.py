@@ -72,6 +72,21 @@ def test_its_network_builds_for_the_data_that_its_first_lines_prepare(file: Path
     assert sorted(len(table) for table in tables) == sorted(sizes)
 
 
+HISTORIES = [f for f in CONFIGS if load_config(f).model_name in ("bert4rec", "sasrec")]
+
+
+@pytest.mark.parametrize("file", HISTORIES, ids=lambda f: str(f.relative_to(REPO)))
+def test_its_first_lines_prepare_the_histories_that_it_is_for(file: Path) -> None:
+    found = re.search(r"^# Data: recmill prepare (\S+) (.*)$", file.read_text(encoding="utf-8"), flags=re.M)
+    assert found, "no prepare command"
+    name, words = found[1], found[2].split()
+    flags = {
+        flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)
+    }
+    assert flags.pop("output") == load_config(file).run.data.path
+    assert flags.keys() <= registry.load(registry.DATASETS, name, "dataset").Options.model_fields.keys()
+
+
 def rates(name: str) -> dict[int, float]:
     """At the first step, in warmup, at its end, at the start and half-way of the decay, and at the last step."""
     optim = load_config(REPO / "configs" / "criteo_1tb" / name).run.optim
