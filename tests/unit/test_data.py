@@ -550,3 +550,12 @@ def test_what_asks_for_the_next_item_ranks_from_the_last_one(histories: Path) ->
     assert [token for token in batch.tokens_BT[0].tolist() if token] == history[:-1][-10:]
     assert batch.answers_M[0] == history[-1]
     assert batch.queries_M[0] == batch.tokens_BT.shape[1] - 1
+
+
+def test_histories_too_short_to_ask_for_a_next_item_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "raw.csv").write_text("who,what\na,x\na,y\na,z\n")
+    options: dict[str, Any] = {"user_column": "who", "item_column": "what", "min_user_count": 0, "min_item_count": 0}
+    prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv", **options)
+    with pytest.raises(DataError, match="no history has two items for training"):
+        history_source(tmp_path / "d", masking=NEXT, protocols=["full"])
+    assert history_source(tmp_path / "d", protocols=["full"]).samples_per_epoch == 1
