@@ -52,7 +52,7 @@ class SequenceBatch(_OnDevice):
     """Histories one after the other, without padding, and the places in `tokens_N` whose item is asked for.
 
     Queries are in order of the rows. `row_keys_B` names each row for dropout. Queries of weight 0 belong to rows that
-    fill up a rank.
+    fill up a rank. `negatives_K` are the same on every rank; none where the loss samples none.
     """
 
     tokens_N: Tensor
@@ -61,10 +61,11 @@ class SequenceBatch(_OnDevice):
     answers_M: Tensor
     weights_M: Tensor
     row_keys_B: Tensor
+    negatives_K: Tensor
 
     def inputs(self) -> tuple[Any, ...]:
         """The network makes the loss as well: it never holds the logits of all queries."""
-        return *self._asked(), self.answers_M, self.weights_M
+        return *self._asked(), self.answers_M, self.weights_M, self.negatives_K
 
     def _asked(self) -> tuple[Any, ...]:
         return self.tokens_N, self.lengths_B, self.queries_M, self.row_keys_B

@@ -1,4 +1,5 @@
 import shutil
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -196,21 +197,21 @@ def history_source(path: Path, rank: int = 0, size: int = 1, **options: Any) -> 
 
 
 def windows_of(batch: SequenceBatch) -> list[Row]:
-    """(tokens without padding, {place from the end: answer}, key) of each window that counts."""
-    _, width = batch.tokens_BT.shape
-    tokens = batch.tokens_BT.tolist()
+    """(tokens, {place from the end: answer}, key) of each window that counts."""
+    ends = batch.lengths_B.cumsum(0).tolist()
+    tokens = [row.tolist() for row in batch.tokens_N.split(batch.lengths_B.tolist())]
     hidden: list[dict[int, int]] = [{} for _ in tokens]
     weights: list[set[float]] = [set() for _ in tokens]
     for query, answer, weight in zip(batch.queries_M.tolist(), batch.answers_M.tolist(), batch.weights_M, strict=True):
-        hidden[query // width][width - query % width] = answer
-        weights[query // width].add(float(weight))
+        row = bisect_right(ends, query)
+        hidden[row][ends[row] - query] = answer
+        weights[row].add(float(weight))
+    assert batch.queries_M.tolist() == sorted(batch.queries_M.tolist()), "in order of the rows"
     found = []
-    for row, answers, weight, key in zip(tokens, hidden, weights, batch.row_keys_B.tolist(), strict=True):
+    for items, answers, weight, key in zip(tokens, hidden, weights, batch.row_keys_B.tolist(), strict=True):
         assert weight in ({0.0}, {1.0}), "all of a window counts, or nothing of it"
-        padding = row.count(0)
-        assert row[:padding] == [0] * padding, "padding is on the left"
         if weight == {1.0}:
-            found.append((tuple(row[padding:]), tuple(sorted(answers.items())), key))
+            found.append((tuple(items), tuple(sorted(answers.items())), key))
     return found
 
 
@@ -290,6 +291,30 @@ def test_windows_hold_every_training_item_and_never_the_last_two(
     assert covered == set(range(int(offsets[-1]))) - held_out
 
 
+def test_trained_on_validation_only_the_last_item_is_held_out(histories: Path) -> None:
+    masking = replace(MASKING, last_only=0.0, last_too=True)
+    windows = [w for batch in history_epoch(histories, train_on_validation=True, masking=masking) for w in batch]
+    ends = {tuple(history[:-1][-10:]) for history in all_histories(histories)}
+    last = [window for window in windows if unmasked(window) in ends]
+    assert {unmasked(window) for window in last} == ends
+    assert all(answers[0][0] == 1 for _, answers, _ in last), "the validation item is the last to train on"
+
+
+def test_negatives_are_the_same_on_every_rank_and_other_ones_in_each_batch(histories: Path) -> None:
+    masking = replace(MASKING, probability=0.0, last_only=0.0, asks_next=True, negatives=500)
+    one, *ranks = (
+        [
+            batch.negatives_K.tolist()
+            for batch in history_source(histories, rank, size, masking=masking).train_batches(3, 1)
+        ]
+        for rank, size in ((0, 1), (0, 2), (1, 2))
+    )
+    assert ranks == [one, one]
+    assert len({tuple(negatives) for negatives in one}) == len(one) > 1
+    assert all(len(negatives) == 500 for negatives in one)
+    assert {1, 200} <= {item for negatives in one for item in negatives} <= set(range(1, 201))
+
+
 @pytest.mark.parametrize("order", ["shuffled", "file"])
 def test_an_epoch_holds_every_window_once_with_its_original_items_as_answers(histories: Path, order: str) -> None:
     windows = [window for batch in history_epoch(histories, size=2, order=order) for window in batch]
@@ -316,7 +341,7 @@ def test_a_batch_of_windows_and_its_masks_are_the_same_for_any_world_size(histor
 
 def test_a_rank_without_windows_gets_a_filler_of_weight_0(histories: Path) -> None:
     first, *_ = history_source(histories, rank=0, size=30, train_batch_size=25).train_batches(0, 0)
-    assert first.tokens_BT.shape[0] == 1
+    assert len(first.lengths_B) == 1
     assert len(first.queries_M) >= 1
     assert first.weight() == 0.0
 
@@ -447,11 +472,11 @@ def ranking_rows(path: Path, split: str, size: int = 1, **options: Any) -> Itera
     ranks = [history_source(path, rank, size, **options).eval_batches(split) for rank in range(size)]
     for batch in (part for parts in zip(*ranks, strict=True) for part in parts):
         assert isinstance(batch, RankingBatch)
-        rows, width = batch.tokens_BT.shape
-        assert batch.queries_M.tolist() == [width * (row + 1) - 1 for row in range(rows)], "the last places"
+        assert batch.queries_M.tolist() == (batch.lengths_B.cumsum(0) - 1).tolist(), "the last places"
+        tokens = batch.tokens_N.split(batch.lengths_B.tolist())
         for row in batch.weights_M.nonzero().flatten().tolist():
             seen = batch.seen_items[batch.seen_rows == row].tolist()
-            yield batch.tokens_BT[row].tolist(), int(batch.answers_M[row]), seen, batch.negatives_BC[row].tolist()
+            yield tokens[row].tolist(), int(batch.answers_M[row]), seen, batch.negatives_BC[row].tolist()
 
 
 @pytest.mark.parametrize(("split", "from_end"), [("test", 1), ("val", 2)])
@@ -547,9 +572,9 @@ def test_every_training_item_but_the_first_of_a_history_is_asked_for_once(histor
 def test_what_asks_for_the_next_item_ranks_from_the_last_one(histories: Path) -> None:
     batch = next(history_source(histories, masking=NEXT).eval_batches("test"))
     history = all_histories(histories)[0]
-    assert [token for token in batch.tokens_BT[0].tolist() if token] == history[:-1][-10:]
+    assert batch.tokens_N[: batch.lengths_B[0]].tolist() == history[:-1][-10:]
     assert batch.answers_M[0] == history[-1]
-    assert batch.queries_M[0] == batch.tokens_BT.shape[1] - 1
+    assert batch.queries_M[0] == batch.lengths_B[0] - 1
 
 
 def test_histories_too_short_to_ask_for_a_next_item_are_refused(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_without_a_compiler_it_says_so_once(monkeypatch: pytest.MonkeyPatch, cap
         assert native_module.native() is None
     (record,) = caplog.records
     assert "no C++ compiler (no-such-compiler)" in record.message
-    assert "times as long" in record.message
+    assert "twice as long" in record.message
 
 
 def test_a_compiler_that_fails_is_told(

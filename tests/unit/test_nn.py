@@ -12,6 +12,9 @@ from recmill.batch import CtrBatch, RankingBatch
 from recmill.config.sections import EvalSection
 from recmill.nn.cross_entropy import cross_entropy_sum
 from recmill.nn.dropout import RowDropout
+from recmill.nn.norms import WindowNorm
+from recmill.nn.rows import Rows
+from recmill.nn.sampled import Loss, gbce_sum
 from recmill.nn.sequences import ItemTransformer
 from recmill.schema import TableSpec
 from recmill.tasks import ctr, next_item
@@ -22,8 +25,14 @@ ALONE = World(0, 1, 0, 1, CPU)
 KEYS = torch.from_numpy(rng.bits(np.uint64(0), np.arange(1, 6)).view(np.int64))
 
 
+def rows_of(lengths: list[int], keys: Tensor, queries: list[int] | None = None) -> Rows:
+    tokens = sum(lengths)
+    return Rows(torch.tensor(lengths), torch.tensor(range(tokens) if queries is None else queries), keys, tokens)
+
+
 def dropped(probability: float, site: int, keys: Tensor, length: int = 200, dim: int = 16) -> Tensor:
-    return RowDropout(probability, site)(torch.ones(len(keys), length, dim), keys)
+    rows = rows_of([length] * len(keys), keys)
+    return RowDropout(probability, site)(torch.ones(len(keys) * length, dim), rows).view(len(keys), length, dim)
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
@@ -35,9 +44,9 @@ def test_dropout_drops_its_share_of_every_row_and_scales_up_the_rest(probability
 
 
 def test_dropout_does_nothing_in_evaluation_or_with_probability_0() -> None:
-    x = torch.randn(5, 3, 4)
-    assert RowDropout(0.5, site=1).eval()(x, KEYS) is x
-    assert RowDropout(0.0, site=1)(x, KEYS) is x
+    x, rows = torch.randn(15, 4), rows_of([3] * 5, KEYS)
+    assert RowDropout(0.5, site=1).eval()(x, rows) is x
+    assert RowDropout(0.0, site=1)(x, rows) is x
 
 
 def test_dropout_masks_of_two_keys_or_two_sites_are_unrelated() -> None:
@@ -63,13 +72,17 @@ def test_dropout_repeats_itself_and_follows_its_row_through_any_batch() -> None:
     assert torch.equal(dropped(0.5, 3, KEYS[2:3]), out[2:3])
 
 
-def test_left_padding_does_not_change_what_is_dropped() -> None:
+def test_dropout_counts_from_a_rows_end() -> None:
     short, long = dropped(0.5, 2, KEYS, length=7), dropped(0.5, 2, KEYS, length=19)
     assert torch.equal(long[:, -7:], short)
 
 
 NUM_ITEMS = 20
 MASK = NUM_ITEMS + 1
+
+
+def packed(*rows: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([token for row in rows for token in row]), torch.tensor([len(row) for row in rows])
 
 
 @pytest.fixture(params=["eval", "train"])
@@ -80,11 +93,10 @@ def logits(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
     model = ItemTransformer(table, NUM_ITEMS, max_length=12, num_layers=2, num_heads=2, dropout=0.3, device=CPU)
     model.train(request.param == "train")
 
-    def compute(*rows: list[int], width: int, keys: list[int] | None = None) -> Tensor:
-        tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-        queries = torch.arange(1, len(rows) + 1) * width - 1
+    def compute(*rows: list[int], keys: list[int] | None = None) -> Tensor:
+        tokens, lengths = packed(*rows)
         with torch.no_grad():
-            return model(tokens, queries, torch.tensor(keys or range(len(rows))))
+            return model(tokens, lengths, lengths.cumsum(0) - 1, torch.tensor(keys or range(len(rows))))
 
     return compute
 
@@ -92,35 +104,29 @@ def logits(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
 HISTORIES = [[4, 17, 3, MASK], [9, 1, 2, 20, 5, 6, MASK], [8, MASK]]
 
 
-def test_more_padding_does_not_change_the_logits(logits: Callable[..., Tensor]) -> None:
-    narrow = logits(*HISTORIES, width=7)
-    assert narrow.shape == (3, NUM_ITEMS)
-    for width in (8, 12):
-        torch.testing.assert_close(logits(*HISTORIES, width=width), narrow)
-
-
 def test_the_other_rows_of_a_batch_do_not_change_the_logits(logits: Callable[..., Tensor]) -> None:
-    together = logits(*HISTORIES, width=7, keys=[11, 12, 13])
+    together = logits(*HISTORIES, keys=[11, 12, 13])
+    assert together.shape == (3, NUM_ITEMS)
     for row, history in enumerate(HISTORIES):
-        alone = logits(history, width=len(history), keys=[11 + row])
+        alone = logits(history, keys=[11 + row])
         torch.testing.assert_close(alone[0], together[row])
 
 
 def test_the_logits_depend_on_every_item_on_both_sides_and_on_their_order(logits: Callable[..., Tensor]) -> None:
-    reference = logits([4, 17, 3, MASK], width=4)
+    reference = logits([4, 17, 3, MASK])
     for changed in ([5, 17, 3, MASK], [4, 17, 5, MASK], [17, 4, 3, MASK], [17, 3, MASK]):
-        assert (logits(changed, width=4) - reference).abs().max() > 1e-4
-    hidden_inside = logits([4, MASK, 3, 17], width=4)
-    assert (logits([4, MASK, 9, 17], width=4) - hidden_inside).abs().max() > 1e-4
+        assert (logits(changed) - reference).abs().max() > 1e-4
+    hidden_inside = logits([4, MASK, 3, 17])
+    assert (logits([4, MASK, 9, 17]) - hidden_inside).abs().max() > 1e-4
 
 
-def test_queries_choose_places_of_the_flat_batch() -> None:
+def test_queries_choose_places_of_all_rows_together() -> None:
     torch.manual_seed(0)
     table = TableSpec("item", "item", NUM_ITEMS + 2, 8, 0.05)
-    model = ItemTransformer(table, NUM_ITEMS, max_length=5, num_layers=1, num_heads=2, dropout=0.0, device=CPU)
-    tokens, keys = torch.tensor([[0, 3, MASK], [MASK, 5, 6]]), torch.zeros(2, dtype=torch.int64)
-    everywhere = model(tokens, torch.arange(6), keys)
-    torch.testing.assert_close(model(tokens, torch.tensor([3, 2]), keys), everywhere[[3, 2]])
+    model = ItemTransformer(table, NUM_ITEMS, max_length=5, num_layers=1, num_heads=2, dropout=0.3, device=CPU)
+    inputs, keys = packed([3, MASK], [MASK, 5, 6]), torch.arange(2)
+    everywhere = model(*inputs, torch.arange(5), keys)
+    torch.testing.assert_close(model(*inputs, torch.tensor([1, 2]), keys), everywhere[[1, 2]])
 
 
 def ctr_batch(labels: list[float], weights: list[float]) -> CtrBatch:
@@ -168,7 +174,8 @@ def test_with_answers_the_network_gives_the_loss_of_its_logits(is_tied: bool) ->
     torch.manual_seed(0)
     table = TableSpec("item", "item", NUM_ITEMS + 2, 8, 0.05)
     model = ItemTransformer(table, NUM_ITEMS, 5, 1, 2, 0.0, CPU, is_tied=is_tied)
-    inputs = torch.tensor([[0, 3, MASK], [MASK, 5, MASK]]), torch.tensor([2, 3, 5]), torch.zeros(2, dtype=torch.int64)
+    rows = packed([3, MASK], [MASK, 5, MASK])
+    inputs = *rows, torch.tensor([1, 2, 4]), torch.zeros(2, dtype=torch.int64)
     answers, weights = torch.tensor([1, 20, 7]), torch.tensor([1.0, 1.0, 0.0])
     expected = F.cross_entropy(model(*inputs)[:2], torch.tensor([0, 19]), reduction="sum")
     torch.testing.assert_close(model(*inputs, answers, weights), expected)
@@ -178,12 +185,76 @@ def test_a_tied_head_multiplies_with_the_rows_of_the_items() -> None:
     torch.manual_seed(0)
     table = TableSpec("item", "item", NUM_ITEMS + 1, 8, 0.05)
     model = ItemTransformer(table, NUM_ITEMS, 5, 1, 2, 0.0, CPU, is_tied=True)
-    inputs = torch.tensor([[3, 4]]), torch.tensor([1]), torch.zeros(1, dtype=torch.int64)
+    inputs = *packed([3, 4]), torch.tensor([1]), torch.zeros(1, dtype=torch.int64)
     before = model(*inputs)
     with torch.no_grad():
-        next(model.tables.parameters())[7] += 1.0  # not of the history
+        next(model.tables.parameters())[7] += torch.randn(8)  # not of the history
     changed = (model(*inputs) - before).abs()[0]
     assert changed.nonzero().flatten().tolist() == [6]
+
+
+def test_gbce_by_hand() -> None:
+    """Scores 2 and -1 of the answers 3 and 5; of the negatives 1 and 3 scores 0.5 and 2, 1 and 0: one is an answer."""
+    loss = Loss("gbce", negatives=2, calibration=0.5)
+    power = loss.power(num_items=5)  # rate 2 / 4, so 0.5 * (0.5 * (1 - 2) + 2)
+    assert power == pytest.approx(0.75)
+    asked = torch.eye(2)
+    head = torch.tensor([[2.0, 9.0], [9.0, -1.0], [0.5, 1.0], [2.0, 0.0]])
+    found = gbce_sum(asked, head, torch.zeros(4), torch.tensor([3, 5, 1, 3]), torch.tensor([1.0, 2.0]), power)
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    first = -power * np.log(sigmoid(2)) - np.log(1 - sigmoid(0.5))
+    second = -power * np.log(sigmoid(-1)) - np.log(1 - sigmoid(1)) - np.log(1 - sigmoid(0))
+    assert found.item() == pytest.approx((first + 2 * second) / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize(("calibration", "power"), [(0.0, 1.0), (1.0, 0.25)])
+def test_gbce_is_plain_without_calibration_and_takes_the_rate_with_all_of_it(calibration: float, power: float) -> None:
+    assert Loss("gbce", negatives=5, calibration=calibration).power(num_items=21) == pytest.approx(power)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_sampling_network_looks_at_answers_and_negatives_only(is_tied: bool) -> None:
+    torch.manual_seed(0)
+    table, loss = TableSpec("item", "item", NUM_ITEMS + 1, 8, 0.05), Loss("gbce", negatives=3, calibration=0.75)
+    model = ItemTransformer(table, NUM_ITEMS, 5, 1, 2, 0.0, CPU, is_causal=True, is_tied=is_tied, loss=loss)
+    inputs = *packed([3, 4]), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int64)
+    answers, negatives, weights = torch.tensor([4, 9]), torch.tensor([2, 9, 20]), torch.ones(2)
+    logits, power = model(*inputs), loss.power(NUM_ITEMS)
+    expected = sum(
+        -power * F.logsigmoid(logits[row, answer - 1])
+        + sum(F.softplus(logits[row, item - 1]) for item in negatives.tolist() if item != answer)
+        for row, answer in enumerate(answers.tolist())
+    )
+    found = model(*inputs, answers, weights, negatives)
+    torch.testing.assert_close(found, expected / 4)
+    found.backward()
+    head = next(model.tables.parameters()) if is_tied else model.output.weight  # type: ignore[union-attr]
+    assert head.grad is not None
+    touched = head.grad.any(1).nonzero().flatten() + (0 if is_tied else 1)
+    assert set(touched.tolist()) == {2, 4, 9, 20} | ({3} if is_tied else set())
+
+
+def test_a_window_norm_is_torchs_over_places_and_dims() -> None:
+    torch.manual_seed(0)
+    norm = WindowNorm(4, 8)
+    with torch.no_grad():
+        norm.weight += torch.randn(4, 8)
+        norm.bias += torch.randn(4, 8)
+    x = torch.randn(6, 8)
+    rows = rows_of([4, 2], KEYS[:2])
+    padded = torch.stack([x[:4], torch.cat([torch.zeros(2, 8), x[4:]])])
+    expected = F.layer_norm(padded, (4, 8), norm.weight, norm.bias)
+    torch.testing.assert_close(norm(x, rows), torch.cat([expected[0], expected[1, 2:]]))
+
+
+def test_a_network_with_window_norms_answers_queries_as_it_answers_everywhere() -> None:
+    torch.manual_seed(0)
+    table = TableSpec("item", "item", NUM_ITEMS + 2, 8, 0.05)
+    model = ItemTransformer(table, NUM_ITEMS, 5, 2, 2, 0.3, CPU, norm="window")
+    inputs, keys = packed([3, MASK], [MASK, 5, 6]), torch.arange(2)
+    everywhere = model(*inputs, torch.arange(5), keys)
+    torch.testing.assert_close(model(*inputs, torch.tensor([1, 2]), keys), everywhere[[1, 2]])
+    assert {tuple(p.shape) for name, p in model.named_parameters() if "norm" in name} == {(5, 8), (8,)}
 
 
 def causal(length: int = 6) -> ItemTransformer:
@@ -195,18 +266,19 @@ def causal(length: int = 6) -> ItemTransformer:
 def test_a_causal_place_sees_what_was_before_it_and_nothing_after() -> None:
     model, key = causal(), torch.zeros(1, dtype=torch.int64)
     everywhere = torch.arange(4)
-    reference = model(torch.tensor([[4, 17, 3, 9]]), everywhere, key)
-    later = model(torch.tensor([[4, 17, 5, 9]]), everywhere, key)
+    reference = model(*packed([4, 17, 3, 9]), everywhere, key)
+    later = model(*packed([4, 17, 5, 9]), everywhere, key)
     torch.testing.assert_close(later[:2], reference[:2])
     assert ((later[2:] - reference[2:]).abs().amax(1) > 1e-4).all()
 
 
-def test_padding_is_finite_for_a_causal_network_and_changes_nothing() -> None:
-    model, key = causal(), torch.zeros(1, dtype=torch.int64)
-    narrow = model(torch.tensor([[4, 17]]), torch.tensor([0, 1]), key)
-    wide = model(torch.tensor([[0, 0, 0, 4, 17]]), torch.tensor([3, 4]), key)
-    torch.testing.assert_close(wide, narrow)
-    loss = model(torch.tensor([[0, 0, 4, 17]]), torch.tensor([3]), key, torch.tensor([1]), torch.ones(1))
+def test_a_longer_row_beside_it_changes_nothing_for_a_causal_network() -> None:
+    """torch's attention pads rows to the longest."""
+    model, keys = causal(), torch.zeros(2, dtype=torch.int64)
+    alone = model(*packed([4, 17]), torch.tensor([0, 1]), keys[:1])
+    beside = model(*packed([4, 17], [1, 2, 3, 4, 5]), torch.tensor([0, 1]), keys)
+    torch.testing.assert_close(beside, alone)
+    loss = model(*packed([4, 17], [1, 2, 3, 4, 5]), torch.tensor([1]), keys, torch.tensor([1]), torch.ones(1))
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
@@ -219,11 +291,13 @@ def ranking_batch(
 ) -> RankingBatch:
     rows = len(answers)
     return RankingBatch(
-        tokens_BT=torch.full((rows, 1), MASK),
+        tokens_N=torch.full((rows,), MASK),
+        lengths_B=torch.ones(rows, dtype=torch.int64),
         queries_M=torch.arange(rows),
         answers_M=torch.tensor(answers),
         weights_M=torch.tensor(weights or [1.0] * rows),
         row_keys_B=torch.zeros(rows, dtype=torch.int64),
+        negatives_K=torch.empty(0, dtype=torch.int64),
         seen_rows=torch.tensor([row for row, items in enumerate(seen) for _ in items], dtype=torch.int64),
         seen_items=torch.tensor([item for items in seen for item in items], dtype=torch.int64),
         negatives_BC=torch.tensor(negatives, dtype=torch.int64).view(rows, -1),

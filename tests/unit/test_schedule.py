@@ -51,6 +51,13 @@ def test_oneflow_starts_at_zero_and_ends_at_zero() -> None:
     assert found == [0, 2, 4, 6, 8, 8, 8, 4.5, 2, 0.5, 0, 0]
 
 
+def test_linear_goes_up_to_its_base_and_down_to_its_end() -> None:
+    """1/4 to 4/4 of 8; as it is; from 8 to 4 in four equal steps; as it ends."""
+    found = rates(13, name="linear", warmup_steps=4, decay_start_step=6, decay_steps=4, end_lr=4.0)
+    assert found == [2, 4, 6, 8, 8, 8, 8, 7, 6, 5, 4, 4, 4]
+    assert rates(3, name="linear", warmup_steps=1) == [8, 8, 8]
+
+
 def test_oneflow_decays_to_its_end_value() -> None:
     """(8 - 4) x (1, 1/2, 0)^2 + 4."""
     assert rates(4, name="oneflow", decay_steps=2, end_lr=4.0) == [8, 5, 4, 4]

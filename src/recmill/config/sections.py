@@ -117,7 +117,9 @@ class Schedule(Section):
         "constant", description="How both learning rates change from step to step."
     )
     warmup_steps: NonNegativeInt = Field(0, description="Steps of linear warmup (linear, mlperf, oneflow).")
-    decay_start_step: NonNegativeInt = Field(0, description="First step of the decay, quadratic (mlperf, oneflow) or linear.")
+    decay_start_step: NonNegativeInt = Field(
+        0, description="First step of the decay (linear; quadratic: mlperf, oneflow)."
+    )
     decay_steps: NonNegativeInt = Field(0, description="Length of the decay; 0: none (linear, mlperf, oneflow).")
     end_lr: float = Field(0.0, ge=0.0, description="Where the decay ends (linear, oneflow); mlperf: at least 1e-7.")
     step_size: NonNegativeInt = Field(0, description="Steps between two changes (step).")

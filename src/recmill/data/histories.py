@@ -5,7 +5,7 @@ world size.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class Masking:
     kept: float = 0.0
     copies: int = 1
     asks_next: bool = False
+    negatives: int = 0  # random items that all queries of a global batch have in common
 
     @property
     def window(self) -> int:
@@ -102,8 +103,14 @@ class HistorySource:
     def train_batches(self, epoch: int, first: int) -> Iterator[SequenceBatch]:
         """Batch `first` and all after it; order and masks depend on the seed and the epoch alone."""
         order = self._epoch_order(epoch)
-        for share in shares(self.samples_per_epoch, self._train_batch_size, first, self._rank, self._size):
-            yield self._masked(epoch, order[share.positions], share)
+        mine = shares(self.samples_per_epoch, self._train_batch_size, first, self._rank, self._size)
+        for number, share in enumerate(mine, start=first):
+            batch = self._masked(epoch, order[share.positions], share)
+            yield replace(batch, negatives_K=self._negatives_for_all(epoch, number))
+
+    def _negatives_for_all(self, epoch: int, batch: int) -> torch.Tensor:
+        chances = rng.uniform(rng.stream_key(self._seed, "negatives", epoch, batch), np.arange(self._masking.negatives))
+        return torch.from_numpy(1 + (chances * (self._mask_token - 1)).astype(np.int64))
 
     def num_eval_batches(self, split: str) -> int:
         return num_batches(self._num_users(split), self._eval_batch_size)
@@ -189,6 +196,7 @@ class HistorySource:
             answers_M=torch.from_numpy(answers),
             weights_M=torch.from_numpy(share.weights()[query_rows]),
             row_keys_B=torch.from_numpy(keys.view(np.int64)),
+            negatives_K=torch.empty(0, dtype=torch.int64),
         )
 
     def _ranking(self, split: str, share: Share) -> RankingBatch:
@@ -209,6 +217,7 @@ class HistorySource:
             answers_M=torch.from_numpy(self._items[places].astype(np.int64)),
             weights_M=torch.from_numpy(share.weights()),
             row_keys_B=torch.zeros(len(users), dtype=torch.int64),
+            negatives_K=torch.empty(0, dtype=torch.int64),
             seen_rows=torch.from_numpy(np.repeat(np.arange(len(users)), [len(s) for s in seen])),
             seen_items=torch.from_numpy(np.concatenate(seen)),
             negatives_BC=torch.from_numpy(self._negatives_of(split, users)),
@@ -225,7 +234,7 @@ class HistorySource:
 
 
 def train_windows(offsets: np.ndarray, masking: Masking, held_out: int = 2) -> tuple[np.ndarray, np.ndarray]:
-    """(start, length) of every training window, in items.npy. The last `held_out` items of a history are never in one."""
+    """(start, length) of every training window, in items.npy; never with the last `held_out` items of a history."""
     begins, ends = offsets[:-1], offsets[1:] - held_out
     counts = 1 + -(-np.maximum(ends - begins - masking.window, 0) // masking.step)
     owners = np.repeat(np.arange(len(counts)), counts)
@@ -236,7 +245,7 @@ def train_windows(offsets: np.ndarray, masking: Masking, held_out: int = 2) -> t
 
 
 def _packed(items: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """items[start : start+length] of each row one after the other; of each its row, and its place from the row's end."""
+    """items[start : start+length] of each row one after the other; their rows, and their places from the row's end."""
     rows = np.repeat(np.arange(len(lengths)), lengths)
     from_end = np.cumsum(lengths)[rows] - 1 - np.arange(len(rows))
     places = (starts + lengths - 1)[rows] - from_end

@@ -49,12 +49,14 @@ class NativeRows:
 class NativeBlock(torch.autograd.Function):
     """A pre-norm transformer block: x [N, D] -> [M, D], those of the queries.
 
-    `shape`: (heads, is causal, site of the first of its two dropouts, probability). `weights`: scale and shift of the
-    first norm, weight and bias of queries, keys and values, of the way out; the same of the second norm and its two layers.
+    `shape`: (heads, is causal, site of the first of its two dropouts, probability). `weights`: of the first
+    norm (scale, shift), of queries, keys and values (weight, bias), of the way out, of the second norm, of two layers.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, rows: NativeRows, shape: tuple[int, bool, int, float], *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_ND: Tensor, rows: NativeRows, shape: tuple[int, bool, int, float], *weights: Tensor
+    ) -> Tensor:
         heads, is_causal, site, probability = shape
         tokens, dim = x_ND.shape
         hidden, asked = len(weights[8]), rows.num_queries

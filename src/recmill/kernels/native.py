@@ -1,4 +1,4 @@
-"""The C++ files here, compiled for this machine at first use and kept. Without torch's headers that takes a second."""
+"""The C++ files here, compiled for this machine at first use and kept. Without torch's headers that takes seconds."""
 
 import ctypes
 import hashlib
@@ -47,8 +47,8 @@ def _compiled_or_none() -> ctypes.CDLL | None:
         except OSError as error:
             problem = str(error)
     log.warning(
-        "our own CPU kernels cannot be used here: %s. Training works, but steps of click models take 1.2 to 1.3 times, of "
-        "sequence models twice as long. Install g++ (Debian: apt-get install g++).",
+        "our own CPU kernels cannot be used here: %s. Training works, but steps of click models take 1.2 to 1.3 times, "
+        "those of sequence models twice as long. Install g++ (Debian: apt-get install g++).",
         problem,
     )
     return None

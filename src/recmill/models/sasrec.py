@@ -1,11 +1,13 @@
 """SASRec: the next item after every place of a history, from what was before it (Kang & McAuley, 2018).
 
-As in later work (Klenitskiy & Vasilev, 2023) it learns by cross-entropy over the whole catalogue, not from one
-negative per item. Differs from the paper: GELU and four times the width in the feed-forward layers, no dropout of
-attention weights.
+As in later work it learns by cross-entropy over the whole catalogue (Klenitskiy & Vasilev, 2023) or from hundreds of
+negatives (gSASRec: Petrov & Macdonald, 2023), not from one per item. Differs from the paper: GELU and four times the
+width in the feed-forward layers, no dropout of attention weights.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
 
 from recmill.models.sequence_model import SequenceModelConfig, item_table, network, windows
 from recmill.schema import HistoriesDescription, TableSpec
@@ -19,7 +21,21 @@ KIND = "histories"  # of dataset
 
 
 class Config(SequenceModelConfig):
-    pass
+    loss: Literal["softmax", "gbce"] = Field(
+        "softmax", description="Cross-entropy over the catalogue, or gBCE over the answer and sampled negatives."
+    )
+    num_negatives: PositiveInt = Field(256, description="Random items that a batch is compared with (gbce).")
+    gbce_t: float = Field(0.75, ge=0.0, le=1.0, description="Calibration: 0 is plain binary cross-entropy (gbce).")
+
+    @model_validator(mode="after")
+    def loss_keys_fit_together(self) -> "Config":
+        fields, sampled = type(self).model_fields, ("num_negatives", "gbce_t")
+        useless = [key for key in sampled if getattr(self, key) != fields[key].default]
+        if self.loss == "softmax" and useless:
+            raise ValueError(f"model.{useless[0]} has no meaning for model.loss = 'softmax'. Remove it, or use 'gbce'.")
+        if self.loss == "gbce" and self.label_smoothing:
+            raise ValueError("model.label_smoothing has no meaning for model.loss = 'gbce'. Remove it.")
+        return self
 
 
 def tables(config: Config, about: HistoriesDescription) -> list[TableSpec]:
@@ -29,8 +45,12 @@ def tables(config: Config, about: HistoriesDescription) -> list[TableSpec]:
 
 def masking(config: Config) -> dict[str, Any]:
     """How training examples are made; the fields of `data.histories.Masking`."""
-    return windows(config) | {"probability": 0.0, "last_only": 0.0, "asks_next": True}
+    negatives = config.num_negatives if config.loss == "gbce" else 0
+    return windows(config) | {"probability": 0.0, "last_only": 0.0, "asks_next": True, "negatives": negatives}
 
 
 def build(config: Config, about: HistoriesDescription, device: "torch.device") -> "nn.Module":
-    return network(config, tables(config, about)[0], about, device, is_causal=True)
+    loss = {"name": "gbce", "negatives": config.num_negatives, "calibration": config.gbce_t}
+    return network(
+        config, tables(config, about)[0], about, device, is_causal=True, **(loss if config.loss == "gbce" else {})
+    )

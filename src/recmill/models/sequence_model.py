@@ -22,6 +22,9 @@ class SequenceModelConfig(Section):
         "linear", description="Output weights of an item: a layer's own, or the item's row of the table."
     )
     label_smoothing: float = Field(0.0, ge=0.0, lt=1.0, description="Share of a target that goes to all items alike.")
+    norm: Literal["place", "window"] = Field(
+        "place", description="Layer normalization of each place, or of a whole window, as TorchRec's example has it."
+    )
     sliding_step: int | float = Field(
         0,
         ge=0,
@@ -62,9 +65,16 @@ def windows(config: SequenceModelConfig) -> dict[str, Any]:
 
 
 def network(
-    config: SequenceModelConfig, table: TableSpec, about: HistoriesDescription, device: "torch.device", is_causal: bool
+    config: SequenceModelConfig,
+    table: TableSpec,
+    about: HistoriesDescription,
+    device: "torch.device",
+    *,
+    is_causal: bool,
+    **loss: Any,
 ) -> "nn.Module":
-    """Tables on `device` ('meta': only declared), all else in memory."""
+    """Tables on `device` ('meta': only declared), all else in memory. `loss`: fields of `nn.sampled.Loss`."""
+    from recmill.nn.sampled import Loss
     from recmill.nn.sequences import ItemTransformer
 
     return ItemTransformer(
@@ -77,5 +87,6 @@ def network(
         device,
         is_causal=is_causal,
         is_tied=config.head == "tied",
-        label_smoothing=config.label_smoothing,
+        norm=config.norm,
+        loss=Loss(smoothing=config.label_smoothing, **loss),
     )

@@ -73,9 +73,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return *(saved * grad for saved in ctx.saved_tensors), None, None, None, None
 
 
-def _softmax_gradient(
-    logits_MV: Tensor, answers_M: Tensor, weights_M: Tensor, smooth: float
-) -> tuple[Tensor, Tensor]:
+def _softmax_gradient(logits_MV: Tensor, answers_M: Tensor, weights_M: Tensor, smooth: float) -> tuple[Tensor, Tensor]:
     """The weighted losses [M], and their gradient in place of the logits."""
     answers_M1, weights_M1, items = answers_M[:, None], weights_M[:, None], logits_MV.shape[1]
     # log p = logit - norm; the loss is -(1 - smooth) log p[answer] - smooth mean(log p)

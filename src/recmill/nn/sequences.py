@@ -10,7 +10,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill.nn.cross_entropy import cross_entropy_sum
 from recmill.nn.dropout import RowDropout
+from recmill.nn.norms import Norm, norm_of, normed
 from recmill.nn.rows import Rows
+from recmill.nn.sampled import SOFTMAX, Loss, gbce_sum
 from recmill.nn.transformer import EncoderBlock
 from recmill.schema import TableSpec
 
@@ -36,19 +38,28 @@ class ItemTransformer(nn.Module):
         *,
         is_causal: bool = False,
         is_tied: bool = False,
-        label_smoothing: float = 0.0,
+        norm: Norm = "place",
+        loss: Loss = SOFTMAX,
     ) -> None:
         super().__init__()
         self._feature, self._num_items = table.feature, num_items
-        self._label_smoothing = label_smoothing
+        self._loss = loss
         config = EmbeddingConfig(
             name=table.name, embedding_dim=table.dim, num_embeddings=table.rows, feature_names=[table.feature]
         )
         self.tables = EmbeddingCollection(tables=[config], device=device)
         self.places = nn.Parameter(torch.randn(max_length, table.dim) * 0.02)  # row -1 is the last place
-        self.norm, self.dropout = nn.LayerNorm(table.dim), RowDropout(dropout, site=0)
+        self.norm, self.dropout = norm_of(norm, max_length, table.dim), RowDropout(dropout, site=0)
         self.blocks = nn.ModuleList(
-            EncoderBlock(table.dim, num_heads, dropout, 1 + 2 * layer, is_causal) for layer in range(num_layers)
+            EncoderBlock(
+                table.dim,
+                num_heads,
+                dropout,
+                1 + 2 * layer,
+                is_causal,
+                (norm_of(norm, max_length, table.dim), norm_of(norm, max_length, table.dim)),
+            )
+            for layer in range(num_layers)
         )
         self.last_norm = nn.LayerNorm(table.dim)
         self.output = None if is_tied else nn.Linear(table.dim, num_items)
@@ -62,30 +73,44 @@ class ItemTransformer(nn.Module):
         row_keys_B: Tensor,
         answers_M: Tensor | None = None,
         weights_M: Tensor | None = None,
+        negatives_K: Tensor | None = None,
     ) -> Tensor:
-        """Logits [M, V] of the queries only, column j is item j + 1; with answers the weighted sum of their losses."""
+        """Logits [M, V] of the queries only, column j is item j + 1; with answers the weighted sum of their losses.
+
+        Of a loss that samples, only the answers and the negatives are looked at.
+        """
         rows = Rows(lengths_B, queries_M, row_keys_B, len(tokens_N))
-        embedded_ND, items_VD = self._embed(tokens_N)
-        x_ND = self.dropout(self.norm(embedded_ND + self._places_of(rows)), rows)
+        items = None
+        if self._loss.name == "gbce" and answers_M is not None and negatives_K is not None:
+            items = torch.cat([answers_M, negatives_K])
+        embedded_ND, head_VD, bias_V = self._embed(tokens_N, items)
+        x_ND = self.dropout(normed(self.norm, embedded_ND + self._places_of(rows), rows), rows)
         for block in self.blocks:
             x_ND = block(x_ND, rows, is_last=block is self.blocks[-1])
         asked_MD = self.last_norm(x_ND)
-        weight_VD, bias_V = (self.output.weight, self.output.bias) if self.output is not None else (items_VD, self.bias)
-        assert bias_V is not None
         if answers_M is None or weights_M is None:
-            return torch.addmm(bias_V, asked_MD, weight_VD.t())
-        parts = asked_MD, weight_VD, bias_V, answers_M - 1, weights_M, self._label_smoothing
-        return cross_entropy_sum(*parts, self.native)
+            return torch.addmm(bias_V, asked_MD, head_VD.t())
+        if items is not None:
+            power = self._loss.power(self._num_items)
+            return gbce_sum(asked_MD, head_VD, bias_V, items, weights_M, power)
+        return cross_entropy_sum(asked_MD, head_VD, bias_V, answers_M - 1, weights_M, self._loss.smoothing, self.native)
 
     def _places_of(self, rows: Rows) -> Tensor:
         return nn.functional.embedding(len(self.places) - 1 - rows.from_end_N, self.places)
 
-    def _embed(self, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, D], and for a tied head all items [V, D]. In one lookup: the fused optimizers update a table once for each."""
-        ids = tokens_N
-        if self.output is None:
-            ids = torch.cat([ids, torch.arange(1, self._num_items + 1, device=ids.device)])
+    def _embed(self, tokens_N: Tensor, items_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[N, D], and output weights [V, D] and biases [V] of these items, or of all.
+
+        With a tied head in one lookup: the fused optimizers update a table once for each.
+        """
+        ids, items = tokens_N, slice(None) if items_V is None else items_V - 1
+        if self.bias is not None:
+            every = torch.arange(1, self._num_items + 1, device=ids.device)
+            ids = torch.cat([ids, every if items_V is None else items_V])
         lengths = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
         listed = KeyedJaggedTensor(keys=[self._feature], values=ids, lengths=lengths)
         values = self.tables(listed)[self._feature].values()
-        return values[: len(tokens_N)], values[len(tokens_N) :]
+        if self.output is not None:
+            return values, self.output.weight[items], self.output.bias[items]
+        assert self.bias is not None
+        return values[: len(tokens_N)], values[len(tokens_N) :], self.bias[items]
