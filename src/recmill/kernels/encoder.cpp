@@ -143,7 +143,8 @@ struct Weights {
     const float *feed_scale, *feed_shift, *up, *up_bias, *down, *down_bias;
 };
 
-// What backward needs: query [M, D], key and value [N, 2D], weight sums [M, H], attended [M, D], middle [M, D], hidden [M, F]
+// What backward needs: query [M, D], key and value [N, 2D], weight sums [M, H], attended [M, D], middle [M, D], hidden [M, F].
+// Nothing, where there is none.
 struct Kept {
     float *query, *key_value, *weight_sums, *attended, *middle, *hidden;
 };
@@ -198,16 +199,26 @@ struct Row {
 struct Room {
     std::vector<float> all;
     float *normed, *asked, *change, *hidden, *slope, *turned, *turned_value, *weights, *by_weights, *by_query, *by_kv;
+    Kept kept;  // of this row
     Room(const Shape& s, int64_t longest) {
         const int64_t wide = round_up(longest), head = s.D / s.H;
-        const int64_t sizes[] = {longest * s.D, longest * s.D, longest * s.D, longest * s.F,     longest * s.F,    head * wide,
-                                 head * wide,   kQueries * wide, kQueries * wide, longest * s.D, longest * 2 * s.D};
-        float** parts[] = {&normed, &asked, &change, &hidden, &slope, &turned, &turned_value, &weights, &by_weights, &by_query, &by_kv};
+        const int64_t D = longest * s.D, F = longest * s.F;
+        const int64_t sizes[] = {D, D, D, F, F, head * wide, head * wide, kQueries * wide, kQueries * wide, D, 2 * D,
+                                 D, 2 * D, longest * s.H, D, D, F};
+        float** parts[] = {&normed, &asked, &change, &hidden, &slope, &turned, &turned_value, &weights, &by_weights,
+                           &by_query, &by_kv, &kept.query, &kept.key_value, &kept.weight_sums, &kept.attended,
+                           &kept.middle, &kept.hidden};
         int64_t total = 0;
         for (int64_t size : sizes) total += size;
         all.resize(total);
         float* at = all.data();
-        for (int i = 0; i < 11; ++i) *parts[i] = at, at += sizes[i];
+        for (int i = 0; i < 17; ++i) *parts[i] = at, at += sizes[i];
+    }
+    // Where `row` keeps its values: in `all`, or in this room.
+    Kept of(const Kept& all, const Row& row, const Shape& s) const {
+        if (!all.hidden) return kept;
+        return {all.query + row.query * s.D,       all.key_value + row.first * 2 * s.D, all.weight_sums + row.query * s.H,
+                all.attended + row.query * s.D,    all.middle + row.query * s.D,        all.hidden + row.query * s.F};
     }
 };
 
@@ -220,12 +231,12 @@ void attend(const Shape& s, const Row& row, const Kept& k, Room& room) {
     const int64_t D = s.D, head = D / s.H, wide = round_up(row.length);
     const float scale = 1.0f / std::sqrt(static_cast<float>(head));
     for (int64_t h = 0; h < s.H; ++h) {
-        const float *key = k.key_value + row.first * 2 * D + h * head, *value = key + D;
+        const float *key = k.key_value + h * head, *value = key + D;
         std::memset(room.turned, 0, head * wide * sizeof(float));
         transpose(key, row.length, head, 2 * D, room.turned, wide);
         for (int64_t first = 0; first < row.queries; first += kQueries) {
             const int64_t count = std::min(kQueries, row.queries - first), keys = row.seen(first + count - 1, s);
-            const float* query = k.query + (row.query + first) * D + h * head;
+            const float* query = k.query + first * D + h * head;
             float inverse[kQueries];
             scores(s, query, room.turned, wide, count, keys, room.weights);
             for (int64_t i = 0; i < count; ++i) {
@@ -242,9 +253,9 @@ void attend(const Shape& s, const Row& row, const Kept& k, Room& room) {
                 }
                 const float total = sum_of(sum);
                 inverse[i] = 1.0f / total;
-                k.weight_sums[(row.query + first + i) * s.H + h] = top * scale + std::log(total);
+                k.weight_sums[(first + i) * s.H + h] = top * scale + std::log(total);
             }
-            float* attended = k.attended + (row.query + first) * D + h * head;
+            float* attended = k.attended + first * D + h * head;
             multiply(count, head, keys, rows_of(room.weights, wide), {value, 2 * D}, nullptr, 0, attended, D);
             for (int64_t i = 0; i < count; ++i)
                 for (int64_t d = 0; d < head; d += kLanes) store(attended + i * D + d, load(attended + i * D + d) * inverse[i]);
@@ -258,7 +269,7 @@ void attend_backward(const Shape& s, const Row& row, const Kept& k, const float*
     const float scale = 1.0f / std::sqrt(static_cast<float>(head));
     std::memset(room.by_kv, 0, row.length * 2 * D * sizeof(float));
     for (int64_t h = 0; h < s.H; ++h) {
-        const float *key = k.key_value + row.first * 2 * D + h * head, *value = key + D;
+        const float *key = k.key_value + h * head, *value = key + D;
         std::memset(room.turned, 0, head * wide * sizeof(float));
         std::memset(room.turned_value, 0, head * wide * sizeof(float));
         transpose(key, row.length, head, 2 * D, room.turned, wide);
@@ -267,14 +278,14 @@ void attend_backward(const Shape& s, const Row& row, const Kept& k, const float*
         for (int64_t first = 0; first < row.queries; first += kQueries) {
             const int64_t count = std::min(kQueries, row.queries - first), keys = row.seen(first + count - 1, s);
             const int64_t end = round_up(keys);
-            const float *query = k.query + (row.query + first) * D + h * head, *g = grad + first * D + h * head;
+            const float *query = k.query + first * D + h * head, *g = grad + first * D + h * head;
             scores(s, query, room.turned, wide, count, keys, room.weights);
             multiply(count, end, head, rows_of(g, D), {room.turned_value, wide}, nullptr, 0, room.by_weights, wide);
             for (int64_t i = 0; i < count; ++i) {
-                const float* out = k.attended + (row.query + first + i) * D + h * head;
+                const float* out = k.attended + (first + i) * D + h * head;
                 Lanes product = {};
                 for (int64_t d = 0; d < head; d += kLanes) product += load(g + i * D + d) * load(out + d);
-                const float mean = sum_of(product), top = k.weight_sums[(row.query + first + i) * s.H + h];
+                const float mean = sum_of(product), top = k.weight_sums[(first + i) * s.H + h];
                 float *w = room.weights + i * wide, *by = room.by_weights + i * wide;
                 for (int64_t j = row.seen(first + i, s); j < end; ++j) w[j] = -INFINITY;
                 for (int64_t j = 0; j < end; j += kLanes) {
@@ -316,7 +327,6 @@ void encoder_block(const Shape* shape, const Rows* rows_in, const Weights* weigh
     const Shape& s = *shape;
     const Rows& rows = *rows_in;
     const Weights& w = *weights;
-    const Kept& k = *kept;
     const int64_t D = s.D, F = s.F;
     const Turned turned(s, w);
     const Dropout dropout{s.dropout};
@@ -329,21 +339,22 @@ void encoder_block(const Shape* shape, const Rows* rows_in, const Weights* weigh
             for (int64_t b = starts[part]; b < starts[part + 1]; ++b) {
                 const Row row(rows, s, b);
                 if (!row.queries) continue;
+                const Kept k = room.of(*kept, row, s);
                 const float* own = x + row.first * D;
                 normalize(own, row.length, D, w.norm_scale, w.norm_shift, room.normed);
                 multiply(row.length, 2 * D, D, rows_of(room.normed, D), {turned.qkv.data() + D, 3 * D}, w.qkv_bias + D, 0,
-                         k.key_value + row.first * 2 * D, 2 * D);
+                         k.key_value, 2 * D);
                 multiply(row.queries, D, D, rows_of(row.asked(room.normed, D, room.asked), D), {turned.qkv.data(), 3 * D},
-                         w.qkv_bias, 0, k.query + row.query * D, D);
+                         w.qkv_bias, 0, k.query, D);
                 attend(s, row, k, room);
-                multiply(row.queries, D, D, rows_of(k.attended + row.query * D, D), {turned.out.data(), D}, w.out_bias, 0,
+                multiply(row.queries, D, D, rows_of(k.attended, D), {turned.out.data(), D}, w.out_bias, 0,
                          room.change, D);
-                float* middle = k.middle + row.query * D;
+                float* middle = k.middle;
                 for (int64_t i = 0; i < row.queries; ++i)
                     dropout.apply(room.change + i * D, D, row.attention_key, row.from_end(i), own + row.place(i) * D,
                                   middle + i * D);
                 normalize(middle, row.queries, D, w.feed_scale, w.feed_shift, room.normed);
-                float* hidden = k.hidden + row.query * F;
+                float* hidden = k.hidden;
                 multiply(row.queries, F, D, rows_of(room.normed, D), turned.up, w.up_bias, 0, hidden, F);
                 for (int64_t i = 0; i < row.queries * F; i += kLanes) store(room.hidden + i, gelu(load(hidden + i), nullptr));
                 multiply(row.queries, D, F, rows_of(room.hidden, F), {turned.down.data(), D}, w.down_bias, 0, room.change, D);
@@ -360,7 +371,6 @@ void encoder_block_backward(const Shape* shape, const Rows* rows_in, const Weigh
     const Shape& s = *shape;
     const Rows& rows = *rows_in;
     const Weights& w = *weights;
-    const Kept& k = *kept;
     const int64_t D = s.D, F = s.F;
     const Dropout dropout{s.dropout};
     const auto starts = parts_of(rows, s);
@@ -387,12 +397,13 @@ void encoder_block_backward(const Shape* shape, const Rows* rows_in, const Weigh
                     std::memset(grad_x + row.first * D, 0, L * D * sizeof(float));
                     continue;
                 }
-                const float *by_out = grad_out + row.query * D, *middle = k.middle + row.query * D;
+                const Kept k = room.of(*kept, row, s);
+                const float *by_out = grad_out + row.query * D, *middle = k.middle;
                 // feed-forward
                 for (int64_t i = 0; i < M; ++i)
                     dropout.apply(by_out + i * D, D, row.feed_key, row.from_end(i), nullptr, room.change + i * D);
                 add_rows(room.change, M, D, D, g[11]);
-                const float* hidden = k.hidden + row.query * F;
+                const float* hidden = k.hidden;
                 for (int64_t i = 0; i < M * F; i += kLanes) {
                     Lanes slope;
                     store(room.hidden + i, gelu(load(hidden + i), &slope));
@@ -411,7 +422,7 @@ void encoder_block_backward(const Shape* shape, const Rows* rows_in, const Weigh
                 for (int64_t i = 0; i < M; ++i)
                     dropout.apply(by_middle + i * D, D, row.attention_key, row.from_end(i), nullptr, room.change + i * D);
                 add_rows(room.change, M, D, D, g[5]);
-                multiply(D, D, M, columns_of(room.change, D), {k.attended + row.query * D, D}, g[4], D, g[4], D);
+                multiply(D, D, M, columns_of(room.change, D), {k.attended, D}, g[4], D, g[4], D);
                 multiply(M, D, D, rows_of(room.change, D), {w.out, D}, nullptr, 0, room.hidden, D);
                 attend_backward(s, row, k, room.hidden, room);
                 add_rows(room.by_query, M, D, D, g[3]);

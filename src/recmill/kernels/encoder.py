@@ -62,7 +62,8 @@ class NativeBlock(torch.autograd.Function):
         hidden, asked = len(weights[8]), rows.num_queries
         ctx.shape = _Shape(dim, hidden, heads, is_causal, site, probability)
         widths = [(asked, dim), (tokens, 2 * dim), (asked, heads), (asked, dim), (asked, dim), (asked, hidden)]
-        kept = [x_ND.new_empty(size) for size in widths]
+        is_kept = any(ctx.needs_input_grad)
+        kept = [x_ND.new_empty(size if is_kept else 0) for size in widths]  # an empty one is at address 0
         out = x_ND.new_empty(asked, dim)
         x_ND = x_ND.contiguous()
         run(rows.kernels.encoder_block, *_pointers(ctx.shape, rows, weights), x_ND, _array(kept), out)

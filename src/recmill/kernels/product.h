@@ -1,6 +1,7 @@
 // Products of matrices that lie in the cache, for one thread.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "lanes.h"
@@ -55,12 +56,12 @@ inline void panel(int64_t M, int64_t K, Left a, const float* b, int64_t ldb, con
 }
 
 // c [M, N] = a [M, K] b [K, N] + init; N is a multiple of 16. `init`: none, a bias (ldi 0), or c itself.
-inline void multiply(int64_t M, int64_t N, int64_t K, Left a, Right b, const float* init, int64_t ldi, float* c, int64_t ldc) {
+__attribute__((noinline)) void multiply(int64_t M, int64_t N, int64_t K, Left a, Right b, const float* init, int64_t ldi, float* c, int64_t ldc) {
     int64_t n = 0;
     const auto columns = [&](auto vectors) {
         constexpr int V = decltype(vectors)::value;
         const float* from = b.from + n / (kPanel * kLanes) * b.panel + n % (kPanel * kLanes);
-        panel<kSums / V, V>(M, K, a, from, b.row, init ? init + n : init, ldi, c + n, ldc);
+        panel<std::min(12, kSums / V), V>(M, K, a, from, b.row, init ? init + n : init, ldi, c + n, ldc);
         n += V * kLanes;
     };
     while (n + kPanel * kLanes <= N) columns(std::integral_constant<int, kPanel>());
