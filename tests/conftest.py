@@ -59,7 +59,7 @@ def projection(dlrm: Config) -> Config:
 def bert4rec(histories: Path) -> Config:
     return {
         "data": {"path": str(histories)},
-        "model": {"name": "bert4rec", "embedding_dim": 16, "num_layers": 1, "max_length": 10},
+        "model": {"name": "bert4rec", "embedding_dim": 32, "num_layers": 1, "max_length": 10},
         "train": {"device": "cpu", "global_batch_size": 25, "log_every_steps": 1},
         "eval": {"global_batch_size": 40, "ks": [1, 10]},
         "checkpoint": {"every_steps": 3},
@@ -70,6 +70,12 @@ def bert4rec(histories: Path) -> Config:
 def sasrec(bert4rec: Config) -> Config:
     """With all that it can have."""
     model = {"name": "sasrec", "head": "tied", "label_smoothing": 0.1}
+    return bert4rec | {"model": bert4rec["model"] | model}
+
+
+@pytest.fixture
+def gsasrec(bert4rec: Config) -> Config:
+    model = {"name": "sasrec", "head": "tied", "loss": "gbce", "num_negatives": 20}
     return bert4rec | {"model": bert4rec["model"] | model}
 
 

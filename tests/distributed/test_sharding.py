@@ -59,8 +59,6 @@ def assert_equals_one_rank(config: dict[str, Any], run: Path, tmp_path: Path, on
         ("dlrm", "adagrad", "table_row_wise"),
         ("dlrm", "adagrad", "grid"),
         ("dlrm", "adagrad", "data_parallel"),
-        ("dlrm", "rowwise_adagrad", "data_parallel"),
-        ("dlrm", "sgd", "data_parallel"),
         ("bert4rec", "rowwise_adagrad", "row_wise"),
         ("bert4rec", "rowwise_adagrad", "data_parallel"),
         ("bert4rec", "adagrad", "column_wise"),
