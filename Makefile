@@ -58,4 +58,4 @@ test: check java
 	$(BIN)/pytest -n 2 --dist worksteal
 
 clean:
-	rm -rf .venv .venv-cuda data runs
+	rm -rf .venv .venv-* data runs

@@ -16,20 +16,17 @@ costs as processes, batch and tables grow, ours alone.
 import argparse
 import json
 import os
-import signal
 import socket
 import statistics
-import struct
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from turns import Contender, Notes, Step, median_ratio, noted_steps, our_step_times, run_all
 
 from recmill.launch.local import TUNING
 
@@ -78,12 +75,12 @@ def table_sizes(data: Path) -> list[int]:
     return [feature.rows for feature in about.sparse]
 
 
-def forever(step: Any, times: Path) -> None:
+def forever(step: Any, shape: Shape, times: Path) -> None:
     """Notes when each step ended."""
-    with times.open("ab", buffering=0) as file:
-        while True:
-            step()
-            file.write(struct.pack("d", time.time()))
+    notes = Notes(times)
+    while True:
+        step()
+        notes.step(shape.batch)
 
 
 def run_config(shape: Shape, data: Path, **train: Any) -> dict[str, Any]:
@@ -170,7 +167,7 @@ def torchrec(shape: Shape, data: Path, times: Path) -> None:
         loss.backward()
         optimizer.step()
 
-    forever(step, times)
+    forever(step, shape, times)
 
 
 def plain(shape: Shape, data: Path, times: Path) -> None:
@@ -213,7 +210,7 @@ def plain(shape: Shape, data: Path, times: Path) -> None:
         loss.backward()
         optimizer.step()
 
-    forever(step, times)
+    forever(step, shape, times)
 
 
 def ceiling(shape: Shape, data: Path, times: Path) -> None:
@@ -241,7 +238,7 @@ def ceiling(shape: Shape, data: Path, times: Path) -> None:
                 torch.mm(out, weight)
         torch.bmm(grad, stacked)
 
-    forever(step, times)
+    forever(step, shape, times)
 
 
 CONTENDERS: dict[str, Any] = {
@@ -254,73 +251,35 @@ CONTENDERS: dict[str, Any] = {
 }
 
 
-class Contender:
-    """Its processes, which stand still but for their turn: what the machine does meanwhile meets all alike."""
-
-    def __init__(self, name: str, shape: str, data: Path, folder: Path) -> None:
-        cores = len(os.sched_getaffinity(0))
-        size = cores if name == "torchrec_n" else 1
-        self.name, self.times = name, folder / name
-        environment = dict(os.environ)
-        if name == "ceiling":
-            environment = {**TUNING, **environment}
-        if not name.startswith("ours"):
-            with socket.socket() as listener:
-                listener.bind(("127.0.0.1", 0))
-                port = listener.getsockname()[1]
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-            environment |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": str(cores // size)}
-        self.log = (folder / f"{name}.txt").open("wb")
-        command = [sys.executable, __file__, "--only", name, "--shape", shape, "--data", str(data)]
-        self.processes = [
-            subprocess.Popen(
-                [*command, "--times", str(self.times) if rank == 0 else os.devnull],
-                env=environment if name.startswith("ours") else {**environment, "RANK": str(rank)},
-                stdout=self.log,
-                stderr=self.log,
-            )
-            for rank in range(size)
-        ]
-
-    def ended(self) -> list[float]:
-        """When each step so far did."""
-        if not self.name.startswith("ours"):
-            whole = self.times.read_bytes() if self.times.is_file() else b""
-            return [value for (value,) in struct.iter_unpack("d", whole[: len(whole) // 8 * 8])]
-        metrics = self.times / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
-        return [json.loads(line)["time"] for line in lines if line.endswith("\n")]
-
-    def wait(self) -> None:
-        """For the first steps."""
-        while len(self.ended()) < 5:
-            if any(process.poll() is not None for process in self.processes):
-                sys.exit(f"{self.name} failed:\n{Path(self.log.name).read_text()[-3000:]}")
-            time.sleep(0.2)
-
-    def turn(self, seconds: float) -> float:
-        """Steps per second. The step that the last turn cut in two is left out."""
-        self.signal(signal.SIGCONT)
-        started = time.time()
-        time.sleep(seconds)
-        self.signal(signal.SIGSTOP)
-        ended = [at for at in self.ended() if at >= started]
-        return (len(ended) - 1) / (ended[-1] - ended[0])
-
-    def peak_mb(self) -> float:
-        statuses = [Path(f"/proc/{pid}/status").read_text() for pid in self._pids()]
-        return sum(int(text.split("VmHWM:")[1].split()[0]) for text in statuses) / 1024
-
-    def signal(self, number: int) -> None:
-        for pid in self._pids():
-            os.kill(pid, number)
-
-    def _pids(self) -> list[int]:
-        """Ours starts workers."""
-        pids = [process.pid for process in self.processes if process.poll() is None]
-        for pid in pids:
-            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return pids
+def start(name: str, shape: str, data: Path, folder: Path) -> Contender:
+    cores = len(os.sched_getaffinity(0))
+    size = cores if name == "torchrec_n" else 1
+    times, environment = folder / name, dict(os.environ)
+    if name == "ceiling":
+        environment = {**TUNING, **environment}
+    command = [sys.executable, __file__, "--only", name, "--shape", shape, "--data", str(data), "--times"]
+    log = folder / f"{name}.txt"
+    if name.startswith("ours"):
+        batch = SHAPES[shape].batch
+        return Contender(
+            name,
+            [[*command, str(times)]],
+            [environment],
+            log,
+            lambda: [Step(at, batch, 0) for at in our_step_times(times)],
+        )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": str(cores // size)}
+    return Contender(
+        name,
+        [[*command, str(times) if rank == 0 else os.devnull] for rank in range(size)],
+        [{**environment, "RANK": str(rank)} for rank in range(size)],
+        log,
+        lambda: noted_steps(times),
+    )
 
 
 def growth(folder: Path) -> dict[str, Any]:
@@ -355,31 +314,14 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape = SHAPES[options.shape]
     data = folder / "rows"
     write_rows(data, 400_000, 200_000)
-    contenders: list[Contender] = []
-    rates: dict[str, list[float]] = {}
-    try:
-        for name in options.contenders.split(","):
-            contenders.append(Contender(name, options.shape, data, folder))
-            contenders[-1].wait()
-            contenders[-1].signal(signal.SIGSTOP)
-            rates[name] = []
-        for number in range(options.rounds):
-            for contender in contenders:
-                rates[contender.name].append(contender.turn(options.seconds) * shape.batch)
-            print(f"round {number + 1:2} ", *(f"{name} {found[-1]:,.0f}" for name, found in rates.items()), flush=True)
-        memory = {f"{contender.name}_peak_mb": round(contender.peak_mb()) for contender in contenders}
-    finally:
-        for contender in contenders:
-            contender.signal(signal.SIGKILL)
+    contenders = (start(name, options.shape, data, folder) for name in options.contenders.split(","))
+    found, memory = run_all(contenders, options.rounds, options.seconds)
+    rates = {name: [rate.samples for rate in turns] for name, turns in found.items()}
     line: dict[str, Any] = {"benchmark": "train_ctr", "shape": options.shape, "batch": shape.batch}
-    line |= {name: round(statistics.median(found)) for name, found in rates.items()}
-
-    def times(other: str) -> float:
-        """Of neighbours in time, because the machine changes."""
-        return round(statistics.median(a / b for a, b in zip(rates["ours"], rates[other], strict=True)), 3)
-
-    line |= {f"ours_times_{name}": times(name) for name in rates if "ours" in rates and name != "ours"}
-    return line | memory
+    line |= {name: round(statistics.median(turns)) for name, turns in rates.items()}
+    others = [name for name in rates if "ours" in rates and name != "ours"]
+    line |= {f"ours_times_{name}": median_ratio(rates["ours"], rates[name]) for name in others}
+    return line | {f"{name}_peak_mb": mb for name, mb in memory.items()}
 
 
 def main() -> None:

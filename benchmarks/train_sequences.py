@@ -1,0 +1,296 @@
+"""Sequences and real items (no padding) per second of training BERT4Rec or SASRec on MovieLens 1M, on CPU, equal sizes.
+
+ours               `recmill train` with the shipped config
+torchrec_style     BERT4Rec as TorchRec's example has it: eager, padded to max_length, logits of the whole catalogue at
+                   every place, dense Adam; written for this benchmark
+rectools           RecTools' model.fit, its defaults but for the sizes
+replay             RePlay's model under Lightning's trainer, its defaults but for the sizes
+replay_restricted  the same with RePlay's other loss for BERT4Rec, which makes logits of the asked places only
+ceiling            the matrix multiplications of our step alone: of the real items, at their lengths, of batches of our
+                   loader, with the allocator settings that ours has
+
+All get the same windows of histories. RecTools and RePlay run in environments of their own (.venv-rectools,
+.venv-replay), made when first asked for. All are started, then stand still (SIGSTOP) but for their turns of some
+seconds; rates are medians over rounds, ratios medians of those of neighbouring turns. Ratios are of real items: our
+batches are of similar lengths, so sequences per second change from turn to turn.
+
+`--random` instead trains ours on the random set of TorchRec's example (3,000 users, 500,000 items, 8 million
+interactions, max_length 16, dim 128, batch 8 per process), with tables cut over processes (dmp) and with every table on
+every process (ddp), in 1 and 2 processes.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sequence_peers import Setting, Windows
+from turns import Contender, Notes, Step, median_ratio, noted_steps, our_step_times, run_all
+
+from recmill import prepare
+from recmill.config import load_config
+from recmill.errors import UserError
+from recmill.launch.local import TUNING
+from recmill.schema import HistoriesDescription, open_dataset
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ENVIRONMENTS = {"rectools": "rectools", "replay": "replay", "replay_restricted": "replay"}  # requirements/NAME.txt
+CONTENDERS = {
+    "bert4rec": ["ours", "torchrec_style", "rectools", "replay", "replay_restricted", "ceiling"],
+    "sasrec": ["ours", "rectools", "replay", "ceiling"],
+}
+FOREVER = ["train.num_epochs=1000000", "eval.every_steps=1000000000", "checkpoint.every_steps=1000000000"]
+FOREVER += ["train.log_every_steps=1", 'train.device="cpu"']
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    lengths: np.ndarray  # real items by row
+    asked: int  # places
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Our run: the shipped config of a model, with what the options change."""
+
+    model: str
+    data: Path
+    max_length: int
+    batch: int
+
+    @property
+    def file(self) -> Path:
+        return REPOSITORY / "configs" / "ml_1m" / f"{self.model}.toml"
+
+    @property
+    def overrides(self) -> list[str]:
+        own = [f'data.path="{self.data}"', f"model.max_length={self.max_length}"]
+        return [*own, f"train.global_batch_size={self.batch}", *FOREVER]
+
+    @cached_property
+    def config(self) -> Any:
+        return load_config(self.file, self.overrides)
+
+    @property
+    def setting(self) -> Setting:
+        model = self.config.model
+        mask = model.mask_prob if self.model == "bert4rec" else 0.0
+        return Setting(
+            self.model, self.max_length, self.batch, model.embedding_dim, model.num_layers, model.num_heads, mask
+        )
+
+    def windows(self) -> Windows:
+        """Cut as ours are: from a history's end backwards, without its last two items."""
+        dataset = open_dataset(self.data)
+        assert isinstance(dataset.about, HistoriesDescription)
+        items, offsets = np.asarray(dataset.array("items.npy")), np.asarray(dataset.array("offsets.npy"))
+        answer = int(self.model == "sasrec")  # beside what the model sees
+        parts = []
+        for begin, end in zip(offsets[:-1].tolist(), (offsets[1:] - 2).tolist(), strict=True):
+            stops = range(end, begin + answer, -(self.config.model.window_stride or self.max_length))
+            for stop in stops:
+                start = max(begin, stop - self.max_length - answer)
+                parts.append(items[start:stop].astype(np.int64))
+                if start == begin:
+                    break
+        ends = np.cumsum([0] + [len(part) for part in parts])
+        return Windows(self.setting, dataset.about.num_items, np.concatenate(parts), ends)
+
+    def batches(self) -> Iterator[BatchShape]:
+        """Of step 1, 2, ... of the run."""
+        from recmill.commands.assemble import build_source, open_matching_dataset
+
+        source = build_source(self.config, open_matching_dataset(self.config), rank=0, size=1)
+        for epoch in count():
+            for batch in source.train_batches(epoch, 0):
+                yield BatchShape((batch.tokens_BT != 0).sum(1).numpy(), len(batch.queries_M))
+
+
+def ceiling(ours: Ours, notes: Notes) -> None:
+    """Each product with both of its gradients. Of causal attention half, which is all that it needs."""
+    import torch
+
+    setting, windows = ours.setting, ours.windows()
+    shapes = [shape for shape, _ in zip(ours.batches(), range(len(windows) // setting.batch), strict=False)]
+    most_items = max(int(shape.lengths.sum()) for shape in shapes)
+    most_asked = max(shape.asked for shape in shapes)
+    dim, head_dim = setting.dim, setting.dim // setting.heads
+    sizes = [(dim, 3 * dim), (dim, dim), (dim, 4 * dim), (4 * dim, dim)]
+
+    def layer(rows: int, i: int, o: int) -> tuple[Any, Any, Any]:
+        return torch.randn(rows, i), torch.randn(o, i), torch.randn(rows, o)
+
+    layers = [layer(most_items, i, o) for i, o in sizes] * setting.layers
+    head = layer(most_asked, dim, windows.num_items)
+    heads_per_row = setting.heads / (2 if setting.model == "sasrec" else 1)
+    pieces = max(1, setting.batch * setting.heads)
+    values = torch.randn(pieces * setting.max_length * head_dim)
+    squares = torch.randn(pieces * setting.max_length**2)
+
+    def three_products(rows: int, x: Any, weight: Any, grad: Any) -> None:
+        torch.mm(x[:rows], weight.t())
+        torch.mm(grad[:rows].t(), x[:rows])
+        torch.mm(grad[:rows], weight)
+
+    def attention(lengths: np.ndarray) -> None:
+        for length, rows in zip(*np.unique(lengths, return_counts=True), strict=True):
+            many, length = max(1, round(rows * heads_per_row)), int(length)
+            x = values[: many * length * head_dim].view(many, length, head_dim)
+            square = squares[: many * length**2].view(many, length, length)
+            torch.bmm(x, x.transpose(1, 2))  # scores
+            torch.bmm(square, x)  # their mix of values
+            torch.bmm(x, x.transpose(1, 2))  # by scores
+            torch.bmm(square.transpose(1, 2), x)  # by values
+            torch.bmm(square, x)  # by queries
+            torch.bmm(square.transpose(1, 2), x)  # by keys
+
+    while True:
+        for shape in shapes:
+            items = int(shape.lengths.sum())
+            for parts in layers:
+                three_products(items, *parts)
+            for _ in range(setting.layers):
+                attention(shape.lengths)
+            three_products(shape.asked, *head)
+            notes.step(len(shape.lengths), items)
+
+
+def environment_of(name: str) -> Path:
+    """The python of a peer's own environment, which is made or brought up to date."""
+    requirements = REPOSITORY / "requirements" / f"{name}.txt"
+    directory = REPOSITORY / f".venv-{name}"
+    python, done = directory / "bin" / "python", directory / "installed.txt"
+    if not done.is_file() or done.read_text() != requirements.read_text():
+        print(f"installing {requirements.relative_to(REPOSITORY)} into {directory.name}", flush=True)
+        for command in (
+            [sys.executable, "-m", "venv", str(directory)],
+            [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)],
+        ):
+            if subprocess.run(command).returncode:
+                sys.exit(f"{name} could not be installed: see above. Leave it out by --contenders.")
+        done.write_text(requirements.read_text())
+    return python
+
+
+def recmill_train(config: Path, run: Path, overrides: list[str], procs: int = 1) -> list[str]:
+    command = [sys.executable, "-m", "recmill", "train", str(config), "--run", str(run), "--procs", str(procs)]
+    return [*command, *(word for override in overrides for word in ("--set", override))]
+
+
+def start(name: str, ours: Ours, folder: Path) -> Contender:
+    noted = folder / name
+    cores = str(len(os.sched_getaffinity(0)))
+    environment = {"OMP_NUM_THREADS": cores, **os.environ}
+    steps: Callable[[], list[Step]] = partial(noted_steps, noted)
+    if name == "ours":
+        command, environment = recmill_train(ours.file, noted, ours.overrides), dict(os.environ)
+        batches, known = ours.batches(), list[BatchShape]()
+
+        def our_steps() -> list[Step]:
+            times = our_step_times(noted)
+            known.extend(next(batches) for _ in range(len(times) - len(known)))
+            return [
+                Step(at, len(shape.lengths), int(shape.lengths.sum())) for at, shape in zip(times, known, strict=True)
+            ]
+
+        steps = our_steps
+    elif name == "ceiling":
+        command = [sys.executable, __file__, "--only-ceiling", str(noted), "--data", str(ours.data)]
+        command += ["--model", ours.model, "--max-length", str(ours.max_length), "--batch", str(ours.batch)]
+        environment = {**TUNING, **environment}
+    else:
+        python = environment_of(ENVIRONMENTS[name]) if name in ENVIRONMENTS else sys.executable
+        command = [str(python), str(REPOSITORY / "benchmarks" / "sequence_peers.py"), name, str(folder), str(noted)]
+    return Contender(name, [command], [environment], folder / f"{name}.txt", steps)
+
+
+def compare(options: argparse.Namespace, ours: Ours, folder: Path) -> dict[str, Any]:
+    windows = ours.windows()
+    windows.save(folder)
+    print(f"{len(windows):,} windows of {len(windows.items) / len(windows):.1f} items, {ours.setting}", flush=True)
+    names = options.contenders.split(",") if options.contenders else CONTENDERS[ours.model]
+    rates, memory = run_all((start(name, ours, folder) for name in names), options.rounds, options.seconds)
+    line: dict[str, Any] = {"benchmark": "train_sequences", "model": ours.model, "max_length": ours.max_length}
+    line["batch"] = ours.batch
+    line |= {name: round(statistics.median(rate.samples for rate in found), 1) for name, found in rates.items()}
+    items = {name: [rate.items for rate in found] for name, found in rates.items()}
+    line |= {f"{name}_items": round(statistics.median(found)) for name, found in items.items()}
+    if "ours" in items:
+        others = [name for name in items if name != "ours"]
+        line |= {f"ours_times_{name}": median_ratio(items["ours"], items[name]) for name in others}
+    return line | {f"{name}_peak_mb": mb for name, mb in memory.items()}
+
+
+def random_set(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """TorchRec's table, with our processes in the place of GPUs. Both ways have the same optimizers."""
+    data = folder / "random"
+    prepare("random-histories", data, random_user_count=3000, random_item_count=500_000, random_size=8_000_000)
+    sizes = ["model.max_length=16", "model.embedding_dim=128", 'model.head="linear"', "model.mask_prob=0.2"]
+    # A fused Adam for cut tables exists on GPUs only.
+    optim = ['optim.tables.name="rowwise_adagrad"', "optim.tables.lr=0.001"]
+    common = [f'data.path="{data}"', *sizes, *optim, "model.mask_last_only=0.0", 'eval.protocols=["full"]', *FOREVER]
+    ways = {"ddp": ['sharding.mode="ddp"'], "dmp": ['sharding.mode="auto"', f'sharding.default="{options.sharding}"']}
+    config = REPOSITORY / "configs" / "ml_1m" / "bert4rec.toml"
+
+    def begin(way: str, procs: int) -> Contender:
+        run, batch = folder / f"{way}_{procs}", 8 * procs
+        command = recmill_train(config, run, [*common, *ways[way], f"train.global_batch_size={batch}"], procs)
+
+        def steps() -> list[Step]:
+            return [Step(at, batch, 16 * batch) for at in our_step_times(run)]  # histories are far longer than 16
+
+        return Contender(run.name, [command], [dict(os.environ)], folder / f"{run.name}.txt", steps)
+
+    line: dict[str, Any] = {"benchmark": "train_sequences_random", "sharding": options.sharding}
+    for procs in (1, 2):
+        rates, memory = run_all((begin(way, procs) for way in ways), options.rounds, options.seconds)
+        found = {name: [rate.samples for rate in of] for name, of in rates.items()}
+        line |= {name: round(statistics.median(of), 2) for name, of in found.items()}
+        line[f"dmp_times_ddp_{procs}"] = median_ratio(found[f"dmp_{procs}"], found[f"ddp_{procs}"])
+        line |= {f"{name}_peak_mb": mb for name, mb in memory.items()}
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("data/ml-1m"), help="prepared MovieLens 1M (data/ml-1m)")
+    parser.add_argument("--input", type=Path, help="folder of MovieLens 1M's raw files, to be prepared into --data")
+    parser.add_argument("--model", choices=CONTENDERS, default="bert4rec")
+    parser.add_argument("--max-length", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each turn, or longer until three steps ended")
+    parser.add_argument("--contenders", help="some of them, separated by commas")
+    parser.add_argument("--random", action="store_true", help="the random set of TorchRec's example: dmp against ddp")
+    parser.add_argument("--sharding", default="auto", help="with --random: how dmp cuts the table (auto)")
+    parser.add_argument("--only-ceiling", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = set((options.contenders or "ours").split(",")) - set(CONTENDERS[options.model])
+    if unknown:
+        known = ", ".join(CONTENDERS[options.model])
+        sys.exit(f"--contenders: {min(unknown)!r} is none for --model {options.model}. There are {known}.")
+    try:
+        if options.input:
+            prepare("movielens", options.data, input=options.input)
+        ours = Ours(options.model, options.data.absolute(), options.max_length, options.batch)
+        if options.only_ceiling:
+            ceiling(ours, Notes(options.only_ceiling))
+        with tempfile.TemporaryDirectory() as folder:
+            found = random_set(options, Path(folder)) if options.random else compare(options, ours, Path(folder))
+        print(json.dumps(found))
+    except UserError as error:
+        sys.exit(f"{error}\n(--input: MovieLens 1M's raw files; --data: where they are, or were, prepared)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Contenders that are all started, then stand still (SIGSTOP) but for turns: what the machine does meets all alike.
+
+Each notes when its steps ended: ours in metrics.jsonl, the others by `Notes`.
+"""
+
+import json
+import os
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_FIRST_STEPS = 5  # before the first turn
+_RECORD = struct.Struct("ddd")
+
+
+class Notes:
+    """What a contender writes: when a step ended, of how many samples and, where that differs, items."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # a number, so that it can be copied
+
+    def step(self, samples: int, items: int = 0) -> None:
+        os.write(self._file, _RECORD.pack(time.time(), samples, items))
+
+
+@dataclass(frozen=True)
+class Step:
+    at: float  # when it ended
+    samples: int
+    items: int
+
+
+def noted_steps(path: Path) -> list[Step]:
+    whole = path.read_bytes() if path.is_file() else b""
+    records = _RECORD.iter_unpack(whole[: len(whole) // _RECORD.size * _RECORD.size])
+    return [Step(at, int(samples), int(items)) for at, samples, items in records]
+
+
+def our_step_times(run: Path) -> list[float]:
+    """From metrics.jsonl, with `train.log_every_steps = 1`."""
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+    return [json.loads(line)["time"] for line in lines if line.endswith("\n")]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Per second."""
+
+    samples: float
+    items: float
+
+
+class Contender:
+    """Its processes, from the start to `signal(SIGKILL)`. `steps`: reads all that ended so far."""
+
+    def __init__(
+        self,
+        name: str,
+        commands: list[list[str]],
+        environments: list[dict[str, str]],
+        log: Path,
+        steps: Callable[[], list[Step]],
+    ) -> None:
+        self.name, self._log, self._steps = name, log, steps
+        with log.open("wb") as output:
+            self._processes = [
+                subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+                for command, environment in zip(commands, environments, strict=True)
+            ]
+
+    def start(self) -> None:
+        """Its first steps; then it stands still."""
+        while len(self._steps()) < _FIRST_STEPS:
+            self._check()
+            time.sleep(0.2)
+        self.signal(signal.SIGSTOP)
+
+    def turn(self, seconds: float) -> Rate:
+        """Of whole steps, at least two; the one that the last turn cut in two is left out."""
+        self.signal(signal.SIGCONT)
+        started = time.time()
+        time.sleep(seconds)
+        while len(self._since(started)) < 3:
+            self._check()
+            time.sleep(0.1)
+        self.signal(signal.SIGSTOP)
+        first, *whole = self._since(started)
+        took = whole[-1].at - first.at
+        return Rate(sum(step.samples for step in whole) / took, sum(step.items for step in whole) / took)
+
+    def peak_mb(self) -> int:
+        statuses = [Path(f"/proc/{pid}/status").read_text() for pid in self._pids()]
+        return round(sum(int(text.split("VmHWM:")[1].split()[0]) for text in statuses) / 1024)
+
+    def signal(self, number: int) -> None:
+        for pid in self._pids():
+            os.kill(pid, number)
+
+    def _since(self, started: float) -> list[Step]:
+        return [step for step in self._steps() if step.at >= started]
+
+    def _check(self) -> None:
+        if any(process.poll() is not None for process in self._processes):
+            sys.exit(f"{self.name} failed:\n{self._log.read_text(errors='replace')[-3000:]}")
+
+    def _pids(self) -> list[int]:
+        """Ours starts workers, and loaders may."""
+        pids = [process.pid for process in self._processes if process.poll() is None]
+        for pid in pids:
+            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return pids
+
+
+Rates = dict[str, list[Rate]]  # by contender and round
+
+
+def run_all(contenders: Iterable[Contender], rounds: int, seconds: float) -> tuple[Rates, dict[str, int]]:
+    """Rates, and each one's peak memory in MB. Whatever happens, none is left running."""
+    started: list[Contender] = []
+    try:
+        for contender in contenders:
+            started.append(contender)
+            contender.start()
+            print(f"{contender.name} is ready", flush=True)
+        rates: Rates = {contender.name: [] for contender in started}
+        for number in range(rounds):
+            for contender in started:
+                rates[contender.name].append(contender.turn(seconds))
+            print(
+                f"round {number + 1:2} ", *(f"{name} {of[-1].samples:,.0f}" for name, of in rates.items()), flush=True
+            )
+        return rates, {contender.name: contender.peak_mb() for contender in started}
+    finally:
+        for contender in started:
+            contender.signal(signal.SIGKILL)
+
+
+def median_ratio(ours: list[float], others: list[float]) -> float:
+    """Of neighbours in time, because the machine changes."""
+    return round(statistics.median(a / b for a, b in zip(ours, others, strict=True)), 3)
