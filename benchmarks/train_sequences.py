@@ -187,7 +187,7 @@ def recmill_train(config: Path, run: Path, overrides: list[str], procs: int = 1)
     return [*command, *(word for override in overrides for word in ("--set", override))]
 
 
-def start(name: str, ours: Ours, folder: Path) -> Contender:
+def start(name: str, python: Path, ours: Ours, folder: Path) -> Contender:
     noted = folder / name
     cores = str(len(os.sched_getaffinity(0)))
     environment = {"OMP_NUM_THREADS": cores, **os.environ}
@@ -209,7 +209,6 @@ def start(name: str, ours: Ours, folder: Path) -> Contender:
         command += ["--model", ours.model, "--max-length", str(ours.max_length), "--batch", str(ours.batch)]
         environment = {**TUNING, **environment}
     else:
-        python = environment_of(ENVIRONMENTS[name]) if name in ENVIRONMENTS else sys.executable
         command = [str(python), str(REPOSITORY / "benchmarks" / "sequence_peers.py"), name, str(folder), str(noted)]
     return Contender(name, [command], [environment], folder / f"{name}.txt", steps)
 
@@ -219,7 +218,11 @@ def compare(options: argparse.Namespace, ours: Ours, folder: Path) -> dict[str, 
     windows.save(folder)
     print(f"{len(windows):,} windows of {len(windows.items) / len(windows):.1f} items, {ours.setting}", flush=True)
     names = options.contenders.split(",") if options.contenders else CONTENDERS[ours.model]
-    rates, memory = run_all((start(name, ours, folder) for name in names), options.rounds, options.seconds)
+    pythons = {
+        name: environment_of(ENVIRONMENTS[name]) if name in ENVIRONMENTS else Path(sys.executable) for name in names
+    }
+    contenders = (start(name, python, ours, folder) for name, python in pythons.items())
+    rates, memory = run_all(contenders, options.rounds, options.seconds)
     line: dict[str, Any] = {"benchmark": "train_sequences", "model": ours.model, "max_length": ours.max_length}
     line["batch"] = ours.batch
     line |= {name: round(statistics.median(rate.samples for rate in found), 1) for name, found in rates.items()}

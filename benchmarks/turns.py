@@ -124,6 +124,7 @@ Rates = dict[str, list[Rate]]  # by contender and round
 def run_all(contenders: Iterable[Contender], rounds: int, seconds: float) -> tuple[Rates, dict[str, int]]:
     """Rates, and each one's peak memory in MB. Whatever happens, none is left running."""
     started: list[Contender] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("terminated"))
     try:
         for contender in contenders:
             started.append(contender)
@@ -134,7 +135,7 @@ def run_all(contenders: Iterable[Contender], rounds: int, seconds: float) -> tup
             for contender in started:
                 rates[contender.name].append(contender.turn(seconds))
             print(
-                f"round {number + 1:2} ", *(f"{name} {of[-1].samples:,.0f}" for name, of in rates.items()), flush=True
+                f"round {number + 1:2} ", *(f"{name} {of[-1].samples:,.1f}" for name, of in rates.items()), flush=True
             )
         return rates, {contender.name: contender.peak_mb() for contender in started}
     finally:
