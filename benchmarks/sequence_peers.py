@@ -249,7 +249,7 @@ def _replay_sasrec(windows: Windows, loss: str) -> tuple[Any, Any]:
     from replay.nn.transform.template import make_default_sasrec_transforms
 
     setting, schema = windows.setting, _replay_schema(windows, padding=windows.num_items)
-    file = Path(tempfile.mkdtemp(dir=Path.cwd())) / "windows.parquet"
+    file = Path(tempfile.mkdtemp()) / "windows.parquet"
     pq.write_table(pa.table({"item_id": pa.array([items - 1 for items in windows])}), file)
     model = SasRec.from_params(
         schema,

@@ -21,12 +21,13 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from turns import Contender, Notes, Step, median_ratio, noted_steps, our_step_times, run_all
+from turns import Contender, Notes, Work, median_ratio, noted_times, noted_work, our_times, run_all
 
 from recmill.launch.local import TUNING
 
@@ -266,7 +267,8 @@ def start(name: str, shape: str, data: Path, folder: Path) -> Contender:
             [[*command, str(times)]],
             [environment],
             log,
-            lambda: [Step(at, batch, 0) for at in our_step_times(times)],
+            partial(our_times, times),
+            lambda steps: Work(batch * (steps.stop - steps.start)),
         )
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -278,7 +280,8 @@ def start(name: str, shape: str, data: Path, folder: Path) -> Contender:
         [[*command, str(times) if rank == 0 else os.devnull] for rank in range(size)],
         [{**environment, "RANK": str(rank)} for rank in range(size)],
         log,
-        lambda: noted_steps(times),
+        partial(noted_times, times),
+        partial(noted_work, times),
     )
 
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 from sequence_peers import Setting, Windows
-from turns import Contender, Notes, Step, median_ratio, noted_steps, our_step_times, run_all
+from turns import Contender, Notes, Work, median_ratio, noted_times, noted_work, our_times, run_all
 
 from recmill import prepare
 from recmill.config import load_config
@@ -90,19 +90,16 @@ class Ours:
         )
 
     def windows(self) -> Windows:
-        """Cut as ours are: from a history's end backwards, without its last two items."""
+        """Cut as ours are: from a history's end backwards without overlap, its last two items left out."""
         dataset = open_dataset(self.data)
         assert isinstance(dataset.about, HistoriesDescription)
         items, offsets = np.asarray(dataset.array("items.npy")), np.asarray(dataset.array("offsets.npy"))
-        answer = int(self.model == "sasrec")  # beside what the model sees
-        parts = []
-        for begin, end in zip(offsets[:-1].tolist(), (offsets[1:] - 2).tolist(), strict=True):
-            stops = range(end, begin + answer, -(self.config.model.window_stride or self.max_length))
-            for stop in stops:
-                start = max(begin, stop - self.max_length - answer)
-                parts.append(items[start:stop].astype(np.int64))
-                if start == begin:
-                    break
+        answer = int(self.model == "sasrec")  # one more item than the model sees
+        parts = [
+            items[max(begin, stop - self.max_length - answer) : stop].astype(np.int64)
+            for begin, end in zip(offsets[:-1].tolist(), (offsets[1:] - 2).tolist(), strict=True)
+            for stop in range(end, begin + answer, -self.max_length)
+        ]
         ends = np.cumsum([0] + [len(part) for part in parts])
         return Windows(self.setting, dataset.about.num_items, np.concatenate(parts), ends)
 
@@ -113,7 +110,7 @@ class Ours:
         source = build_source(self.config, open_matching_dataset(self.config), rank=0, size=1)
         for epoch in count():
             for batch in source.train_batches(epoch, 0):
-                yield BatchShape((batch.tokens_BT != 0).sum(1).numpy(), len(batch.queries_M))
+                yield BatchShape(batch.lengths_B.numpy(), len(batch.queries_M))
 
 
 def ceiling(ours: Ours, notes: Notes) -> None:
@@ -191,26 +188,25 @@ def start(name: str, python: Path, ours: Ours, folder: Path) -> Contender:
     noted = folder / name
     cores = str(len(os.sched_getaffinity(0)))
     environment = {"OMP_NUM_THREADS": cores, **os.environ}
-    steps: Callable[[], list[Step]] = partial(noted_steps, noted)
+    times: Callable[[], list[float]] = partial(noted_times, noted)
+    work: Callable[[slice], Work] = partial(noted_work, noted)
     if name == "ours":
         command, environment = recmill_train(ours.file, noted, ours.overrides), dict(os.environ)
         batches, known = ours.batches(), list[BatchShape]()
 
-        def our_steps() -> list[Step]:
-            times = our_step_times(noted)
-            known.extend(next(batches) for _ in range(len(times) - len(known)))
-            return [
-                Step(at, len(shape.lengths), int(shape.lengths.sum())) for at, shape in zip(times, known, strict=True)
-            ]
+        def our_work(steps: slice) -> Work:
+            known.extend(next(batches) for _ in range(steps.stop - len(known)))
+            done = known[steps]
+            return Work(sum(len(batch.lengths) for batch in done), sum(int(batch.lengths.sum()) for batch in done))
 
-        steps = our_steps
+        times, work = partial(our_times, noted), our_work
     elif name == "ceiling":
         command = [sys.executable, __file__, "--only-ceiling", str(noted), "--data", str(ours.data)]
         command += ["--model", ours.model, "--max-length", str(ours.max_length), "--batch", str(ours.batch)]
         environment = {**TUNING, **environment}
     else:
         command = [str(python), str(REPOSITORY / "benchmarks" / "sequence_peers.py"), name, str(folder), str(noted)]
-    return Contender(name, [command], [environment], folder / f"{name}.txt", steps)
+    return Contender(name, [command], [environment], folder / f"{name}.txt", times, work)
 
 
 def compare(options: argparse.Namespace, ours: Ours, folder: Path) -> dict[str, Any]:
@@ -238,21 +234,25 @@ def random_set(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """TorchRec's table, with our processes in the place of GPUs. Both ways have the same optimizers."""
     data = folder / "random"
     prepare("random-histories", data, random_user_count=3000, random_item_count=500_000, random_size=8_000_000)
-    sizes = ["model.max_length=16", "model.embedding_dim=128", 'model.head="linear"', "model.mask_prob=0.2"]
+    sizes = ["model.max_length=16", "model.embedding_dim=128", "model.mask_prob=0.2"]
+    # Overlapping windows and copies change no step, only how long 24 million windows take to be put in order.
+    sizes += ["model.sliding_step=0", "model.dupe_factor=1"]
     # A fused Adam for cut tables exists on GPUs only.
     optim = ['optim.tables.name="rowwise_adagrad"', "optim.tables.lr=0.001"]
-    common = [f'data.path="{data}"', *sizes, *optim, "model.mask_last_only=0.0", 'eval.protocols=["full"]', *FOREVER]
+    no_evaluation = ["eval.before_training=false", 'eval.protocols=["full"]']
+    common = [f'data.path="{data}"', *sizes, *optim, *no_evaluation, *FOREVER]
     ways = {"ddp": ['sharding.mode="ddp"'], "dmp": ['sharding.mode="auto"', f'sharding.default="{options.sharding}"']}
-    config = REPOSITORY / "configs" / "ml_1m" / "bert4rec.toml"
+    config = REPOSITORY / "configs" / "ml_1m" / "bert4rec_torchrec.toml"
 
     def begin(way: str, procs: int) -> Contender:
         run, batch = folder / f"{way}_{procs}", 8 * procs
         command = recmill_train(config, run, [*common, *ways[way], f"train.global_batch_size={batch}"], procs)
 
-        def steps() -> list[Step]:
-            return [Step(at, batch, 16 * batch) for at in our_step_times(run)]  # histories are far longer than 16
+        def work(steps: slice) -> Work:
+            return Work(batch * (steps.stop - steps.start))
 
-        return Contender(run.name, [command], [dict(os.environ)], folder / f"{run.name}.txt", steps)
+        log = folder / f"{run.name}.txt"
+        return Contender(run.name, [command], [dict(os.environ)], log, partial(our_times, run), work)
 
     line: dict[str, Any] = {"benchmark": "train_sequences_random", "sharding": options.sharding}
     for procs in (1, 2):

@@ -30,35 +30,40 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Step:
-    at: float  # when it ended
-    samples: int
-    items: int
+class Work:
+    """Of some steps; or per second."""
+
+    samples: float
+    items: float = 0.0
 
 
-def noted_steps(path: Path) -> list[Step]:
+def noted_times(path: Path) -> list[float]:
+    """When each step so far ended."""
+    return [at for at, _, _ in _records(path)]
+
+
+def noted_work(path: Path, steps: slice) -> Work:
+    records = _records(path)[steps]
+    return Work(sum(samples for _, samples, _ in records), sum(items for _, _, items in records))
+
+
+def _records(path: Path) -> list[tuple[float, ...]]:
     whole = path.read_bytes() if path.is_file() else b""
-    records = _RECORD.iter_unpack(whole[: len(whole) // _RECORD.size * _RECORD.size])
-    return [Step(at, int(samples), int(items)) for at, samples, items in records]
+    return list(_RECORD.iter_unpack(whole[: len(whole) // _RECORD.size * _RECORD.size]))
 
 
-def our_step_times(run: Path) -> list[float]:
+def our_times(run: Path) -> list[float]:
     """From metrics.jsonl, with `train.log_every_steps = 1`."""
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
     return [json.loads(line)["time"] for line in lines if line.endswith("\n")]
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Per second."""
-
-    samples: float
-    items: float
-
-
 class Contender:
-    """Its processes, from the start to `signal(SIGKILL)`. `steps`: reads all that ended so far."""
+    """Its processes, from the start to `end()`; what they leave in temporary directories stays beside `log`.
+
+    `times`: when each step so far ended. `work`: what some of them did; asked only while it stands still.
+    """
 
     def __init__(
         self,
@@ -66,45 +71,48 @@ class Contender:
         commands: list[list[str]],
         environments: list[dict[str, str]],
         log: Path,
-        steps: Callable[[], list[Step]],
+        times: Callable[[], list[float]],
+        work: Callable[[slice], Work],
     ) -> None:
-        self.name, self._log, self._steps = name, log, steps
+        self.name, self._log, self._times, self._work = name, log, times, work
         with log.open("wb") as output:
             self._processes = [
-                subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+                subprocess.Popen(command, env={**environment, "TMPDIR": str(log.parent)}, stdout=output, stderr=output)
                 for command, environment in zip(commands, environments, strict=True)
             ]
 
     def start(self) -> None:
         """Its first steps; then it stands still."""
-        while len(self._steps()) < _FIRST_STEPS:
+        while len(self._times()) < _FIRST_STEPS:
             self._check()
             time.sleep(0.2)
         self.signal(signal.SIGSTOP)
 
-    def turn(self, seconds: float) -> Rate:
-        """Of whole steps, at least two; the one that the last turn cut in two is left out."""
+    def turn(self, seconds: float) -> Work:
+        """Per second, of whole steps, at least two; the one that the last turn cut in two is left out."""
+        before = len(self._times())
         self.signal(signal.SIGCONT)
-        started = time.time()
         time.sleep(seconds)
-        while len(self._since(started)) < 3:
+        while len(self._times()) < before + 3:
             self._check()
             time.sleep(0.1)
         self.signal(signal.SIGSTOP)
-        first, *whole = self._since(started)
-        took = whole[-1].at - first.at
-        return Rate(sum(step.samples for step in whole) / took, sum(step.items for step in whole) / took)
+        times = self._times()
+        work, took = self._work(slice(before + 1, len(times))), times[-1] - times[before]
+        return Work(work.samples / took, work.items / took)
 
     def peak_mb(self) -> int:
         statuses = [Path(f"/proc/{pid}/status").read_text() for pid in self._pids()]
         return round(sum(int(text.split("VmHWM:")[1].split()[0]) for text in statuses) / 1024)
 
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
     def signal(self, number: int) -> None:
         for pid in self._pids():
             os.kill(pid, number)
-
-    def _since(self, started: float) -> list[Step]:
-        return [step for step in self._steps() if step.at >= started]
 
     def _check(self) -> None:
         if any(process.poll() is not None for process in self._processes):
@@ -118,7 +126,7 @@ class Contender:
         return pids
 
 
-Rates = dict[str, list[Rate]]  # by contender and round
+Rates = dict[str, list[Work]]  # by contender and round
 
 
 def run_all(contenders: Iterable[Contender], rounds: int, seconds: float) -> tuple[Rates, dict[str, int]]:
@@ -140,7 +148,7 @@ def run_all(contenders: Iterable[Contender], rounds: int, seconds: float) -> tup
         return rates, {contender.name: contender.peak_mb() for contender in started}
     finally:
         for contender in started:
-            contender.signal(signal.SIGKILL)
+            contender.end()
 
 
 def median_ratio(ours: list[float], others: list[float]) -> float:
