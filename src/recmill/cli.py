@@ -14,7 +14,7 @@ import click
 from recmill import __version__, registry
 from recmill.errors import as_user_error
 from recmill.launch.local import is_launched, leave, own_rank
-from recmill.observe.printed import print_audit, print_dataset, print_table, value_rows
+from recmill.observe.printed import print_audit, print_dataset, print_table, print_values, value_rows
 
 _DEBUG = "--debug"  # understood anywhere on the line
 _SEE_WHERE = f"\nRun again with {_DEBUG} to see where."
@@ -119,10 +119,24 @@ class _IntList(click.ParamType):
             self.fail(f"{value!r}: expected whole numbers with commas between them, like 10,1000,50000.", param, ctx)
 
 
+class _Names(click.ParamType):
+    name = "NAMES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        return [part.strip() for part in str(value).split(",")]
+
+
 _procs = click.option(
     "--procs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine."
 )
 _verify = click.option("--verify", is_flag=True, help="Check every byte of the dataset before starting.")
+_checkpoint = click.option(
+    "--checkpoint",
+    type=click.Choice(["newest", "best"]),
+    default="newest",
+    show_default=True,
+    help="best: in validation, where checkpoint.keep_best was set.",
+)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -238,28 +252,36 @@ def train_command(config: str, run: str, procs: int, overrides: tuple[str, ...],
 @click.option(
     "--split", type=click.Choice(["val", "test"]), default="test", show_default=True, help="What to evaluate on."
 )
+@_checkpoint
 @click.option(
-    "--checkpoint",
-    type=click.Choice(["newest", "best"]),
-    default="newest",
-    show_default=True,
-    help="best: in validation, where checkpoint.keep_best was set.",
+    "--protocol",
+    "protocols",
+    type=_Names(),
+    help="How sequence models rank targets: full, pop100, uni100, with commas between them.  [default: the run's]",
+)
+@click.option("--k", "ks", type=_IntList(), help="Cut-offs of ranking metrics, like 1,5,10.  [default: the run's]")
+@click.option(
+    "--bootstrap",
+    type=int,
+    default=0,
+    metavar="N",
+    help="95 % intervals of ranking metrics, by N resamples of the users.",
 )
 @_procs
 @_verify
 @_json
-def evaluate_command(run: str, split: Any, checkpoint: Any, procs: int, verify: bool, as_json: bool) -> None:
-    """Evaluate the newest or best checkpoint of RUN."""
+def evaluate_command(run: str, split: Any, as_json: bool, **options: Any) -> None:
+    """Evaluate the newest or best checkpoint of RUN; sequence models beside ranking by popularity."""
     from recmill.commands.evaluate import evaluate
     from recmill.commands.results import best_of_run
 
-    values = evaluate(run, split=split, procs=procs, verify=verify, checkpoint=checkpoint)
+    values = evaluate(run, split=split, **options)
     if own_rank() != 0:
         return
     if as_json:
         print(json.dumps(values))
     else:
-        print_table([split, "value", "best reachable"], value_rows(values, best_of_run(run, split)))
+        print_values(split, values, best_of_run(run, split))
 
 
 @commands.command("recommend")

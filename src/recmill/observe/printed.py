@@ -46,11 +46,29 @@ def print_audit(report: Any) -> None:
     print(f"audit: {report.num_failures or 'no'} failure{'' if report.num_failures == 1 else 's'}")
 
 
-def value_rows(values: dict[str, Any], best: dict[str, float]) -> list[list[str]]:
-    def shown(value: Any) -> str:
-        return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> None:
+    """Of one evaluation; columns that nothing is known for are left out."""
+    names = [name for name in values if name.split("/")[0] not in ("low", "high", "popularity")]
+    rows = value_rows({name: values[name] for name in names}, best)
+    columns = {
+        "model": [row[1] for row in rows],
+        "95 % interval": [
+            f"{values[f'low/{name}']:.4f} to {values[f'high/{name}']:.4f}" if f"low/{name}" in values else ""
+            for name in names
+        ],
+        "popularity": [_shown(values.get(f"popularity/{name}", "")) for name in names],
+        "best reachable": [row[2] for row in rows],
+    }
+    kept = {title: cells for title, cells in columns.items() if any(cells)}
+    print_table([split, *kept], [[name, *cells] for name, *cells in zip(names, *kept.values(), strict=True)])
 
-    return [[name, shown(value), shown(best[name]) if name in best else ""] for name, value in values.items()]
+
+def value_rows(values: dict[str, Any], best: dict[str, float]) -> list[list[str]]:
+    return [[name, _shown(value), _shown(best.get(name, ""))] for name, value in values.items()]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
