@@ -286,18 +286,41 @@ def evaluate_command(run: str, split: Any, as_json: bool, **options: Any) -> Non
 
 @commands.command("recommend")
 @click.argument("run", type=click.Path())
-@click.option("--history", required=True, help="Original item ids, oldest first, with commas between them.")
+@click.option("--history", help="Original ids or titles of items, oldest first, with commas between them.")
+@click.option("--users", help="Original ids of users of the dataset, with commas between them.")
+@click.option("--all", "is_for_all", is_flag=True, help="Every user of the dataset; needs --output.")
+@click.option("--output", type=click.Path(), help="Parquet file to write: user, rank, item, title, score.")
 @click.option("--k", type=int, default=10, show_default=True, help="How many items.")
+@click.option("--include-seen", is_flag=True, help="Also items that are in the history already.")
+@_checkpoint
 @_json
-def recommend_command(run: str, history: str, k: int, as_json: bool) -> None:
-    """The K items that RUN's model puts next after a history."""
-    from recmill.commands.recommend import recommend
+def recommend_command(
+    run: str,
+    history: str | None,
+    users: str | None,
+    is_for_all: bool,
+    output: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """The K items that RUN's model puts next: after a history, for users of its dataset, or for all of them."""
+    from recmill.commands.recommend import recommend, recommend_all
 
-    items = recommend(run, [item.strip() for item in history.split(",") if item.strip()], k=k)
+    if (history is not None) + (users is not None) + is_for_all != 1:
+        raise click.UsageError("Give exactly one of --history, --users and --all.")
+    if is_for_all != (output is not None):
+        raise click.UsageError("--all and --output go together: everyone's items are written to a file.")
+    if output is not None:
+        done = recommend_all(run, output, **options)
+        print(json.dumps(done) if as_json else f"{done['rows']:,} rows for {done['users']:,} users: {done['output']}")
+        return
+    rows = recommend(run, history, users=users, **options)
     if as_json:
-        print(json.dumps(items))
+        print(json.dumps(rows))
     else:
-        print_table(["item", "title", "score"], [[i["item"], i["title"], f"{i['score']:.3f}"] for i in items])
+        columns = ["user", "rank", "item", "title"] if users is not None else ["item", "title"]
+        cells = [[*(str(row[column]) for column in columns), f"{row['score']:.3f}"] for row in rows]
+        print_table([*columns, "score"], cells)
 
 
 @commands.command("results")

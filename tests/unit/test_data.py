@@ -498,7 +498,8 @@ def test_evaluation_asks_each_user_for_the_item_after_the_history(
 
 
 def test_negatives_are_100_items_the_user_never_meets_and_the_same_for_any_world_size(histories: Path) -> None:
-    users, asked = all_histories(histories), {"protocols": ["uni100", "full", "pop100"]}
+    users = all_histories(histories)
+    asked: dict[str, Any] = {"protocols": ["uni100", "full", "pop100"]}
     val = [row[3] for row in ranking_rows(histories, "val", **asked)]
     test = [row[3] for row in ranking_rows(histories, "test", **asked)]
     for history, *both in zip(users, val, test, strict=True):
@@ -537,7 +538,7 @@ def test_who_has_met_too_many_is_named_as_in_the_source(tmp_path: Path) -> None:
     rows = [f"{user},{item}" for user, items in (("ann", 5), ("bob", 20)) for item in range(items)]
     rows += [f"cat {n},{item}" for n in range(10) for item in range(n * 10, n * 10 + 10)]
     (tmp_path / "own.csv").write_text("\n".join(["user,item", *rows]) + "\n")
-    columns = {"user_column": "user", "item_column": "item", "min_item_count": 0}
+    columns: dict[str, Any] = {"user_column": "user", "item_column": "item", "min_item_count": 0}
     prepare("histories", tmp_path / "d", input=str(tmp_path / "own.csv"), **columns)
     with pytest.raises(DataError, match="user ann has met 5 of 100"):
         history_source(tmp_path / "d", protocols=["uni100"])

@@ -172,7 +172,7 @@ def test_intervals_are_those_of_drawing_users_again_and_again() -> None:
     values = metrics.compute(ALONE)
     gains = {
         f"{name}@{k}": np.where(ranks < k, gain, 0.0)
-        for name, gain in {"hr": 1.0, "ndcg": 1 / np.log2(ranks + 2), "mrr": 1 / (ranks + 1)}.items()
+        for name, gain in {"hr": np.ones(500), "ndcg": 1 / np.log2(ranks + 2), "mrr": 1 / (ranks + 1)}.items()
         for k in (1, 5, 10)
     }
     drawn = np.random.default_rng(1).integers(0, 500, (4000, 500))

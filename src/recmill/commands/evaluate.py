@@ -9,15 +9,16 @@ from recmill import registry
 from recmill.commands.assemble import (
     build_sharded,
     build_source,
-    check_same_data,
+    check_which,
     model_module,
     open_matching_dataset,
     open_trained_run,
     task_module,
+    trained_checkpoint,
 )
 from recmill.config import Config
 from recmill.config.sections import RankingProtocol
-from recmill.errors import CheckpointError, ConfigError
+from recmill.errors import ConfigError
 from recmill.launch.local import is_launched_with, run_job
 from recmill.schema import Dataset
 
@@ -45,8 +46,7 @@ def evaluate(
     "popularity/full/ndcg@10", ... as well: what ranking by popularity reaches. `protocols` and `ks` replace the run's;
     `bootstrap`: so many resamples of the users make 95 % intervals, from "low/full/ndcg@10" to "high/full/ndcg@10".
     """
-    if checkpoint not in ("newest", "best"):
-        raise ConfigError(f"checkpoint '{checkpoint}': evaluate the 'newest' or the 'best'.")
+    check_which(checkpoint)
     if split not in ("val", "test"):
         raise ConfigError(f"split '{split}': evaluate 'val' or 'test'.")
     directory, config = open_trained_run(run)
@@ -95,13 +95,7 @@ def work(world: "World", run: str, split: str, which: str, ranking: dict[str, An
 
     directory, config = open_trained_run(run)
     dataset = open_matching_dataset(config)
-    found = checkpoint.found_for_all(directory.checkpoints, which, world)
-    if found is None:
-        raise CheckpointError(
-            f"{run}: no {which} checkpoint. Only a run with checkpoint.keep_best = true keeps the best one; "
-            "evaluate the newest."
-        )
-    check_same_data(found, dataset)
+    found = trained_checkpoint(directory, which, dataset, world)
     section = config.run.eval.model_copy(update=ranking["eval"])
     config = replace(config, run=config.run.model_copy(update={"eval": section}))
     source = build_source(config, dataset, world.rank, world.size)
