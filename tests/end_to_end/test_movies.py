@@ -173,7 +173,7 @@ def test_the_table_shows_users_ranks_and_titles(run: Path, run_cli: RunCli) -> N
         (["--history", "Heat"], 3, ["'Heat' (did you mean 'Heat (1995)'?)", "items.parquet"]),
         (["--history", "heat (1996),20"], 3, ["1 item(s)", "did you mean 'Heat (1995)'"]),
         (["--history", "qqq"], 3, ["1 item(s) are not in", "'qqq'. Known ids: 10, 20, 30 and more."]),
-        (["--history", "Aladdin (1992)"], 3, ["is the title of several items. Use the id of one: 50, 60."]),
+        (["--history", "Aladdin (1992)"], 3, ["is the title of 2 items. Use the id of one: 50, 60."]),
         (["--history", "10", "--k", "0"], 2, ["--k 0: there are 30 items; ask for 1 to 30"]),
         (["--history", "10", "--k", "31", "--include-seen"], 2, ["--k 31: there are 30 items"]),
         (["--history", "10,20,10", "--k", "29"], 2, ["--k 29: 28 items are left outside this history"]),

@@ -524,6 +524,9 @@ def test_training_counts_leave_out_validation_and_test_items(histories: Path, mo
             expected[item - 1] += 1
     monkeypatch.setattr("recmill.data.histories._COUNTED_AT_ONCE", 400)
     assert history_source(histories).train_counts().tolist() == expected
+    for history in all_histories(histories):
+        expected[history[-2] - 1] += 1
+    assert history_source(histories, train_on_validation=True).train_counts().tolist() == expected
 
 
 @pytest.mark.parametrize("protocol", ["pop100", "uni100"])

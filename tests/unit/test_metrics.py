@@ -194,6 +194,15 @@ def test_intervals_do_not_depend_on_how_users_were_dealt_out() -> None:
     assert len(one.compute(ALONE)) == 3 * 3 + 1
 
 
+def test_intervals_do_not_depend_on_other_cut_offs() -> None:
+    ranks = np.random.default_rng(0).integers(0, 40, 300)
+    few, many = RankingMetrics(["full"], [10], resamples=50), RankingMetrics(["full"], [1, 10, 35], resamples=50)
+    few.update("full", ranks)
+    many.update("full", ranks)
+    values = many.compute(ALONE)
+    assert few.compute(ALONE) == pytest.approx({name: values[name] for name in few.compute(ALONE)}, rel=1e-12)
+
+
 # Items 1 to 6 have 5, 3, 3, 8, 0 and 1 training interactions: in order 4, 1, then 2 and 3 alike, 6, 5.
 POPULARITY = Popularity(np.array([5, 3, 3, 8, 0, 1]))
 

@@ -8,7 +8,7 @@ from typing import Any
 from recmill.errors import DataError
 
 _COMPARED = 100_000  # names: difflib takes seconds for as many
-_SUGGESTED = 3
+_SUGGESTED, _LISTED = 3, 5
 
 
 class Names:
@@ -36,14 +36,15 @@ class Names:
             raise DataError(self._unknown(missing, rows, flag))
         for name in wanted:
             if len(rows[name]) > 1:
-                ids = ", ".join(self.originals[row] for row in rows[name])
-                raise DataError(f"{flag}: '{name}' is the title of several {self._what}s. Use the id of one: {ids}.")
+                ids = ", ".join(self.originals[row] for row in rows[name][:_LISTED])
+                fact = f"'{name}' is the title of {len(rows[name])} {self._what}s"
+                raise DataError(f"{flag}: {fact}. Use the id of one: {ids}{' ...' * (len(rows[name]) > _LISTED)}.")
         return [rows[name][0] for name in wanted]
 
     def _unknown(self, missing: list[str], known: dict[str, list[int]], flag: str) -> str:
         columns = "column original_id" if self.titles is self.originals else "columns original_id and title"
         told = []
-        for name in missing[:5]:
+        for name in missing[:_LISTED]:
             near = " or ".join(f"'{one}'" for one in _near(name, list(known)))
             told.append(f"'{name}' (did you mean {near}?)" if near else f"'{name}'")
         more = " and more" if len(self.originals) > _SUGGESTED else ""

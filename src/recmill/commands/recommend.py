@@ -1,6 +1,6 @@
 """`recmill recommend`: the items that a trained sequence model puts next, after a history or for users of its dataset.
 
-Shape letters: B histories, T places, V items, K items asked for.
+Shape letters: B histories, V items, K items asked for.
 """
 
 import logging
@@ -21,7 +21,7 @@ from recmill.commands.names import Names
 from recmill.datasets.writing import whole_file
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.observe.progress import Progress
-from recmill.schema import PAD_ITEM, HistoriesDescription
+from recmill.schema import HistoriesDescription
 
 if TYPE_CHECKING:
     import polars as pl
@@ -172,17 +172,16 @@ class _Recommender:
         best = scores_BV.topk(self._k)
         return best.values.numpy(), best.indices.numpy()
 
-    def _network_inputs(self, histories: list[np.ndarray]) -> "tuple[Tensor, Tensor, Tensor]":
-        """Tokens [B, T], the last items of each history, left-padded; the places asked for; keys, for dropout alone."""
+    def _network_inputs(self, histories: list[np.ndarray]) -> "tuple[Tensor, ...]":
+        """The ends of the histories, one after the other; their lengths; last places; keys, for dropout alone."""
         import torch
 
         masking = model_module(self._config).masking(self._config.model)
-        mask = [] if masking.get("asks_next") else [self._num_items + 1]
-        ends = [[*history[-(masking["max_length"] - len(mask)) :].tolist(), *mask] for history in histories]
-        width = max(len(end) for end in ends)
-        tokens_BT = torch.tensor([[PAD_ITEM] * (width - len(end)) + end for end in ends])
-        queries_B = torch.arange(1, len(ends) + 1) * width - 1
-        return tokens_BT, queries_B, torch.zeros(len(ends), dtype=torch.int64)
+        mask = np.empty(0, np.int64) if masking.get("asks_next") else np.array([self._num_items + 1])
+        ends = [np.append(history[-(masking["max_length"] - len(mask)) :], mask) for history in histories]
+        lengths_B = np.array([len(end) for end in ends])
+        inputs = np.concatenate(ends), lengths_B, np.cumsum(lengths_B) - 1, np.zeros_like(lengths_B)
+        return tuple(torch.from_numpy(values) for values in inputs)
 
     def _load(self) -> Any:
         import torch

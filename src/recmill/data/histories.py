@@ -121,10 +121,9 @@ class HistorySource:
             yield self._ranking(split, share)
 
     def train_counts(self) -> np.ndarray:
-        """Training interactions of items 1, 2, ...: all but the last two of each history."""
-        ends = self._offsets[1:]
-        targets = self._items[np.concatenate([ends - 2, ends - 1])]
-        return _item_counts(self._dataset, self._items) - _item_counts(self._dataset, targets)
+        """Interactions of items 1, 2, ... that are trained on: all but those held out at the end of each history."""
+        held_out = np.concatenate([self._offsets[1:] - place for place in range(1, self._held_out + 1)])
+        return _item_counts(self._dataset, self._items) - _item_counts(self._dataset, self._items[held_out])
 
     def _num_users(self, split: str) -> int:
         return self._limits.samples(split, len(self._offsets) - 1, self._eval_batch_size)

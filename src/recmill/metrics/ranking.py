@@ -77,10 +77,11 @@ def _resampled_means(gains: np.ndarray, counts: np.ndarray, resamples: int) -> n
     """[resamples, metrics] of `counts[i]` users who gain `gains[:, i]`.
 
     Users of one rank are alike, so drawing users with replacement is a multinomial draw of how many have each rank.
+    Each resample has a stream of its own and draws the best ranks first: other cut-offs do not change a result.
     """
-    generator, users = np.random.default_rng(_BOOTSTRAP_SEED), int(counts.sum())
-    shares = counts / users
-    return np.stack([gains @ generator.multinomial(users, shares) / users for _ in range(resamples)])
+    users = int(counts.sum())
+    generators = (np.random.default_rng([_BOOTSTRAP_SEED, number]) for number in range(resamples))
+    return np.stack([gains @ generator.multinomial(users, counts / users) / users for generator in generators])
 
 
 class Popularity:
