@@ -6,7 +6,7 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["adopt", "audit", "download", "evaluate", "prepare", "recommend", "split", "train"]
+__all__ = ["adopt", "audit", "download", "evaluate", "prepare", "recommend", "recommend_all", "split", "train"]
 
 if TYPE_CHECKING:
     from recmill.commands.adopt import adopt
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from recmill.commands.download import download
     from recmill.commands.evaluate import evaluate
     from recmill.commands.prepare import prepare
-    from recmill.commands.recommend import recommend
+    from recmill.commands.recommend import recommend, recommend_all
     from recmill.commands.split import split
     from recmill.commands.train import train
 
@@ -24,5 +24,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib
 
-        return getattr(importlib.import_module(f"recmill.commands.{name}"), name)
+        return getattr(importlib.import_module(f"recmill.commands.{name.removesuffix('_all')}"), name)
     raise AttributeError(f"module 'recmill' has no attribute '{name}'")

@@ -78,7 +78,7 @@ class SequenceBatch(_OnDevice):
 class RankingBatch(SequenceBatch):
     """One query per row, at its end. `seen_rows[i], seen_items[i]`: an item that row's user has met before.
 
-    `negatives_BC` holds the candidates of `pop100`; [B, 0] where that protocol is not asked for.
+    `negatives_BC` holds the candidates of the sampled protocols that are asked for, one after the other.
     """
 
     seen_rows: Tensor

@@ -14,6 +14,7 @@ import click
 from recmill import __version__, registry
 from recmill.errors import as_user_error
 from recmill.launch.local import is_launched, leave, own_rank
+from recmill.observe.printed import print_audit, print_dataset, print_table, print_values, value_rows
 
 _DEBUG = "--debug"  # understood anywhere on the line
 _SEE_WHERE = f"\nRun again with {_DEBUG} to see where."
@@ -75,7 +76,7 @@ class _Datasets(click.Group):
             from recmill.commands.prepare import prepare
 
             given = {name: value for name, value in values.items() if value is not None}
-            _print_dataset(prepare(cmd_name, output, overwrite=overwrite, **given))
+            print_dataset(prepare(cmd_name, output, overwrite=overwrite, **given))
 
         summary = (module.__doc__ or "").strip().splitlines()[0]
         return click.Command(
@@ -118,10 +119,24 @@ class _IntList(click.ParamType):
             self.fail(f"{value!r}: expected whole numbers with commas between them, like 10,1000,50000.", param, ctx)
 
 
+class _Names(click.ParamType):
+    name = "NAMES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        return [part.strip() for part in str(value).split(",")]
+
+
 _procs = click.option(
     "--procs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine."
 )
 _verify = click.option("--verify", is_flag=True, help="Check every byte of the dataset before starting.")
+_checkpoint = click.option(
+    "--checkpoint",
+    type=click.Choice(["newest", "best"]),
+    default="newest",
+    show_default=True,
+    help="best: in validation, where checkpoint.keep_best was set.",
+)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -190,7 +205,7 @@ def adopt_command(directory: str, **options: Any) -> None:
     """Make a dataset of npy files in DIRECTORY that TorchRec's or MLPerf's scripts wrote."""
     from recmill.commands.adopt import adopt
 
-    _print_dataset(adopt(directory, **options))
+    print_dataset(adopt(directory, **options))
 
 
 @commands.command("audit")
@@ -205,7 +220,7 @@ def audit_command(dataset: str, memory_budget: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps({**asdict(report), "failures": report.num_failures}))
     else:
-        _print_audit(report)
+        print_audit(report)
     return 3 if report.num_failures else 0
 
 
@@ -237,44 +252,75 @@ def train_command(config: str, run: str, procs: int, overrides: tuple[str, ...],
 @click.option(
     "--split", type=click.Choice(["val", "test"]), default="test", show_default=True, help="What to evaluate on."
 )
+@_checkpoint
 @click.option(
-    "--checkpoint",
-    type=click.Choice(["newest", "best"]),
-    default="newest",
-    show_default=True,
-    help="best: in validation, where checkpoint.keep_best was set.",
+    "--protocol",
+    "protocols",
+    type=_Names(),
+    help="How sequence models rank targets: full, pop100, uni100, with commas between them.  [default: the run's]",
+)
+@click.option("--k", "ks", type=_IntList(), help="Cut-offs of ranking metrics, like 1,5,10.  [default: the run's]")
+@click.option(
+    "--bootstrap",
+    type=int,
+    default=0,
+    metavar="N",
+    help="95 % intervals of ranking metrics, by N resamples of the users.",
 )
 @_procs
 @_verify
 @_json
-def evaluate_command(run: str, split: Any, checkpoint: Any, procs: int, verify: bool, as_json: bool) -> None:
-    """Evaluate the newest or best checkpoint of RUN."""
+def evaluate_command(run: str, split: Any, as_json: bool, **options: Any) -> None:
+    """Evaluate the newest or best checkpoint of RUN; sequence models beside ranking by popularity."""
     from recmill.commands.evaluate import evaluate
     from recmill.commands.results import best_of_run
 
-    values = evaluate(run, split=split, procs=procs, verify=verify, checkpoint=checkpoint)
+    values = evaluate(run, split=split, **options)
     if own_rank() != 0:
         return
     if as_json:
         print(json.dumps(values))
     else:
-        _table([split, "value", "best reachable"], _value_rows(values, best_of_run(run, split)))
+        print_values(split, values, best_of_run(run, split))
 
 
 @commands.command("recommend")
 @click.argument("run", type=click.Path())
-@click.option("--history", required=True, help="Original item ids, oldest first, with commas between them.")
+@click.option("--history", help="Original ids or titles of items, oldest first, with commas between them.")
+@click.option("--users", help="Original ids of users of the dataset, with commas between them.")
+@click.option("--all", "is_for_all", is_flag=True, help="Every user of the dataset; needs --output.")
+@click.option("--output", type=click.Path(), help="Parquet file to write: user, rank, item, title, score.")
 @click.option("--k", type=int, default=10, show_default=True, help="How many items.")
+@click.option("--include-seen", is_flag=True, help="Also items that are in the history already.")
+@_checkpoint
 @_json
-def recommend_command(run: str, history: str, k: int, as_json: bool) -> None:
-    """The K items that RUN's model puts next after a history."""
-    from recmill.commands.recommend import recommend
+def recommend_command(
+    run: str,
+    history: str | None,
+    users: str | None,
+    is_for_all: bool,
+    output: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """The K items that RUN's model puts next: after a history, for users of its dataset, or for all of them."""
+    from recmill.commands.recommend import recommend, recommend_all
 
-    items = recommend(run, [item.strip() for item in history.split(",") if item.strip()], k=k)
+    if (history is not None) + (users is not None) + is_for_all != 1:
+        raise click.UsageError("Give exactly one of --history, --users and --all.")
+    if is_for_all != (output is not None):
+        raise click.UsageError("--all and --output go together: everyone's items are written to a file.")
+    if output is not None:
+        done = recommend_all(run, output, **options)
+        print(json.dumps(done) if as_json else f"{done['rows']:,} rows for {done['users']:,} users: {done['output']}")
+        return
+    rows = recommend(run, history, users=users, **options)
     if as_json:
-        print(json.dumps(items))
+        print(json.dumps(rows))
     else:
-        _table(["item", "title", "score"], [[i["item"], i["title"], f"{i['score']:.3f}"] for i in items])
+        columns = ["user", "rank", "item", "title"] if users is not None else ["item", "title"]
+        cells = [[*(str(row[column]) for column in columns), f"{row['score']:.3f}"] for row in rows]
+        print_table([*columns, "score"], cells)
 
 
 @commands.command("results")
@@ -291,7 +337,7 @@ def doctor_command() -> int:
 
     checks = doctor()
     marks = {True: "ok", False: "PROBLEM"}
-    _table(["check", "", "found"], [[check.name, marks[check.is_good], check.found] for check in checks])
+    print_table(["check", "", "found"], [[check.name, marks[check.is_good], check.found] for check in checks])
     for check in checks:
         if not check.is_good:
             print(f"{check.name}: {check.remedy}")
@@ -303,70 +349,13 @@ def doctor_command() -> int:
     return 0 if would_work(checks) else 5
 
 
-def _print_dataset(about: dict[str, Any]) -> None:
-    size = sum(file["bytes"] for file in about["files"].values()) / 1e6
-    if about["kind"] == "clicks":
-        rows = {split: sum(r["stop"] - r["start"] for r in ranges) for split, ranges in about["splits"].items()}
-        counts = ", ".join(f"{split} {count:,}" for split, count in rows.items())
-        features = f"{len(about['dense'])} dense, {len(about['sparse'])} sparse features"
-        print(f"{about['name']}: rows {counts}; {features}; {size:,.1f} MB")
-    else:
-        print(
-            f"{about['name']}: {about['num_users']:,} users, {about['num_items']:,} items, "
-            f"{about['num_interactions']:,} interactions; {size:,.1f} MB"
-        )
-    for split, values in about["truth"].items():
-        print(f"best reachable, {split}: " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
-
-
-def _print_audit(report: Any) -> None:
-    def percent(share: float | None) -> str:
-        return "" if share is None else f"{share:.2%}"
-
-    rate = {part: part.clicks / part.rows if part.split != "unlabelled" else None for part in report.parts}
-    parts = [[part.day, part.split, f"{part.rows:,}", percent(rate[part]), part.dense] for part in report.parts]
-    _table(["day", "split", "rows", "label rate", "dense values"], parts)
-    print()
-    unseen = list(report.shared_rows)
-    tables = [
-        [
-            table.name,
-            f"{table.rows:,}",
-            "" if table.ids_in_train is None else f"{table.ids_in_train:,}",
-            *(percent(table.unseen.get(split)) for split in unseen),
-        ]
-        for table in report.tables
-    ]
-    _table(["table", "rows", "ids in train", *(f"unseen in {split}" for split in unseen)], tables)
-    print()
-    print(f"rows: {sum(report.rows.values()):,} in all; " + ", ".join(f"{s} {n:,}" for s, n in report.rows.items()))
-    print("table sizes: " + ",".join(str(table.rows) for table in report.tables))
-    for finding in report.findings:
-        print(f"{'FAILURE' if finding.kind == 'failure' else finding.kind} {finding.text}")
-    print(f"audit: {report.num_failures or 'no'} failure{'' if report.num_failures == 1 else 's'}")
-
-
 def _print_results(runs: list[str]) -> None:
     from recmill.commands.results import results
 
     rows = []
     for reached in results(*runs):
-        for name, value, best in _value_rows(reached.values, reached.best):
+        for name, value, best in value_rows(reached.values, reached.best):
             rows.append([reached.run, reached.model, name, value, best])
-    _table(["run", "model", "test metric", "reached", "best reachable"], rows)
+    print_table(["run", "model", "test metric", "reached", "best reachable"], rows)
     for run in runs:
         print(f"{run}/: config.toml env.json status.json log.txt metrics.jsonl results.json checkpoints/")
-
-
-def _value_rows(values: dict[str, Any], best: dict[str, float]) -> list[list[str]]:
-    def shown(value: Any) -> str:
-        return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-    return [[name, shown(value), shown(best[name]) if name in best else ""] for name, value in values.items()]
-
-
-def _table(header: list[str], rows: list[list[str]]) -> None:
-    """Plain aligned columns: read by people, cut by awk."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, ["-" * width for width in widths], *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -30,6 +30,17 @@ def test_any_number_of_processes_gives_the_same_losses_and_metrics(
         assert evaluate(tmp_path / "1", split="val", procs=2) == pytest.approx(results[0]["val"], rel=1e-6)
 
 
+def test_all_that_ranking_has_is_the_same_for_one_and_two_processes(sasrec: dict[str, Any], tmp_path: Path) -> None:
+    trained = train(sasrec, tmp_path / "run", overrides=["train.max_steps=3"])["val"]
+    asked: dict[str, Any] = {"protocols": ["uni100", "full", "pop100"], "ks": [3, 10], "bootstrap": 200}
+    one, two = (evaluate(tmp_path / "run", split="val", procs=procs, **asked) for procs in (1, 2))
+    assert len(one) == 4 * 18 + 1  # values, both ends of intervals, popularity; users
+    assert two == one
+    shared = one.keys() & trained.keys()
+    assert len(shared) == 7
+    assert {name: one[name] for name in shared} == {name: trained[name] for name in shared}
+
+
 @pytest.mark.parametrize(
     ("model", "sharding"),
     [

@@ -67,7 +67,11 @@ def test_a_run_directory_tells_the_whole_story(run_cli: RunCli, dlrm: dict[str, 
 
 def test_python_does_what_the_commands_do(run_cli: RunCli, bert4rec: dict[str, Any], tmp_path: Path) -> None:
     results = train(bert4rec, tmp_path / "run", overrides=["train.num_epochs=2"])
-    assert evaluate(tmp_path / "run", split="val") == pytest.approx(results["val"], rel=1e-6)
+    values = evaluate(tmp_path / "run", split="val")
+    assert {name: values[name] for name in results["val"]} == pytest.approx(results["val"], rel=1e-6)
+    assert {name for name in values if name not in results["val"]} == {
+        f"popularity/{name}" for name in results["val"] if name != "users"
+    }
     items = recommend(tmp_path / "run", [12, "7", 99], k=4)
     assert len({item["item"] for item in items} - {"12", "7", "99"}) == 4
     assert items == sorted(items, key=lambda item: -item["score"])

@@ -499,30 +499,61 @@ def test_evaluation_asks_each_user_for_the_item_after_the_history(
 
 def test_negatives_are_100_items_the_user_never_meets_and_the_same_for_any_world_size(histories: Path) -> None:
     users = all_histories(histories)
-    val = [row[3] for row in ranking_rows(histories, "val")]
-    test = [row[3] for row in ranking_rows(histories, "test")]
-    for history, *drawn in zip(users, val, test, strict=True):
+    asked: dict[str, Any] = {"protocols": ["uni100", "full", "pop100"]}
+    val = [row[3] for row in ranking_rows(histories, "val", **asked)]
+    test = [row[3] for row in ranking_rows(histories, "test", **asked)]
+    for history, *both in zip(users, val, test, strict=True):
+        drawn = [part for negatives in both for part in (negatives[:100], negatives[100:])]
         for negatives in drawn:
-            assert len(set(negatives)) == 100
+            assert len(negatives) == len(set(negatives)) == 100
             assert not set(negatives) & set(history)
-        assert set(drawn[0]) != set(drawn[1])
-    assert test == [row[3] for row in ranking_rows(histories, "test", size=3, eval_batch_size=7)]
+        assert len({frozenset(negatives) for negatives in drawn}) == 4
+    assert test == [row[3] for row in ranking_rows(histories, "test", size=3, eval_batch_size=7, **asked)]
+    assert [row[:100] for row in test] == [row[3] for row in ranking_rows(histories, "test", protocols=["pop100"])]
+    assert [row[100:] for row in test] == [row[3] for row in ranking_rows(histories, "test", protocols=["uni100"])]
 
 
-def test_without_pop100_no_negatives_are_drawn(histories: Path) -> None:
+def test_for_the_whole_catalogue_no_negatives_are_drawn(histories: Path) -> None:
     assert all(row[3] == [] for row in ranking_rows(histories, "val", protocols=["full"]))
 
 
-def test_pop100_needs_100_items_that_the_user_has_not_met(tmp_path: Path) -> None:
+def test_training_counts_leave_out_validation_and_test_items(histories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [0] * 200
+    for history in all_histories(histories):
+        for item in history[:-2]:
+            expected[item - 1] += 1
+    monkeypatch.setattr("recmill.data.histories._COUNTED_AT_ONCE", 400)
+    assert history_source(histories).train_counts().tolist() == expected
+    for history in all_histories(histories):
+        expected[history[-2] - 1] += 1
+    assert history_source(histories, train_on_validation=True).train_counts().tolist() == expected
+
+
+@pytest.mark.parametrize("protocol", ["pop100", "uni100"])
+def test_100_negatives_need_as_many_items_that_the_user_has_not_met(tmp_path: Path, protocol: str) -> None:
     prepare("synthetic-histories", tmp_path / "d", users=200, items=105, interactions=3000)
-    with pytest.raises(DataError, match=r"'pop100' needs 100 items a user has never met; user \d+ has met \d+ of 105"):
-        history_source(tmp_path / "d")
+    fact = rf"'{protocol}' needs 100 items a user has never met; user \d+ has met \d+ of 105"
+    with pytest.raises(DataError, match=fact):
+        history_source(tmp_path / "d", protocols=[protocol])
+
+
+def test_who_has_met_too_many_is_named_as_in_the_source(tmp_path: Path) -> None:
+    rows = [f"{user},{item}" for user, items in (("ann", 5), ("bob", 20)) for item in range(items)]
+    rows += [f"cat {n},{item}" for n in range(10) for item in range(n * 10, n * 10 + 10)]
+    (tmp_path / "own.csv").write_text("\n".join(["user,item", *rows]) + "\n")
+    columns: dict[str, Any] = {"user_column": "user", "item_column": "item", "min_item_count": 0}
+    prepare("histories", tmp_path / "d", input=str(tmp_path / "own.csv"), **columns)
+    with pytest.raises(DataError, match="user ann has met 5 of 100"):
+        history_source(tmp_path / "d", protocols=["uni100"])
 
 
 def test_pop100_is_refused_before_training_if_any_user_has_met_too_many(tmp_path: Path) -> None:
     """Here the user with the longest history repeats items; another one has met more different ones."""
     prepare("random-histories", tmp_path / "d", random_item_count=143, seed=2)
-    with pytest.raises(DataError, match=r"user \d+ has met \d+ of \d+\. Use --set 'eval.protocols=\[\"full\"\]'"):
+    with pytest.raises(
+        DataError,
+        match=r"user \d+ has met \d+ of \d+\. Use --set 'eval.protocols=\[\"full\"\]' \(train\) or --protocol full",
+    ):
         HistorySource(
             open_dataset(tmp_path / "d"),
             masking=Masking(10, 10, 0.2, 0.1),

@@ -15,7 +15,7 @@ from recmill.datasets import synthetic_clicks, synthetic_histories
 from recmill.datasets.synthetic_clicks import PlantedModel
 from recmill.datasets.synthetic_histories import Chain
 from recmill.errors import ConfigError
-from recmill.metrics.ranking import PopularNegatives
+from recmill.metrics.ranking import Negatives
 
 TABLES = [5, 50, 300, 2000, 20]  # the last one is in no pair
 
@@ -202,15 +202,18 @@ def test_the_stated_best_is_the_score_of_the_planted_chain(
     planted_histories: Histories, split: str, from_end: int
 ) -> None:
     """Candidates sorted one by one, the target after its equals; pop100 by likelihood ratio."""
-    places: dict[str, list[int]] = {"full": [], "pop100": []}
+    places: dict[str, list[int]] = {"full": [], "pop100": [], "uni100": []}
     counts = np.bincount(np.concatenate(planted_histories.users), minlength=300)
-    negatives = PopularNegatives(counts)
+    negatives = {protocol: Negatives(protocol, counts) for protocol in ("pop100", "uni100")}
     for user, items in enumerate(planted_histories.users):
         target, before = int(items[-from_end]), items[:-from_end].tolist()
         scores = planted_histories.scores(before[-1]) + 1e-12 * planted_histories.chain.popularity
         candidates = {
             "full": set(range(300)) - set(before),
-            "pop100": {target, *(negatives.draw(split, user, items + 1) - 1).tolist()},
+            **{
+                protocol: {target, *(drawn.draw(split, user, items + 1) - 1).tolist()}
+                for protocol, drawn in negatives.items()
+            },
         }
         for protocol, chosen in candidates.items():
             ratio = scores / np.maximum(counts, 1) if protocol == "pop100" else scores
@@ -222,6 +225,7 @@ def test_the_stated_best_is_the_score_of_the_planted_chain(
         for k in (1, 5, 10):
             expected[f"{protocol}/hr@{k}"] = np.mean([place <= k for place in found])
             expected[f"{protocol}/ndcg@{k}"] = np.mean([(place <= k) / np.log2(place + 1) for place in found])
+            expected[f"{protocol}/mrr@{k}"] = np.mean([(place <= k) / place for place in found])
     assert truth == pytest.approx(expected)
 
 
@@ -244,7 +248,7 @@ def test_users_are_made_in_blocks_without_losing_any(tmp_path: Path, monkeypatch
     assert len({tuple(items[:3]) for items in users}) > 20, "blocks do not repeat each other"
 
 
-def test_too_few_items_for_pop100_leave_it_out_of_the_truth(tmp_path: Path) -> None:
+def test_too_few_items_for_100_negatives_leave_them_out_of_the_truth(tmp_path: Path) -> None:
     about = prepare("synthetic-histories", tmp_path / "d", users=10, items=60, interactions=80)
     assert {name.split("/")[0] for name in about["truth"]["test"]} == {"full"}
 

@@ -180,6 +180,25 @@ def open_trained_run(path: str | Path) -> tuple[RunDirectory, Config]:
     return run, config
 
 
+def check_which(checkpoint: str) -> None:
+    if checkpoint not in ("newest", "best"):
+        raise ConfigError(f"checkpoint '{checkpoint}': use the 'newest' or the 'best'.")
+
+
+def trained_checkpoint(run: RunDirectory, which: str, dataset: Dataset, world: "World") -> "Checkpoint":
+    """The newest or the best, of a model that learnt from `dataset`. All ranks take part."""
+    from recmill.training.checkpoint import found_for_all
+
+    found = found_for_all(run.checkpoints, which, world)
+    if found is None:
+        raise CheckpointError(
+            f"{run.path}: no {which} checkpoint. Only a run with checkpoint.keep_best = true keeps the best one; "
+            "use the newest."
+        )
+    check_same_data(found, dataset)
+    return found
+
+
 def check_same_data(found: "Checkpoint", dataset: Dataset) -> None:
     if found.dataset != dataset.fingerprint:
         raise CheckpointError(

@@ -1,72 +1,198 @@
-"""`recmill recommend`: the items that a trained sequence model puts next after a history."""
+"""`recmill recommend`: the items that a trained sequence model puts next, after a history or for users of its dataset.
 
-from collections.abc import Sequence
+Shape letters: B histories, V items, K items asked for.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from recmill.commands.assemble import check_same_data, model_module, open_matching_dataset, open_trained_run
-from recmill.errors import ConfigError, DataError
+import numpy as np
+
+from recmill.commands.assemble import (
+    check_which,
+    model_module,
+    open_matching_dataset,
+    open_trained_run,
+    trained_checkpoint,
+)
+from recmill.commands.names import Names
+from recmill.datasets.writing import whole_file
+from recmill.errors import ConfigError, DataError, ResourceError
+from recmill.observe.progress import Progress
 from recmill.schema import HistoriesDescription
 
-
-def recommend(run: str | Path, history: Sequence[str | int], *, k: int = 10) -> list[dict[str, Any]]:
-    """[{"item": original id, "title": ..., "score": ...}, ...], best first; items of the history are left out.
-
-    `history`: original item ids, oldest first.
-    """
-    directory, config = open_trained_run(run)
-    if model_module(config).KIND != "histories":
-        raise ConfigError(
-            f"{directory.path}: '{config.model_name}' is not a sequence model, so it has nothing to recommend."
-        )
-    dataset = open_matching_dataset(config)
-    assert isinstance(dataset.about, HistoriesDescription)
-    names = _item_names(dataset.path)
-    ids = _known_ids(history, names, dataset.path)
-    num_candidates = dataset.about.num_items - len(set(ids))
-    if not 1 <= k <= num_candidates:
-        raise ConfigError(
-            f"--k {k}: {num_candidates} items are left outside this history; ask for 1 to {num_candidates}."
-        )
-
-    import torch  # only now: mistakes are told at once
-
-    from recmill.observe.log import quiet_libraries
-    from recmill.training import checkpoint
-
-    quiet_libraries()
-    network = model_module(config).build(config.model, dataset.about, torch.device("cpu"))
-    found = checkpoint.newest(directory.checkpoints)
-    assert found is not None  # looked for above
-    check_same_data(found, dataset)
-    checkpoint.load(found, network)
-    network.eval()
-    masking = model_module(config).masking(config.model)
-    mask = [] if masking.get("asks_next") else [dataset.about.num_items + 1]
-    tokens = torch.tensor([[*ids[-(masking["max_length"] - len(mask)) :], *mask]])
-    with torch.no_grad():
-        scores = network(tokens, torch.tensor([tokens.shape[1] - 1]), torch.zeros(1, dtype=torch.int64))[0]
-    scores[torch.tensor(ids) - 1] = float("-inf")
-    best = scores.topk(k)
-    return [
-        {"item": names["original_id"][i], "title": names["title"][i], "score": score}
-        for i, score in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-
-
-def _item_names(path: Path) -> Any:
+if TYPE_CHECKING:
     import polars as pl
+    from torch import Tensor
 
-    return pl.read_parquet(path / "items.parquet").sort("id")
+log = logging.getLogger(__name__)
+
+_HISTORIES_AT_ONCE = 1024
+_SCORES_AT_ONCE = 1 << 24  # histories times items
 
 
-def _known_ids(history: Sequence[str | int], names: Any, path: Path) -> list[int]:
-    if not history:
-        raise DataError("--history is empty: name at least one item, like --history 12,7,99.")
-    numbers = dict(zip(names["original_id"].to_list(), names["id"].to_list(), strict=True))
-    missing = [str(item) for item in history if str(item) not in numbers]
-    if missing:
-        known = numbers if len(numbers) <= 5 else [*list(numbers)[:3], "..."]
-        fact = f"--history: {len(missing)} item(s) are not in {path / 'items.parquet'}, column original_id: "
-        raise DataError(f"{fact}{', '.join(repr(item) for item in missing[:5])}. Known items: {', '.join(known)}.")
-    return [numbers[str(item)] for item in history]
+def recommend(
+    run: str | Path,
+    history: str | Sequence[str | int] | None = None,
+    *,
+    users: str | Sequence[str | int] | None = None,
+    k: int = 10,
+    include_seen: bool = False,
+    checkpoint: str = "newest",
+) -> list[dict[str, Any]]:
+    """[{"item": original id, "title": ..., "score": ...}, ...], best first, without items that were met already.
+
+    `history`: original ids or titles of items, oldest first. Or `users`: original ids of users, whose rows have "user"
+    and "rank" (from 1) as well. Both may also be one text with commas between the names.
+    """
+    if (history is None) == (users is None):
+        raise ConfigError("Recommend for a history or for users: give exactly one of the two.")
+    model = _Recommender(run, k, include_seen, checkpoint)
+    if history is not None:
+        met = np.array(model.items.find(history, "--history")) + 1
+        model.check_left(met, "outside this history")
+        return model.best(["given"], [met]).drop("user", "rank").to_dicts()
+    assert users is not None
+    names = model.users()
+    rows = list(dict.fromkeys(names.find(users, "--users")))
+    for row in rows:
+        model.check_left(model.history(row), f"that user {names.originals[row]} has not met")
+    return [line for _, frame in model.best_of_users(names.originals, rows) for line in frame.to_dicts()]
+
+
+def recommend_all(
+    run: str | Path, output: str | Path, *, k: int = 10, include_seen: bool = False, checkpoint: str = "newest"
+) -> dict[str, Any]:
+    """The same for every user of the dataset, to a Parquet file with columns user, rank, item, title, score.
+
+    Returns {"output": ..., "users": ..., "rows": ...}.
+    """
+    import polars as pl
+    from polars.io.plugins import register_io_source
+
+    output = Path(output).absolute()
+    if output.exists():
+        raise DataError(f"{output} exists. Choose another --output, or move it away.")
+    model = _Recommender(run, k, include_seen, checkpoint)
+    names = model.users().originals
+    written, short = 0, 0
+
+    def frames(*_: object) -> Iterator[pl.DataFrame]:
+        nonlocal written, short
+        with Progress("recommending", len(names), "users") as progress:
+            for count, frame in model.best_of_users(names, range(len(names))):
+                written += frame.height
+                short += count - int((frame["rank"] == k).sum())
+                yield frame
+                progress.advance(count)
+
+    schema = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "title": pl.String, "score": pl.Float32}
+    with whole_file(output) as partial:
+        try:
+            register_io_source(frames, schema=schema).sink_parquet(partial)
+        except pl.exceptions.ComputeError as error:
+            raise ResourceError(
+                f"{output}: could not be written ({error}). Is the disk full? Free some space and run it again."
+            ) from error
+    if short:
+        log.warning("%s users have fewer than %s items left that they have not met, and got those", f"{short:,}", k)
+    return {"output": str(output), "users": len(names), "rows": written}
+
+
+class _Recommender:
+    """A run's model on CPU, unsharded. The network is loaded when it is first asked: mistakes are told at once."""
+
+    def __init__(self, run: str | Path, k: int, include_seen: bool, which: str) -> None:
+        check_which(which)
+        self._run, self._config = open_trained_run(run)
+        if model_module(self._config).KIND != "histories":
+            raise ConfigError(
+                f"{self._run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend."
+            )
+        self._dataset = open_matching_dataset(self._config)
+        assert isinstance(self._dataset.about, HistoriesDescription)
+        self._k, self._include_seen, self._which = k, include_seen, which
+        self._num_items = self._dataset.about.num_items
+        self._items, self._offsets = self._dataset.array("items.npy"), self._dataset.array("offsets.npy")
+        self.items = Names(self._dataset.path / "items.parquet", "item")
+        self._batch_size = max(1, min(_HISTORIES_AT_ONCE, _SCORES_AT_ONCE // self._num_items))
+        self._network: Any = None
+        if not 1 <= k <= self._num_items:
+            raise ConfigError(f"--k {k}: there are {self._num_items} items; ask for 1 to {self._num_items}.")
+
+    def users(self) -> Names:
+        return Names(self._dataset.path / "users.parquet", "user")
+
+    def history(self, user: int) -> np.ndarray:
+        """All of it, validation and test item too."""
+        return np.asarray(self._items[self._offsets[user] : self._offsets[user + 1]], dtype=np.int64)
+
+    def check_left(self, met: np.ndarray, whose: str) -> None:
+        left = self._num_items - len(np.unique(met))
+        if not self._include_seen and self._k > left:
+            raise ConfigError(
+                f"--k {self._k}: {left} items are left {whose}. Ask for no more, or for seen ones too: --include-seen."
+            )
+
+    def best_of_users(self, names: "pl.Series", rows: Sequence[int]) -> "Iterator[tuple[int, pl.DataFrame]]":
+        """In batches: the number of users, and what `best` says of them."""
+        for start in range(0, len(rows), self._batch_size):
+            chosen = rows[start : start + self._batch_size]
+            yield len(chosen), self.best(names.gather(list(chosen)), [self.history(row) for row in chosen])
+
+    def best(self, names: "Sequence[str] | pl.Series", histories: list[np.ndarray]) -> "pl.DataFrame":
+        """user, rank, item, title, score of each history's best items; fewer than K where fewer are left."""
+        import polars as pl
+
+        best_scores, best_items = self._top(histories)
+        rows, places = np.isfinite(best_scores).nonzero()
+        items = best_items[rows, places]
+        return pl.DataFrame(
+            {
+                "user": pl.Series(names, dtype=pl.String).gather(rows),
+                "rank": (places + 1).astype(np.int32),
+                "item": self.items.originals.gather(items),
+                "title": self.items.titles.gather(items),
+                "score": best_scores[rows, places],
+            }
+        )
+
+    def _top(self, histories: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Scores and numbers (from 0) of the best items, [B, K]; -inf for one that was met."""
+        import torch
+
+        network = self._network = self._network or self._load()
+        with torch.no_grad():
+            scores_BV = network(*self._network_inputs(histories))
+        if not self._include_seen:
+            rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
+            scores_BV[torch.from_numpy(rows), torch.from_numpy(np.concatenate(histories) - 1)] = float("-inf")
+        best = scores_BV.topk(self._k)
+        return best.values.numpy(), best.indices.numpy()
+
+    def _network_inputs(self, histories: list[np.ndarray]) -> "tuple[Tensor, ...]":
+        """The ends of the histories, one after the other; their lengths; last places; keys, for dropout alone."""
+        import torch
+
+        masking = model_module(self._config).masking(self._config.model)
+        mask = np.empty(0, np.int64) if masking.get("asks_next") else np.array([self._num_items + 1])
+        ends = [np.append(history[-(masking["max_length"] - len(mask)) :], mask) for history in histories]
+        lengths_B = np.array([len(end) for end in ends])
+        inputs = np.concatenate(ends), lengths_B, np.cumsum(lengths_B) - 1, np.zeros_like(lengths_B)
+        return tuple(torch.from_numpy(values) for values in inputs)
+
+    def _load(self) -> Any:
+        import torch
+
+        from recmill.observe.log import quiet_libraries
+        from recmill.training import checkpoint
+        from recmill.world import World
+
+        quiet_libraries()
+        alone = World(0, 1, 0, 1, torch.device("cpu"))
+        found = trained_checkpoint(self._run, self._which, self._dataset, alone)
+        network = model_module(self._config).build(self._config.model, self._dataset.about, alone.device)
+        checkpoint.load(found, network)
+        return network.eval()

@@ -141,7 +141,8 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
     results: Results = {}
 
     def report(split: str, at: Position) -> None:
-        results[split] = evaluate_split(model, task, source, split, config.run, world)
+        metrics = task.new_metrics(config.run.eval)
+        results[split] = evaluate_split(model, task, source, split, metrics, config.run, world)
         if world.is_main:
             run.append_metrics({"step": at.step, "epoch": at.epoch, "split": split, **results[split]})
             log.info("step %s  %s  %s", f"{at.step:,}", split, short(results[split]))

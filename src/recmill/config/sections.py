@@ -188,6 +188,9 @@ class TrainSection(Section):
         return self
 
 
+RankingProtocol = Literal["full", "pop100", "uni100"]
+
+
 class EvalSection(Section):
     global_batch_size: PositiveInt = Field(
         4096, lt=2**31, description="Samples per evaluation step, over all processes."
@@ -197,10 +200,12 @@ class EvalSection(Section):
     before_training: bool = Field(False, description="Validate before the first step: the baseline, as step 0.")
     target_auroc: float = Field(0.0, ge=0.0, le=1.0, description="Stop when validation reaches it (clicks); 0: off.")
     patience: NonNegativeInt = Field(0, description="Stop after so many validations without a better one; 0: off.")
-    protocols: list[Literal["full", "pop100"]] = Field(
-        ["full", "pop100"], min_length=1, description="Ranking protocols (histories only)."
+    protocols: list[RankingProtocol] = Field(
+        ["full", "pop100"], min_length=1, description="How targets are ranked: full, pop100, uni100 (histories only)."
     )
-    ks: list[PositiveInt] = Field([1, 5, 10], min_length=1, description="Cut-offs of HR@K and NDCG@K (histories only).")
+    ks: list[PositiveInt] = Field(
+        [1, 5, 10], min_length=1, description="Cut-offs of HR@K, NDCG@K and MRR@K (histories only)."
+    )
 
 
 class CheckpointSection(Section):

@@ -8,18 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import polars as pl
 import torch
 
 from recmill import rng
 from recmill.batch import RankingBatch, SequenceBatch
 from recmill.data.share import EVERYTHING, Limits, Share, mixed_within_batches, num_batches, shares
 from recmill.errors import DataError
-from recmill.metrics.ranking import POP100_NEGATIVES, PopularNegatives
+from recmill.metrics.ranking import NUM_NEGATIVES, Negatives, sampled
 from recmill.schema import Dataset, HistoriesDescription
 
 # Counters of a window's random numbers; those below are the places of its items.
 _CHANCE_OF_WINDOW, _CHANCE_OF_ITEM = 1 << 20, 1 << 21
 _SORTED_BATCHES = 32  # so many batches' windows are sorted by length together: little padding, still random
+_COUNTED_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,7 @@ class HistorySource:
             if not len(self._starts):
                 raise DataError(f"{dataset.path}: no history has two items for training. Prepare longer ones.")
         self.samples_per_epoch = limits.samples("train", len(self._starts), train_batch_size)
-        self._negatives: PopularNegatives | None = None
-        if "pop100" in protocols:
-            self._negatives = _popular_negatives(dataset, self._items, self._offsets)
+        self._negatives = [_negatives(name, dataset, self._items, self._offsets) for name in sampled(protocols)]
         self._drawn: dict[tuple[str, int], np.ndarray] = {}
 
     @property
@@ -119,6 +119,11 @@ class HistorySource:
         """Every user once. Test histories hold the validation item."""
         for share in shares(self._num_users(split), self._eval_batch_size, 0, self._rank, self._size):
             yield self._ranking(split, share)
+
+    def train_counts(self) -> np.ndarray:
+        """Interactions of items 1, 2, ... that are trained on: all but those held out at the end of each history."""
+        held_out = np.concatenate([self._offsets[1:] - place for place in range(1, self._held_out + 1)])
+        return _item_counts(self._dataset, self._items) - _item_counts(self._dataset, self._items[held_out])
 
     def _num_users(self, split: str) -> int:
         return self._limits.samples(split, len(self._offsets) - 1, self._eval_batch_size)
@@ -224,12 +229,13 @@ class HistorySource:
         )
 
     def _negatives_of(self, split: str, users: np.ndarray) -> np.ndarray:
-        if self._negatives is None:
+        if not self._negatives:
             return np.empty((len(users), 0), dtype=np.int64)
         for user in users.tolist():
             if (split, user) not in self._drawn:
                 met = self._items[self._offsets[user] : self._offsets[user + 1]]
-                self._drawn[split, user] = self._negatives.draw(split, user, met)
+                drawn = [negatives.draw(split, user, met) for negatives in self._negatives]
+                self._drawn[split, user] = np.concatenate(drawn)
         return np.stack([self._drawn[split, user] for user in users.tolist()])
 
 
@@ -252,15 +258,24 @@ def _packed(items: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple
     return items[places].astype(np.int64), rows, from_end
 
 
-def _popular_negatives(dataset: Dataset, items: np.ndarray, offsets: np.ndarray) -> PopularNegatives:
+def _item_counts(dataset: Dataset, items: np.ndarray) -> np.ndarray:
+    """How often items 1, 2, ... occur; in pieces, because counting makes a copy."""
     assert isinstance(dataset.about, HistoriesDescription)
-    counts = np.bincount(items, minlength=dataset.about.num_items + 1)[1:]
-    available = int(np.count_nonzero(counts))
-    for user in np.flatnonzero(np.diff(offsets) > available - POP100_NEGATIVES).tolist():
+    counts = np.zeros(dataset.about.num_items + 1, np.int64)
+    for start in range(0, len(items), _COUNTED_AT_ONCE):
+        counts += np.bincount(items[start : start + _COUNTED_AT_ONCE], minlength=len(counts))
+    return counts[1:]
+
+
+def _negatives(protocol: str, dataset: Dataset, items: np.ndarray, offsets: np.ndarray) -> Negatives:
+    negatives = Negatives(protocol, _item_counts(dataset, items))
+    for user in np.flatnonzero(np.diff(offsets) > negatives.available - NUM_NEGATIVES).tolist():
         met = len(np.unique(items[offsets[user] : offsets[user + 1]]))
-        if available - met < POP100_NEGATIVES:
+        if negatives.available - met < NUM_NEGATIVES:
+            names = pl.scan_parquet(dataset.path / "users.parquet").filter(pl.col("id") == user).collect()
             raise DataError(
-                f"{dataset.path}: protocol 'pop100' needs {POP100_NEGATIVES} items a user has never met; "
-                f"user {user} has met {met} of {available}. Use --set 'eval.protocols=[\"full\"]'."
+                f"{dataset.path}: protocol '{protocol}' needs {NUM_NEGATIVES} items a user has never met; user "
+                f"{names['original_id'][0]} has met {met} of {negatives.available}. "
+                "Use --set 'eval.protocols=[\"full\"]' (train) or --protocol full (evaluate)."
             )
-    return PopularNegatives(counts)
+    return negatives

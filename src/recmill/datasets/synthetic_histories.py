@@ -16,7 +16,7 @@ from recmill.config.sections import Section
 from recmill.datasets.histories import seal_histories
 from recmill.datasets.writing import Progress
 from recmill.errors import ConfigError
-from recmill.metrics.ranking import POP100_NEGATIVES, PopularNegatives, RankingMetrics
+from recmill.metrics.ranking import NUM_NEGATIVES, Negatives, RankingMetrics
 from recmill.schema import Description
 
 SUCCESSOR_PROBABILITIES = np.array([0.4, 0.3, 0.2, 0.1])
@@ -152,15 +152,16 @@ def _blocks(lengths: np.ndarray, num_items: int) -> Iterator[np.ndarray]:
 def best_reachable(
     chain: Chain, items: np.ndarray, lengths: np.ndarray, counts: np.ndarray, split: str
 ) -> dict[str, float]:
-    """HR@K and NDCG@K of the best possible scores on this split, by protocol.
+    """HR@K, NDCG@K and MRR@K of the best possible scores on this split, by protocol.
 
-    Among the whole catalogue that is the planted probability; among negatives drawn by popularity, the probability
-    over the popularity (a popular item is there anyway). Where the chain says nothing, popularity decides.
+    Among the whole catalogue, or items drawn from it alike, that is the planted probability; among negatives drawn by
+    popularity, the probability over the popularity (a popular item is there anyway). Where the chain says nothing,
+    popularity decides.
     """
     ends = np.cumsum(lengths)
-    has_pop100 = np.count_nonzero(counts) - lengths.max() >= POP100_NEGATIVES
-    negatives = PopularNegatives(counts)
-    ranks: dict[str, list[int]] = {"full": [], **({"pop100": []} if has_pop100 else {})}
+    negatives = {protocol: Negatives(protocol, counts) for protocol in ("pop100", "uni100")}
+    negatives = {name: drawn for name, drawn in negatives.items() if drawn.available - lengths.max() >= NUM_NEGATIVES}
+    ranks: dict[str, list[int]] = {name: [] for name in ("full", *negatives)}
     for user, end in enumerate(ends):
         history = items[end - lengths[user] : end]
         place = len(history) - (1 if split == "test" else 2)
@@ -169,10 +170,10 @@ def best_reachable(
         unseen = np.ones(len(scores), dtype=bool)
         unseen[history[:place] - 1] = False
         ranks["full"].append(int(np.sum(scores[unseen] >= scores[target])) - 1)
-        if has_pop100:
-            others = negatives.draw(split, user, history) - 1
-            scores /= np.maximum(counts, 1)
-            ranks["pop100"].append(int(np.sum(scores[others] >= scores[target])))
+        for name, drawn in negatives.items():
+            others = drawn.draw(split, user, history) - 1
+            best = scores / np.maximum(counts, 1) if name == "pop100" else scores
+            ranks[name].append(int(np.sum(best[others] >= best[target])))
     metrics = RankingMetrics(list(ranks), list(KS))
     for protocol, found in ranks.items():
         metrics.update(protocol, np.array(found))

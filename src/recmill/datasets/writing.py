@@ -65,11 +65,30 @@ def _check_is_ours(output: Path) -> None:
 
 
 def _remove_leftovers(output: Path) -> None:
-    """Of a `prepare` that was killed: its process is gone."""
+    """Of a command that was killed: its process is gone."""
     for left in output.parent.glob(f".{output.name}.partial-*"):
         process = left.name.rpartition("-")[2]
         if process.isdigit() and not Path(f"/proc/{process}").exists():
+            if left.is_file():
+                left.unlink()
             shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def whole_file(output: Path) -> Iterator[Path]:
+    """A new file beside `output` that takes its name when the block ends well, and vanishes otherwise."""
+    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(output)
+        partial.touch()
+    except OSError as error:
+        raise as_user_error(error) or error from error
+    try:
+        yield partial
+        os.rename(partial, output)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -1,12 +1,15 @@
-"""Next item: cross-entropy over the catalogue where an item is asked for; HR@K and NDCG@K by named protocol."""
+"""Next item: cross-entropy over the catalogue where an item is asked for; HR, NDCG and MRR by named protocol."""
 
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from recmill.batch import RankingBatch, SequenceBatch
 from recmill.config.sections import EvalSection
 from recmill.metrics.binary import Values
-from recmill.metrics.ranking import RankingMetrics
+from recmill.metrics.ranking import Popularity, RankingMetrics, sampled
 
 
 def loss_sum(loss: Tensor, batch: SequenceBatch) -> Tensor:
@@ -14,8 +17,10 @@ def loss_sum(loss: Tensor, batch: SequenceBatch) -> Tensor:
     return loss
 
 
-def new_metrics(section: EvalSection) -> RankingMetrics:
-    return RankingMetrics(list(section.protocols), list(section.ks))
+def new_metrics(section: EvalSection, resamples: int = 0, train_counts: np.ndarray | None = None) -> RankingMetrics:
+    """`resamples`: of the users, for intervals; `train_counts`: of the items, for the popularity baseline."""
+    popularity = None if train_counts is None else Popularity(train_counts)
+    return RankingMetrics(list(section.protocols), list(section.ks), resamples, popularity)
 
 
 def headline(values: Values) -> float | None:
@@ -29,11 +34,28 @@ def update(metrics: RankingMetrics, logits_BV: Tensor, batch: RankingBatch) -> N
     real = batch.weights_M > 0
     answers_B1 = batch.answers_M[:, None] - 1
     target_B1 = logits_BV.gather(1, answers_B1)
-    if "pop100" in metrics.protocols:
-        others_BC = logits_BV.gather(1, batch.negatives_BC - 1)
-        metrics.update("pop100", (~(others_BC < target_B1)).sum(1)[real].cpu().numpy())
+    for protocol, negatives_BC in _negatives(metrics, batch):
+        others_BC = logits_BV.gather(1, negatives_BC - 1)
+        metrics.update(protocol, (~(others_BC < target_B1)).sum(1)[real].cpu().numpy())
     if "full" in metrics.protocols:
         metrics.update("full", full_ranks(logits_BV, target_B1, answers_B1, batch)[real].cpu().numpy())
+    if metrics.popularity and metrics.of_popularity:
+        _rank_by_popularity(metrics.popularity, metrics.of_popularity, batch)
+
+
+def _rank_by_popularity(popularity: Popularity, metrics: RankingMetrics, batch: RankingBatch) -> None:
+    """The same answers among the same candidates."""
+    real, answers = (batch.weights_M > 0).cpu().numpy(), batch.answers_M.cpu().numpy()
+    for protocol, negatives_BC in _negatives(metrics, batch):
+        metrics.update(protocol, popularity.ranks_among(answers, negatives_BC.cpu().numpy())[real])
+    if "full" in metrics.protocols:
+        seen = batch.seen_rows.cpu().numpy(), batch.seen_items.cpu().numpy()
+        metrics.update("full", popularity.full_ranks(answers, *seen)[real])
+
+
+def _negatives(metrics: RankingMetrics, batch: RankingBatch) -> Iterator[tuple[str, Tensor]]:
+    names = sampled(metrics.protocols)
+    return zip(names, batch.negatives_BC.chunk(max(len(names), 1), dim=1), strict=False)
 
 
 def full_ranks(logits_BV: Tensor, target_B1: Tensor, answers_B1: Tensor, batch: RankingBatch) -> Tensor:

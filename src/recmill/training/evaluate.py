@@ -15,12 +15,11 @@ from recmill.world import World
 
 @torch.no_grad()
 def evaluate_split(
-    model: nn.Module, task: ModuleType, source: Any, split: str, settings: RunSections, world: World
+    model: nn.Module, task: ModuleType, source: Any, split: str, metrics: Any, settings: RunSections, world: World
 ) -> Values:
-    """All ranks take part and all get the same values."""
+    """`metrics`: new ones of the task. All ranks take part and all get the same values."""
     was_training = model.training
     model.eval()
-    metrics = task.new_metrics(settings.eval)
     progress = Progress(f"evaluating {split}", source.num_eval_batches(split), unit="batches", world=world)
     waiting = pinned(source.eval_batches(split), world.device)
     with progress, prefetched(waiting, settings.data.prefetch) as batches:

@@ -1,0 +1,260 @@
+"""`evaluate` and `recommend` on a few films, with the names that people have for them."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import tomli_w
+
+from recmill import evaluate, prepare, recommend, recommend_all, train
+from recmill.commands import recommend as command
+from recmill.commands.assemble import build_source, model_module, open_matching_dataset, open_trained_run
+from recmill.errors import ConfigError
+
+from ..conftest import RunCli
+from ..histories_raw import histories_of
+from .test_command_line import assert_one_clear_error
+
+# Original ids are ten times the numbers; 5 and 6 share a title.
+TITLES = {
+    10: "Heat (1995)",
+    20: "Casino (1995)",
+    30: "City of Lost Children, The (1995)",
+    40: "I, Robot, and Others (2004)",
+    50: "Aladdin (1992)",
+    60: "Aladdin (1992)",
+} | {10 * n: f"Film {n} (19{n})" for n in range(7, 31)}
+NUM_USERS = 23
+
+
+@pytest.fixture(scope="module")
+def movies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Users 100, 103, ... with 3 to 30 of 30 films: the last has met them all."""
+    raw = tmp_path_factory.mktemp("raw")
+    draw, rows = np.random.default_rng(5), []
+    for n in range(NUM_USERS):
+        length = 30 if n == NUM_USERS - 1 else 3 + n
+        rows += [f"{100 + 3 * n}::{10 * (item + 1)}::5::{t}\n" for t, item in enumerate(draw.permutation(30)[:length])]
+    (raw / "ratings.dat").write_text("".join(rows))
+    (raw / "movies.dat").write_text("".join(f"{i}::{title}::Drama\n" for i, title in TITLES.items()))
+    prepare("movielens", raw / "data", input=str(raw), min_item_count=0, min_user_count=0)
+    return raw / "data"
+
+
+def trained(name: str, movies: Path, directory: Path) -> Path:
+    config = {
+        "data": {"path": str(movies)},
+        "model": {"name": name, "embedding_dim": 16, "num_layers": 1, "max_length": 10},
+        "train": {"device": "cpu", "global_batch_size": 8, "max_steps": 4},
+        "eval": {"protocols": ["full"], "ks": [1, 5]},
+    }
+    train(config, directory / name)
+    return directory / name
+
+
+@pytest.fixture(scope="module")
+def run(movies: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained("bert4rec", movies, tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module", params=["bert4rec", "sasrec"])
+def each_run(request: pytest.FixtureRequest, movies: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "bert4rec":
+        return Path(request.getfixturevalue("run"))
+    return trained("sasrec", movies, tmp_path_factory.mktemp("run"))
+
+
+def items_of(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["item"] for row in rows]
+
+
+def scores_of_the_network(run: Path, user: int) -> dict[str, float]:
+    """As in evaluation: for the test item of a user, by original id."""
+    import torch
+
+    from recmill.training import checkpoint
+
+    directory, config = open_trained_run(run)
+    dataset = open_matching_dataset(config)
+    network = model_module(config).build(config.model, dataset.about, torch.device("cpu")).eval()
+    found = checkpoint.newest(directory.checkpoints)
+    assert found
+    checkpoint.load(found, network)
+    batch = next(build_source(config, dataset, 0, 1).eval_batches("test"))
+    with torch.no_grad():
+        logits = network(*batch.inputs())[user].tolist()
+    return {str(10 * (item + 1)): score for item, score in enumerate(logits)}
+
+
+def test_the_best_items_are_those_that_evaluation_scores_highest(each_run: Path, movies: Path) -> None:
+    user = 18  # 21 items: more than the network sees
+    history = list(histories_of(movies).values())[user][:-1]
+    scores = scores_of_the_network(each_run, user)
+    unseen = sorted(scores.keys() - set(history), key=lambda item: -scores[item])
+    found = recommend(each_run, history, k=10)
+    assert items_of(found) == unseen  # ten are left
+    assert [row["score"] for row in found] == pytest.approx([scores[item] for item in unseen], rel=1e-5)
+    assert [row["title"] for row in found] == [TITLES[int(item)] for item in unseen]
+    everything = recommend(each_run, history, k=30, include_seen=True)
+    assert items_of(everything) == sorted(scores, key=lambda item: -scores[item])
+
+
+def test_titles_ids_and_commas_name_the_same_history(run: Path) -> None:
+    by_id = recommend(run, [20, 30, "40", 10], k=5)
+    text = "Casino (1995),City of Lost Children, The (1995), I, Robot, and Others (2004) ,10"
+    assert recommend(run, text, k=5) == by_id
+    assert recommend(run, list(map(TITLES.__getitem__, [20, 30, 40, 10])), k=5) == by_id
+
+
+def test_users_get_what_their_whole_history_gets(
+    each_run: Path, movies: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One, some, or all of them; batches of any size."""
+    histories = histories_of(movies)
+    expected = {user: recommend(each_run, history, k=4) for user, history in histories.items() if len(history) < 27}
+    two = recommend(each_run, users="106,100, 106", k=4, checkpoint="best")
+    assert [(row["user"], row["rank"]) for row in two] == [(user, n) for user in ("106", "100") for n in (1, 2, 3, 4)]
+    assert items_of(two) == items_of(expected["106"]) + items_of(expected["100"])
+    monkeypatch.setattr(command, "_HISTORIES_AT_ONCE", 5)
+    done = recommend_all(each_run, tmp_path / "new" / "all.parquet", k=4)
+    written = pl.read_parquet(tmp_path / "new" / "all.parquet")
+    assert done == {"output": str(tmp_path / "new" / "all.parquet"), "users": NUM_USERS, "rows": written.height}
+    assert written.schema == {
+        "user": pl.String, "rank": pl.Int32, "item": pl.String, "title": pl.String, "score": pl.Float32
+    }  # fmt: skip
+    assert list(dict.fromkeys(written["user"])) == [user for user in histories if len(histories[user]) < 30]
+    for user, history in histories.items():
+        rows = written.filter(user=user).drop("user")
+        assert rows["rank"].to_list() == list(range(1, 1 + min(4, 30 - len(history))))
+        if user in expected:
+            assert items_of(rows.to_dicts()) == items_of(expected[user])
+            assert rows["score"].to_list() == pytest.approx([row["score"] for row in expected[user]], rel=1e-5)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["all.parquet"]
+
+
+def test_everyone_s_items_through_the_command(run: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    done = run_cli("recommend", run, "--all", "--output", "all.parquet", "--k", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"44 rows for 23 users: {tmp_path / 'all.parquet'}\n"
+    assert "1 users have fewer than 2 items left" in done.stderr
+    before = (tmp_path / "all.parquet").read_bytes()
+    again = run_cli("recommend", run, "--all", "--output", "all.parquet")
+    assert_one_clear_error(again, 3, "all.parquet exists", "Choose another --output")
+    assert (tmp_path / "all.parquet").read_bytes() == before
+
+
+def test_a_disk_without_room_leaves_nothing_behind(run: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / ".all.parquet.partial-999999999").touch()  # of a process that was killed
+
+    def small_files_only() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+
+    done = run_cli("recommend", run, "--all", "--output", "all.parquet", "--k", "2", preexec_fn=small_files_only)
+    assert_one_clear_error(done, 5, "all.parquet: could not be written")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_shows_users_ranks_and_titles(run: Path, run_cli: RunCli) -> None:
+    shown = run_cli("recommend", run, "--users", "100", "--k", "2").stdout.splitlines()
+    rows = recommend(run, users=[100], k=2)
+    assert shown[0].split() == ["user", "rank", "item", "title", "score"]
+    assert shown[2].split()[:3] == ["100", "1", rows[0]["item"]]
+    assert rows[0]["title"] in shown[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "facts"),
+    [
+        (["--users", "101,100,999"], 3, ["2 user(s) are not in", "users.parquet", "'101' (did you mean '1", "'999'"]),
+        (["--users", " , "], 3, ["--users is empty"]),
+        (["--history", "Heat"], 3, ["'Heat' (did you mean 'Heat (1995)'?)", "items.parquet"]),
+        (["--history", "heat (1996),20"], 3, ["1 item(s)", "did you mean 'Heat (1995)'"]),
+        (["--history", "qqq"], 3, ["1 item(s) are not in", "'qqq'. Known ids: 10, 20, 30 and more."]),
+        (["--history", "Aladdin (1992)"], 3, ["is the title of 2 items. Use the id of one: 50, 60."]),
+        (["--history", "10", "--k", "0"], 2, ["--k 0: there are 30 items; ask for 1 to 30"]),
+        (["--history", "10", "--k", "31", "--include-seen"], 2, ["--k 31: there are 30 items"]),
+        (["--history", "10,20,10", "--k", "29"], 2, ["--k 29: 28 items are left outside this history"]),
+        (["--users", "100,166", "--k", "1"], 2, ["--k 1: 0 items are left that user 166 has not met"]),
+        (["--users", "100", "--history", "10"], 2, ["exactly one of --history, --users and --all"]),
+        ([], 2, ["exactly one of --history, --users and --all"]),
+        (["--all"], 2, ["--all and --output go together"]),
+        (["--users", "100", "--output", "x.parquet"], 2, ["--all and --output go together"]),
+        (["--all", "--output", "x.parquet", "--k", "31"], 2, ["--k 31: there are 30 items"]),
+    ],
+)
+def test_what_cannot_be_recommended_is_one_clear_error(
+    arguments: list[str], code: int, facts: list[str], run: Path, run_cli: RunCli, tmp_path: Path
+) -> None:
+    assert_one_clear_error(run_cli("recommend", run, *arguments), code, *facts)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "facts"),
+    [
+        (["--protocol", "full,pop100"], 3, ["'pop100' needs 100 items", "user 100 has met 3 of 30", "--protocol full"]),
+        (["--protocol", "uni100"], 3, ["'uni100' needs 100 items", "user 100 has met 3 of 30", "--protocol full"]),
+        (["--protocol", "pop10"], 2, ["unknown protocol 'pop10'. Did you mean 'pop100'?", "full, pop100, uni100"]),
+        (["--protocol", "full,"], 2, ["unknown protocol ''"]),
+        (["--k", "0"], 2, ["--k 0: give cut-offs of 1 to 30"]),
+        (["--k", "5,31"], 2, ["--k 31: give cut-offs of 1 to 30"]),
+        (["--k", "ten"], 2, ["whole numbers"]),
+        (["--bootstrap", "-1"], 2, ["--bootstrap -1"]),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_clear_error(
+    arguments: list[str], code: int, facts: list[str], run: Path, run_cli: RunCli
+) -> None:
+    assert_one_clear_error(run_cli("evaluate", run, *arguments), code, *facts)
+
+
+def test_evaluation_shows_popularity_and_intervals_beside_the_model(run: Path, movies: Path, run_cli: RunCli) -> None:
+    arguments = ["--k", "3,10", "--bootstrap", "100", "--split", "val"]
+    values = evaluate(run, ks=[3, 10], bootstrap=100, split="val")
+    histories = list(histories_of(movies).values())
+    counts = dict.fromkeys(map(str, TITLES), 0)
+    for item in (item for history in histories for item in history[:-2]):
+        counts[item] += 1
+    hits = []
+    for *history, target, _ in histories:
+        rivals = counts.keys() - set(history) - {target}
+        hits.append(sum(counts[item] >= counts[target] for item in rivals) < 3)
+    assert values["popularity/full/hr@3"] == pytest.approx(np.mean(hits))
+    assert 0 <= values["low/full/hr@3"] <= values["full/hr@3"] <= values["high/full/hr@3"] <= 1
+    shown = run_cli("evaluate", run, *arguments).stdout.splitlines()
+    assert [cell.strip() for cell in shown[0].split("  ") if cell] == ["val", "model", "95 % interval", "popularity"]
+    assert shown[2].split() == [
+        "full/hr@3",
+        f"{values['full/hr@3']:.4f}",
+        f"{values['low/full/hr@3']:.4f}",
+        "to",
+        f"{values['high/full/hr@3']:.4f}",
+        f"{values['popularity/full/hr@3']:.4f}",
+    ]
+    assert shown[-1].split() == ["users", "23"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--protocol", "full"], ["--bootstrap", "100"], ["--k", "5"]], ids=lambda arguments: arguments[0]
+)
+def test_click_models_have_no_ranking(
+    arguments: list[str], dlrm: dict[str, Any], run_cli: RunCli, tmp_path: Path
+) -> None:
+    """Told before the checkpoint is read: an empty one will do."""
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000001" / "MANIFEST.json").write_text("{}")
+    (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps(dlrm))
+    fact = f"{arguments[0]} is for sequence models, and 'dlrm' is none"
+    assert_one_clear_error(run_cli("evaluate", "run", *arguments), 2, fact)
+    assert_one_clear_error(run_cli("recommend", "run", "--users", "1"), 2, "'dlrm' is no sequence model")
+
+
+def test_python_takes_one_of_history_and_users(tmp_path: Path) -> None:
+    for both in ({}, {"history": [10], "users": [100]}):
+        with pytest.raises(ConfigError, match="exactly one"):
+            recommend(tmp_path, **both)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="checkpoint 'oldest': use the 'newest' or the 'best'"):
+        evaluate(tmp_path, checkpoint="oldest")  # type: ignore[arg-type]
