@@ -75,9 +75,9 @@ def keys(section: type[Section], prefix: str) -> set[str]:
 
 @pytest.mark.parametrize(("page", "model", "least"), [("coming-from.md", "dlrm", 60), ("sequences.md", "bert4rec", 60)])
 def test_every_key_exists_and_takes_the_value_that_is_named(page: str, model: str, least: int) -> None:
-    known = keys(RunSections, "") | {"model.name"}
-    for name in registry.MODELS:
-        known |= keys(registry.load(registry.MODELS, name, "model").Config, "model.")
+    of_all = keys(RunSections, "") | {"model.name"}
+    of_model = {name: keys(registry.load(registry.MODELS, name, "model").Config, "model.") for name in registry.MODELS}
+    known = of_all.union(*of_model.values())
     sections = "|".join(["model", *RunSections.model_fields])
     named = re.findall(rf"`((?:{sections})\.[\w.]+)( = [^`]+)?`", (DOCS / page).read_text(encoding="utf-8"))
     assert len(named) > least
@@ -85,7 +85,8 @@ def test_every_key_exists_and_takes_the_value_that_is_named(page: str, model: st
     for key, value in named:
         if value:
             needs = ["optim.schedule.step_size=9"] if value == ' = "step"' else []
-            config = load_config({"data": {"path": "d"}, "model": {"name": model}}, [*needs, f"{key}{value}"])
+            name = next(name for name in [model, *of_model] if key in of_all | of_model[name])
+            config = load_config({"data": {"path": "d"}, "model": {"name": name}}, [*needs, f"{key}{value}"])
             found = config.as_dict()
             for part in key.split("."):
                 found = found[part]

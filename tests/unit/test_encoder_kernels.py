@@ -37,7 +37,7 @@ def block_of(dim: int, heads: int, is_causal: bool) -> EncoderBlock:
     block = EncoderBlock(dim, heads, 0.3, 5, is_causal, (nn.LayerNorm(dim), nn.LayerNorm(dim)))
     with torch.no_grad():
         for parameter in block.parameters():  # norms that scale and shift, attention that prefers
-            parameter += torch.randn_like(parameter) * 0.1
+            parameter.add_(torch.randn_like(parameter) * 0.1)
     return block
 
 
@@ -103,13 +103,13 @@ def test_cross_entropy_over_a_catalogue_is_torchs(
     kernels: ctypes.CDLL, queries: int, items: int, dim: int, smoothing: float, spread: float
 ) -> None:
     torch.manual_seed(2)
-    inputs = [torch.randn(queries, dim) * spread, torch.randn(items, dim), torch.randn(items)]
-    inputs = [value.requires_grad_() for value in inputs]
+    asked, weight, bias = torch.randn(queries, dim) * spread, torch.randn(items, dim), torch.randn(items)
+    inputs = [value.requires_grad_() for value in (asked, weight, bias)]
     answers, weights = torch.randint(0, items, (queries,)), torch.rand(queries)
-    logits = F.linear(*inputs).double()
+    logits = F.linear(asked, weight, bias).double()
     losses = F.cross_entropy(logits, answers, reduction="none", label_smoothing=smoothing)
     expected = (losses * weights).sum()
-    found = cross_entropy_sum(*inputs, answers, weights, smoothing, kernels)
+    found = cross_entropy_sum(asked, weight, bias, answers, weights, smoothing, kernels)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     for one, other in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

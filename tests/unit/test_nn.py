@@ -238,8 +238,8 @@ def test_a_window_norm_is_torchs_over_places_and_dims() -> None:
     torch.manual_seed(0)
     norm = WindowNorm(4, 8)
     with torch.no_grad():
-        norm.weight += torch.randn(4, 8)
-        norm.bias += torch.randn(4, 8)
+        norm.weight.add_(torch.randn(4, 8))
+        norm.bias.add_(torch.randn(4, 8))
     x = torch.randn(6, 8)
     rows = rows_of([4, 2], KEYS[:2])
     padded = torch.stack([x[:4], torch.cat([torch.zeros(2, 8), x[4:]])])
