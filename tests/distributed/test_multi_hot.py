@@ -138,6 +138,8 @@ def test_data_that_it_does_not_fit_is_a_config_error(
     prepare("criteo", tmp_path / "d", input=raw, multi_hot=[2])
     with pytest.raises(ConfigError, match=r"holds several ids per row already. Remove it"):
         train(config, tmp_path / "run", overrides=[f"data.path={tmp_path / 'd'}"])
+    with pytest.raises(ConfigError, match=r"'data.train_on_validation' is for histories, and these are clicks"):
+        train(config, tmp_path / "run", overrides=["data.multi_hot.sizes=[]", "data.train_on_validation=true"])
     with pytest.raises(ConfigError, match=r"is for clicks, and these are histories"):
         train(bert4rec, tmp_path / "run", overrides=["data.multi_hot.sizes=[2]"])
     monkeypatch.setattr(assemble, "memory_bytes", lambda: 1000)

@@ -90,6 +90,18 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
             {**GOOD, "model": {"name": "bert4rec", "mask_random": 0.6, "mask_keep": 0.5}},
             "model.mask_random = 0.6 and model.mask_keep = 0.5 are more than all",
         ),
+        (
+            {**GOOD, "model": {"name": "sasrec", "num_negatives": 9}},
+            "model.num_negatives has no meaning for model.loss = 'softmax'. Remove it, or use 'gbce'.",
+        ),
+        (
+            {**GOOD, "model": {"name": "sasrec", "loss": "gbce", "label_smoothing": 0.1}},
+            "model.label_smoothing has no meaning for model.loss = 'gbce'",
+        ),
+        (
+            {"data": {"path": "d", "train_on_validation": True}, "model": {"name": "sasrec"}, "eval": {"patience": 2}},
+            "data.train_on_validation with eval.patience: validation cannot tell what is best",
+        ),
         ({**GOOD, "optim": {"tables": {"name": "adam"}}, "train": {"device": "cpu"}}, "no fused Adam on CPU"),
         (
             schedule(name="mlperf", warmup_steps=9, decay_start_step=8, decay_steps=1),

@@ -216,6 +216,8 @@ def _log_facts(world: "World", config: Config, dataset: Dataset, tables: Sequenc
     )
     if dataset.about.kind == "histories" and source.batches_per_epoch:
         log.info("%s", source.window_facts())
+    if config.run.data.train_on_validation:
+        log.warning("validation's items are trained on: its numbers tell what is remembered. Look at the test's.")
 
 
 def _at_absolute_path(config: Config) -> Config:

@@ -239,6 +239,12 @@ class RunSections(Section):
                 "optim.tables.name = 'adam' with train.device = 'cpu': FBGEMM has no fused Adam on CPU. "
                 "Use 'rowwise_adagrad' or 'adagrad', or sharding.mode = 'ddp'."
             )
+        if self.data.train_on_validation and (self.eval.patience or self.checkpoint.keep_best):
+            key = "eval.patience" if self.eval.patience else "checkpoint.keep_best"
+            problems.append(
+                f"data.train_on_validation with {key}: validation cannot tell what is best when it is trained on. "
+                "Remove one of the two."
+            )
         if optimizer == "rowwise_adagrad" and (cut := asked_for & {"column_wise", "grid"}):
             problems.append(
                 f"sharding '{min(cut)}' with optim.tables.name = 'rowwise_adagrad': each piece of a row would keep a "
