@@ -204,8 +204,8 @@ def test_a_compiler_that_fails_is_told(
 def test_processes_that_compile_at_once_all_get_it(tmp_path: Path) -> None:
     code = "from recmill.kernels.native import native; assert native() is not None"
     environment = {**os.environ, "HOME": str(tmp_path)}
-    workers = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
-    assert [worker.wait(120) for worker in workers] == [0, 0, 0]
+    workers = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [worker.wait(200) for worker in workers] == [0, 0]
     (kept,) = (tmp_path / ".cache" / "recmill").iterdir()
     assert kept.suffix == ".so"
 
