@@ -35,11 +35,10 @@ class NativeRows:
         offsets = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
         asked = offsets if queries_M is None else torch.searchsorted(queries_M, offsets)
         self.num_queries = int(asked[-1])
-        self._tensors = [offsets, asked, *([] if queries_M is None else [queries_M]), keys_B]  # live as long
-        places = None if queries_M is None else queries_M.data_ptr()
-        self._struct = _Rows(
-            len(lengths_B), longest, offsets.data_ptr(), asked.data_ptr(), places, keys_B.contiguous().data_ptr()
-        )
+        self._tensors = [offsets, asked, queries_M, keys_B]  # live as long
+        assert all(tensor is None or tensor.is_contiguous() for tensor in self._tensors)
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in self._tensors]
+        self._struct = _Rows(len(lengths_B), longest, *addresses)
 
     @property
     def pointer(self) -> Any:

@@ -103,14 +103,16 @@ class ItemTransformer(nn.Module):
 
         With a tied head in one lookup: the fused optimizers update a table once for each.
         """
-        ids, items = tokens_N, slice(None) if items_V is None else items_V - 1
+        ids = tokens_N
         if self.bias is not None:
             every = torch.arange(1, self._num_items + 1, device=ids.device)
             ids = torch.cat([ids, every if items_V is None else items_V])
         lengths = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
         listed = KeyedJaggedTensor(keys=[self._feature], values=ids, lengths=lengths)
         values = self.tables(listed)[self._feature].values()
+        values_ND, weight_VD, bias_V = values[: len(tokens_N)], values[len(tokens_N) :], self.bias
         if self.output is not None:
-            return values, self.output.weight[items], self.output.bias[items]
-        assert self.bias is not None
-        return values[: len(tokens_N)], values[len(tokens_N) :], self.bias[items]
+            weight_VD, bias_V = self.output.weight, self.output.bias
+            weight_VD = weight_VD if items_V is None else weight_VD[items_V - 1]
+        assert bias_V is not None
+        return values_ND, weight_VD, bias_V if items_V is None else bias_V[items_V - 1]
