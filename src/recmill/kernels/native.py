@@ -48,7 +48,7 @@ def _compiled_or_none() -> ctypes.CDLL | None:
             problem = str(error)
     log.warning(
         "our own CPU kernels cannot be used here: %s. Training works, but steps of click models take 1.2 to 1.3 times, "
-        "those of sequence models twice as long. Install g++ (Debian: apt-get install g++).",
+        "those of sequence models up to twice as long. Install g++ (Debian: apt-get install g++).",
         problem,
     )
     return None
