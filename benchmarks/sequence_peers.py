@@ -13,6 +13,14 @@ from typing import Any
 import numpy as np
 from turns import Notes
 
+# Of Lightning's trainers: nothing that takes time or writes files.
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -165,10 +173,7 @@ def rectools(windows: Windows, notes: Notes) -> None:
         devices=1,
         max_epochs=-1,
         callbacks=[Noting()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     model.fit(Dataset.construct(pd.DataFrame(columns)))
 
@@ -188,10 +193,7 @@ def replay(windows: Windows, notes: Notes, loss: str = "CE") -> None:
         accelerator="cpu",
         max_epochs=-1,
         callbacks=[Noting()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         limit_val_batches=0,
     )
     trainer.fit(module, data)

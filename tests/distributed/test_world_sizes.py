@@ -22,7 +22,9 @@ def test_any_number_of_processes_gives_the_same_losses_and_metrics(
     sizes = (1, 3) if model == "bert4rec" else (1, 2)
     results = [train(config, tmp_path / str(procs), procs=procs) for procs in sizes]
     assert len(losses(tmp_path / "1")) > 4
-    assert min(losses(tmp_path / "1")) < losses(tmp_path / "1")[0], "it learns"
+    first, *later, before_last, _ = losses(tmp_path / "1")  # the last batch may be a single row
+    # A batch of histories has rows of like length, and losses of different lengths are hard to compare.
+    assert (before_last if model == "dlrm" else min(later)) < first
     assert_same_run(tmp_path / "1", tmp_path / str(sizes[1]))
     for split in ("val", "test"):
         assert results[1][split] == pytest.approx(results[0][split], rel=2e-5)

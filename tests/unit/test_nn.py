@@ -209,7 +209,9 @@ def test_gbce_by_hand() -> None:
 
 @pytest.mark.parametrize(("calibration", "power"), [(0.0, 1.0), (1.0, 0.25)])
 def test_gbce_is_plain_without_calibration_and_takes_the_rate_with_all_of_it(calibration: float, power: float) -> None:
-    assert Loss("gbce", negatives=5, calibration=calibration).power(num_items=21) == pytest.approx(power)
+    loss = Loss("gbce", negatives=5, calibration=calibration)
+    assert loss.power(num_items=21) == pytest.approx(power)
+    assert loss.power(num_items=3) == loss.power(num_items=1) == 1.0, "with more negatives than items nothing is undone"
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

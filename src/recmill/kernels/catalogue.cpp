@@ -14,11 +14,6 @@ constexpr int64_t kUnit = 2 * kLanes;  // queries of one thread at once; their s
 constexpr int64_t kItems = 128;        // at once: their rows stay in the first cache
 constexpr int64_t kScores = 1 << 23;   // of all units that are under way together, if more than one a thread
 
-struct Unit {
-    const float* asked;  // [count, D]
-    int64_t first, count;
-};
-
 }  // namespace
 
 extern "C" {

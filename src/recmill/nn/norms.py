@@ -23,7 +23,7 @@ class WindowNorm(nn.Module):
 
     def forward(self, x_ND: Tensor, rows: Rows) -> Tensor:
         length, dim = self.weight.shape
-        places_N = (rows.row_N + 1) * length - 1 - rows.from_end_N
+        places_N = rows.padded_to(length)
         padded = x_ND.new_zeros(len(rows.lengths_B) * length, dim).index_copy(0, places_N, x_ND)
         normed = F.layer_norm(padded.view(-1, length, dim), (length, dim), self.weight, self.bias)
         return normed.view(-1, dim)[places_N]

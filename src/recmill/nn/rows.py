@@ -37,8 +37,12 @@ class Rows:
 
     @cached_property
     def padded_N(self) -> Tensor:
-        """Each token's place in [B, T], rows padded on the left."""
-        return (self.row_N + 1) * self.longest - 1 - self.from_end_N
+        """Each token's place in [B, T]."""
+        return self.padded_to(self.longest)
+
+    def padded_to(self, length: int) -> Tensor:
+        """Each token's place in [B, length], rows padded on the left."""
+        return (self.row_N + 1) * length - 1 - self.from_end_N
 
     @cached_property
     def is_real_BT(self) -> Tensor:

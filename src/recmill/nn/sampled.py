@@ -25,7 +25,7 @@ class Loss:
 
         It undoes the overconfidence that comes from seeing few negatives.
         """
-        rate = self.negatives / (num_items - 1)
+        rate = min(1.0, self.negatives / max(1, num_items - 1))  # drawn with repeats, there may be more than items
         return rate * (self.calibration * (1 - 1 / rate) + 1 / rate)
 
 
