@@ -16,15 +16,26 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cli": {"commands", "errors", "registry", "observe", "launch", "recmill"},
     "__main__": {"cli"},
     "commands": None,
-    "worker": {"launch", "errors", "observe", "world"},
-    "training": {"config", "errors", "kernels", "metrics", "observe", "rng", "schema", "world"},
+    "worker": {"failpoints", "launch", "errors", "observe", "world"},
+    "training": {"config", "errors", "failpoints", "kernels", "metrics", "observe", "rng", "schema", "world"},
     "tasks": {"batch", "config", "metrics"},
     "models": {"config", "nn", "schema"},
     "kernels": set(),
     "nn": {"kernels", "schema"},
     "stores": set(),
     "data": {"batch", "companions", "errors", "metrics", "rng", "schema", "stored"},
-    "datasets": {"companions", "config", "errors", "metrics", "observe", "recmill", "rng", "schema", "stored"},
+    "datasets": {
+        "companions",
+        "config",
+        "errors",
+        "failpoints",
+        "metrics",
+        "observe",
+        "recmill",
+        "rng",
+        "schema",
+        "stored",
+    },
     "metrics": {"rng", "world"},
     "launch": {"errors"},
     "observe": {"errors", "recmill", "world"},
@@ -37,6 +48,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "companions": set(),
     "rng": set(),
     "errors": set(),
+    "failpoints": {"errors"},
     "recmill": {"commands"},
 }
 TORCH_FREE = ("datasets", "launch", "models", "config", "metrics")
@@ -114,7 +126,9 @@ def test_environment_and_printing_stay_in_their_rooms(file: Path) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     if names & {"environ", "getenv"}:
-        assert relative in ("world.py", "worker.py", "commands/doctor.py") or relative.startswith("launch/")
+        assert relative in ("world.py", "worker.py", "failpoints.py", "commands/doctor.py") or relative.startswith(
+            "launch/"
+        )
     if "print" in calls:
         assert relative in ("cli.py", "observe/printed.py")
 
