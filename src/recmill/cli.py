@@ -14,7 +14,15 @@ import click
 from recmill import __version__, registry
 from recmill.errors import as_user_error
 from recmill.launch.local import is_launched, leave, own_rank
-from recmill.observe.printed import print_audit, print_dataset, print_table, print_values, value_rows
+from recmill.observe.printed import (
+    print_audit,
+    print_checkpoint,
+    print_checkpoints,
+    print_dataset,
+    print_table,
+    print_values,
+    value_rows,
+)
 
 _DEBUG = "--debug"  # understood anywhere on the line
 _SEE_WHERE = f"\nRun again with {_DEBUG} to see where."
@@ -137,6 +145,9 @@ _checkpoint = click.option(
     show_default=True,
     help="best: in validation, where checkpoint.keep_best was set.",
 )
+_fallback = click.option(
+    "--fallback", is_flag=True, help="If the newest checkpoint is damaged, take the newest that is not."
+)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -237,12 +248,19 @@ def audit_command(dataset: str, memory_budget: str, as_json: bool) -> int:
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a config key, like optim.dense.lr=0.02."
 )
+@click.option(
+    "--init-from", metavar="RUN", type=click.Path(), help="A new run starts from this one's newest checkpoint."
+)
+@click.option(
+    "--allow-partial", is_flag=True, help="With --init-from: take the tables and layers that have the same size."
+)
+@_fallback
 @_verify
-def train_command(config: str, run: str, procs: int, overrides: tuple[str, ...], verify: bool) -> None:
+def train_command(config: str, run: str, **options: Any) -> None:
     """Train the model of CONFIG (a TOML file) and test it."""
     from recmill.commands.train import train
 
-    results = train(config, run, procs=procs, overrides=overrides, verify=verify)
+    results = train(config, run, **options)
     if results and own_rank() == 0:
         _print_results([run])
 
@@ -253,6 +271,7 @@ def train_command(config: str, run: str, procs: int, overrides: tuple[str, ...],
     "--split", type=click.Choice(["val", "test"]), default="test", show_default=True, help="What to evaluate on."
 )
 @_checkpoint
+@_fallback
 @click.option(
     "--protocol",
     "protocols",
@@ -321,6 +340,51 @@ def recommend_command(
         columns = ["user", "rank", "item", "title"] if users is not None else ["item", "title"]
         cells = [[*(str(row[column]) for column in columns), f"{row['score']:.3f}"] for row in rows]
         print_table([*columns, "score"], cells)
+
+
+@commands.group("checkpoint")
+def checkpoint_group() -> None:
+    """What checkpoints a run has, and whether they are whole."""
+
+
+@checkpoint_group.command("list")
+@click.argument("run", type=click.Path())
+@_json
+def checkpoint_list_command(run: str, as_json: bool) -> None:
+    """Steps, kinds and sizes of RUN's checkpoints; of their files names and sizes are checked."""
+    _print_checkpoints(run, as_json, digests=False)
+
+
+@checkpoint_group.command("verify")
+@click.argument("run", type=click.Path())
+@_json
+def checkpoint_verify_command(run: str, as_json: bool) -> int:
+    """Read every byte of RUN's checkpoints and compare digests. Ends with 4 if any is damaged, else 0."""
+    return 0 if _print_checkpoints(run, as_json, digests=True) else 4
+
+
+@checkpoint_group.command("inspect")
+@click.argument("run", type=click.Path())
+@click.option("--step", type=int, help="Of which checkpoint.  [default: the newest]")
+@_json
+def checkpoint_inspect_command(run: str, step: int | None, as_json: bool) -> None:
+    """State and tensors of one of RUN's checkpoints: tables with their optimizer's state, layers."""
+    from recmill.commands.checkpoint import inspect_checkpoint
+
+    facts = inspect_checkpoint(run, step=step)
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        print_checkpoint(facts)
+
+
+def _print_checkpoints(run: str, as_json: bool, digests: bool) -> bool:
+    """True if all are whole."""
+    from recmill.commands.checkpoint import list_checkpoints
+
+    found = list_checkpoints(run, digests=digests)
+    print(json.dumps(found)) if as_json else print_checkpoints(found)
+    return all(facts["health"] == "whole" for facts in found)
 
 
 @commands.command("results")

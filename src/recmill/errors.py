@@ -41,6 +41,7 @@ _REMEDIES = {
     errno.EROFS: "The file system is read-only: choose another place.",
     errno.ENOSPC: "The disk is full: free some space or choose another disk, then run the same command again.",
     errno.EDQUOT: "Your quota is used up: free some space or choose another disk, then run the same command again.",
+    errno.EIO: "The disk reports an error: look at the system's log, and choose another disk.",
     errno.EEXIST: "Something of that name is in the way, perhaps a file: choose another place.",
     errno.ENOTDIR: "A part of this path is a file: choose another place.",
     errno.EISDIR: "This is a directory where a file was expected.",

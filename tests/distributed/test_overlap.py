@@ -16,8 +16,8 @@ from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForwar
 from recmill.commands.train import work
 from recmill.config import load_config
 from recmill.training import loop, precision, step
-from recmill.training.checkpoint import Position
 from recmill.training.precision import LossScale
+from recmill.training.saved import Position
 from recmill.world import World
 
 from .runs import assert_same_run, losses

@@ -76,11 +76,12 @@ def scores_of_the_network(run: Path, user: int) -> dict[str, float]:
     import torch
 
     from recmill.training import checkpoint
+    from recmill.training.saved import chosen
 
     directory, config = open_trained_run(run)
     dataset = open_matching_dataset(config)
     network = model_module(config).build(config.model, dataset.about, torch.device("cpu")).eval()
-    found = checkpoint.newest(directory.checkpoints)
+    found = chosen(directory.checkpoints, "newest")
     assert found
     checkpoint.load(found, network)
     batch = next(build_source(config, dataset, 0, 1).eval_batches("test"))

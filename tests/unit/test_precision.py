@@ -19,9 +19,9 @@ from recmill.config import load_config
 from recmill.errors import UserError
 from recmill.schema import open_dataset
 from recmill.training import precision
-from recmill.training.checkpoint import Position
 from recmill.training.optim import build_optimizer
 from recmill.training.precision import LossScale
+from recmill.training.saved import Position
 from recmill.training.step import Step
 from recmill.training.tables import fill_tables, local_shards
 from recmill.world import World, joined_world

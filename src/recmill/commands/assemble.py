@@ -11,7 +11,7 @@ from recmill.observe.run_dir import RunDirectory, memory_bytes
 from recmill.schema import SPLITS, Dataset, TableSpec, open_dataset
 
 if TYPE_CHECKING:
-    from recmill.training.checkpoint import Checkpoint
+    from recmill.training.saved import Checkpoint, Origin
     from recmill.world import World
 
 
@@ -185,11 +185,13 @@ def check_which(checkpoint: str) -> None:
         raise ConfigError(f"checkpoint '{checkpoint}': use the 'newest' or the 'best'.")
 
 
-def trained_checkpoint(run: RunDirectory, which: str, dataset: Dataset, world: "World") -> "Checkpoint":
+def trained_checkpoint(
+    run: RunDirectory, which: str, dataset: Dataset, world: "World", fallback: bool = False
+) -> "Checkpoint":
     """The newest or the best, of a model that learnt from `dataset`. All ranks take part."""
     from recmill.training.checkpoint import found_for_all
 
-    found = found_for_all(run.checkpoints, which, world)
+    found = found_for_all(run.checkpoints, which, world, fallback)
     if found is None:
         raise CheckpointError(
             f"{run.path}: no {which} checkpoint. Only a run with checkpoint.keep_best = true keeps the best one; "
@@ -200,8 +202,17 @@ def trained_checkpoint(run: RunDirectory, which: str, dataset: Dataset, world: "
 
 
 def check_same_data(found: "Checkpoint", dataset: Dataset) -> None:
-    if found.dataset != dataset.fingerprint:
+    if found.state.origin.dataset != dataset.fingerprint:
         raise CheckpointError(
             f"{found.path} was trained on other data than what is now in {dataset.path}. "
             "Put the old data back (the same recipe and seed give the same bytes), or choose another --run."
+        )
+
+
+def check_same_config(found: "Checkpoint", now: "Origin") -> None:
+    if found.state.origin.config != now.config:
+        raise CheckpointError(
+            f"{found.path} was made with another config than this run's (of seed {found.state.origin.seed}, global "
+            f"batches of {found.state.origin.global_batch_size:,}). Choose another --run, or start a new one from it: "
+            "--init-from RUN."
         )

@@ -36,13 +36,15 @@ def evaluate(
     procs: int = 1,
     verify: bool = False,
     checkpoint: Which = "newest",
+    fallback: bool = False,
     protocols: Sequence[str] | None = None,
     ks: Sequence[int] | None = None,
     bootstrap: int = 0,
 ) -> dict[str, Any]:
     """{"auroc": 0.79, "logloss": ...}: the same values for any number of processes.
 
-    `checkpoint`: the newest, or the one that was best in validation (with checkpoint.keep_best). Sequence models have
+    `checkpoint`: the newest, or the one that was best in validation (with checkpoint.keep_best); `fallback`: if the
+    newest is damaged, the newest that is not. Sequence models have
     "popularity/full/ndcg@10", ... as well: what ranking by popularity reaches. `protocols` and `ks` replace the run's;
     `bootstrap`: so many resamples of the users make 95 % intervals, from "low/full/ndcg@10" to "high/full/ndcg@10".
     """
@@ -56,6 +58,7 @@ def evaluate(
         "run": str(directory.path.absolute()),
         "split": split,
         "which": checkpoint,
+        "fallback": fallback,
         "ranking": ranking,
     }
     if is_launched_with(procs):
@@ -88,14 +91,14 @@ def _checked_ranking(
     return {"eval": {key: value for key, value in asked_for.items() if value}, "resamples": bootstrap}
 
 
-def work(world: "World", run: str, split: str, which: str, ranking: dict[str, Any]) -> dict[str, Any]:
+def work(world: "World", run: str, split: str, which: str, fallback: bool, ranking: dict[str, Any]) -> dict[str, Any]:
     """What each process does."""
     from recmill.training import checkpoint
     from recmill.training.evaluate import evaluate_split
 
     directory, config = open_trained_run(run)
     dataset = open_matching_dataset(config)
-    found = trained_checkpoint(directory, which, dataset, world)
+    found = trained_checkpoint(directory, which, dataset, world, fallback)
     section = config.run.eval.model_copy(update=ranking["eval"])
     config = replace(config, run=config.run.model_copy(update={"eval": section}))
     source = build_source(config, dataset, world.rank, world.size)

@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from recmill.commands.assemble import (
     build_sharded,
     build_source,
+    check_same_config,
     check_same_data,
     model_module,
     open_matching_dataset,
+    open_trained_run,
     task_module,
 )
-from recmill.config import Config, differences, load_config, to_toml
+from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.errors import ConfigError, UserError
 from recmill.launch.local import is_launched_with, run_job
-from recmill.observe.run_dir import RunDirectory, environment, write_json, write_text
+from recmill.observe.run_dir import RunDirectory, environment, versions, write_json, write_text
 from recmill.schema import Dataset
 
 if TYPE_CHECKING:
-    from recmill.training.checkpoint import Position
+    from recmill.training.saved import Position
     from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -39,20 +41,33 @@ def train(
     procs: int = 1,
     overrides: Sequence[str] = (),
     verify: bool = False,
+    init_from: str | Path | None = None,
+    allow_partial: bool = False,
+    fallback: bool = False,
 ) -> Results:
     """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ...}}; {} if it was interrupted.
 
     `config`: a TOML file or the same as a mapping; `overrides`: ["optim.dense.lr=0.02", ...]; `procs`: processes on
-    this machine (under torchrun: what torchrun started); `verify`: also check every byte of the dataset.
+    this machine (under torchrun: what torchrun started); `verify`: also check every byte of the dataset. A new run
+    starts from the newest checkpoint of the run `init_from`; `allow_partial`: from what of it has the same size.
+    `fallback`: if the newest checkpoint is damaged, go on from the newest that is not.
     """
     checked = _at_absolute_path(load_config(config, overrides))
+    if allow_partial and init_from is None:
+        raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
     run_directory = RunDirectory(Path(run).absolute())
     _check_continuation(run_directory, checked)
     dataset = open_matching_dataset(checked, "digests" if verify else "sizes")
     if _is_finished(run_directory, checked, dataset):
         log.info("%s is finished: nothing to do", run_directory.path)
         return run_directory.read_results()
-    arguments: dict[str, Any] = {"config": checked.as_dict(), "run": str(run_directory.path)}
+    arguments: dict[str, Any] = {
+        "config": checked.as_dict(),
+        "run": str(run_directory.path),
+        "init_from": None if init_from is None else str(open_trained_run(init_from)[0].path.absolute()),
+        "allow_partial": allow_partial,
+        "fallback": fallback,
+    }
     device = checked.run.train.device
     if is_launched_with(procs):
         from recmill.world import joined_world
@@ -67,28 +82,36 @@ def train(
         raise
 
 
-def work(world: "World", config: dict[str, Any], run: str) -> Results:
+def work(world: "World", config: dict[str, Any], run: str, **start: Any) -> Results:
     """What each process does, from an empty or interrupted run directory to its results."""
     run_directory = RunDirectory(run)
     if not world.is_main:
-        return _work(world, load_config(config), run_directory)
+        return _work(world, load_config(config), run_directory, **start)
     with run_directory.locked():
         try:
-            return _work(world, load_config(config), run_directory)
+            return _work(world, load_config(config), run_directory, **start)
         except BaseException as error:
             _note_end(run_directory, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
             raise
 
 
-def _work(world: "World", config: Config, run: RunDirectory) -> Results:
+def _work(
+    world: "World",
+    config: Config,
+    run: RunDirectory,
+    init_from: str | None = None,
+    allow_partial: bool = False,
+    fallback: bool = False,
+) -> Results:
     from recmill.kernels.native import native
     from recmill.observe.log import log_to_file
     from recmill.training import checkpoint
-    from recmill.training.checkpoint import Position
     from recmill.training.evaluate import evaluate_split
     from recmill.training.loop import early_end, fit, steps_in_all
     from recmill.training.optim import build_optimizer
     from recmill.training.plan import as_text, placements
+    from recmill.training.saved import Origin, Position
+    from recmill.training.saver import Saver
     from recmill.training.tables import fill_tables
 
     # The parts
@@ -107,10 +130,22 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
         log.info("%s", as_text(placed, world.size))
 
     # Where to start: from a checkpoint, or from the seed
-    found = checkpoint.found_for_all(run.checkpoints, "newest", world)
+    origin = Origin(
+        config=fingerprint(config),
+        dataset=dataset.fingerprint,
+        seed=config.run.train.seed,
+        global_batch_size=config.run.train.global_batch_size,
+        world_size=world.size,
+        versions=versions(),
+    )
+    found = checkpoint.found_for_all(run.checkpoints, "newest", world, fallback, tidy=True)
     position = found.position if found else Position()
     if found:
         check_same_data(found, dataset)
+        check_same_config(found, origin)
+    earlier = None
+    if init_from and not found:
+        earlier = checkpoint.found_for_all(RunDirectory(init_from).checkpoints, "newest", world, fallback)
     num_steps = steps_in_all(config.run.train, source.batches_per_epoch)
     if not num_steps:
         raise ConfigError(
@@ -136,6 +171,9 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
         log.info("going on from step %s: %s", f"{position.step:,}", found.path)
     else:
         fill_tables(model, tables, config.run.train.seed)
+        if earlier:
+            checkpoint.load(earlier, model, optimizer, allow_partial)
+            log.info("starting from step %s of another run: %s", f"{earlier.position.step:,}", earlier.path)
 
     # The training
     results: Results = {}
@@ -151,18 +189,14 @@ def _work(world: "World", config: Config, run: RunDirectory) -> Results:
         report("val", at)
         return at.judged(world.broadcast(task.headline(results["val"])))
 
-    def save(at: Position) -> None:
-        section = config.run.checkpoint
-        checkpoint.save(
-            run.checkpoints, model, optimizer, at, dataset.fingerprint, section.keep, world, section.keep_best
-        )
-        if world.is_main:
-            run.write_status("running", step=at.step)
+    def on_commit(step: int) -> None:
+        run.write_status("running", step=step)
 
+    saver = Saver(run.checkpoints, model, optimizer, origin, config.run.checkpoint, world, on_commit)
     started = time.monotonic()
     if config.run.eval.before_training and not position.step:
         report("val", position)
-    fitted = fit(model, optimizer, task, source, config.run, world, run, position, validate, save)
+    fitted = fit(model, optimizer, task, source, config.run, world, run, position, validate, saver)
     at = fitted.position
     if fitted.was_stopped:
         if world.is_main:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import tomli_w
+import xxhash
 from pydantic import BaseModel, ValidationError
 
 from recmill import registry
@@ -29,6 +30,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "train.num_epochs",
         "train.max_steps",
         "train.log_every_steps",
+        "train.check_replicas_every",
         "eval.global_batch_size",
         "eval.every_steps",
         "eval.each_epoch",
@@ -37,9 +39,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "eval.patience",
         "eval.protocols",
         "eval.ks",
-        "checkpoint.every_steps",
-        "checkpoint.keep",
-        "checkpoint.keep_best",
+        "checkpoint",
     ]
 )
 
@@ -92,6 +92,12 @@ def differences(old: Config, new: Config) -> list[str]:
     before, after = flat(old.as_dict()), flat(new.as_dict())
     keys = [key for key in sorted(before.keys() | after.keys()) if not _may_change(key)]
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
+
+
+def fingerprint(config: Config) -> str:
+    """The same for configs that a run may go on with."""
+    fixed = {key: value for key, value in flat(config.as_dict()).items() if not _may_change(key)}
+    return xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode())
 
 
 def _may_change(key: str) -> bool:

@@ -177,6 +177,9 @@ class TrainSection(Section):
     num_epochs: PositiveInt = Field(1, description="Passes over the training split.")
     max_steps: NonNegativeInt = Field(0, description="Stop after this many steps; 0: no limit.")
     log_every_steps: PositiveInt = Field(50, description="How often the training loss is logged.")
+    check_replicas_every: NonNegativeInt = Field(
+        0, description="Every so many steps see that all processes have the same dense layers, to the bit; 0: do not."
+    )
 
     @model_validator(mode="after")
     def only_float16_is_scaled(self) -> "TrainSection":
@@ -210,8 +213,28 @@ class EvalSection(Section):
 
 class CheckpointSection(Section):
     every_steps: NonNegativeInt = Field(0, description="Save every so many steps; 0: after each epoch.")
+    every_minutes: float = Field(0.0, ge=0.0, description="Save when so many minutes have passed as well; 0: do not.")
+    each_eval: bool = Field(False, description="Save after each validation as well.")
+    at_start: bool = Field(False, description="Save before the first step as well, to see that it can be done.")
+    background: bool = Field(True, description="Train on while a copy is written, if there is memory for it.")
+    on_error: Literal["stop", "continue"] = Field(
+        "stop",
+        description="If a checkpoint cannot be written (a full disk): end with an error, or train on without it.",
+    )
+    full_every: PositiveInt = Field(
+        1, description="Every so manieth is whole; those between hold the table rows that changed since. 1: all whole."
+    )
+    row_bits: Literal[32, 8] = Field(
+        32, description="Of the values of changed rows: 8 is a quarter of the bytes, and not exact."
+    )
     keep: PositiveInt = Field(2, ge=2, description="How many of the newest checkpoints stay on disk.")
     keep_best: bool = Field(False, description="Save each validation's best (auroc, ndcg) and keep it beside those.")
+
+    @model_validator(mode="after")
+    def no_contradictions(self) -> "CheckpointSection":
+        if self.row_bits == 8 and self.full_every == 1:
+            raise ValueError("checkpoint.row_bits = 8 without checkpoint.full_every does nothing. Set both.")
+        return self
 
 
 class RunSections(Section):

@@ -16,6 +16,7 @@ from numpy.lib import format as npy_format
 
 from recmill import __version__
 from recmill.errors import DataError, ResourceError, as_user_error
+from recmill.failpoints import reach
 from recmill.schema import DESCRIPTION_FILE, Description, FileInfo, digest, open_dataset, to_json
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def _check_is_ours(output: Path) -> None:
 
 def _remove_leftovers(output: Path) -> None:
     """Of a command that was killed: its process is gone."""
-    for left in output.parent.glob(f".{output.name}.partial-*"):
+    parent, name = output.parent, output.name
+    for left in [*parent.glob(f".{name}.partial-*"), *parent.glob(f".{name}.old-*")]:
         process = left.name.rpartition("-")[2]
         if process.isdigit() and not Path(f"/proc/{process}").exists():
             if left.is_file():
@@ -102,6 +104,7 @@ def dataset_directory(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise as_user_error(error) or error from error
     try:
+        reach("prepare.begin")
         yield partial
         _replace(output, partial)
     except OSError as error:
@@ -112,10 +115,12 @@ def dataset_directory(output: Path) -> Iterator[Path]:
 
 
 def _replace(output: Path, partial: Path) -> None:
+    reach("prepare.before_rename")
     old = output.parent / f".{output.name}.old-{os.getpid()}"
     if output.exists():
         os.rename(output, old)
     os.rename(partial, output)
+    reach("prepare.renamed")
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -188,6 +193,7 @@ def resumable_directory(output: Path, recipe: dict[str, Any], inputs: dict[str, 
             write_json(note, now)
         try:
             work = Work(directory)
+            reach("prepare.begin")
             yield work
             _replace(output, work.data)
         except BaseException as error:
@@ -279,6 +285,7 @@ def write_parquet(
 
 def seal(directory: Path, describe: Callable[[dict[str, FileInfo]], Description], rows: dict[str, int]) -> Description:
     """Digest every file and write the description; `rows` gives the row count of each file."""
+    reach("prepare.written")
     files = {}
     for name in sorted(rows):
         file = directory / name

@@ -76,3 +76,32 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, ["-" * width for width in widths], *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_checkpoints(found: list[dict[str, Any]]) -> None:
+    rows = []
+    for facts in found:
+        at = [f"{facts.get('epoch', '?')}", f"{facts.get('batch', '?')}", facts.get("kind", "?")]
+        mark = "best" if facts["is_best"] else ""
+        health = "whole" if facts["health"] == "whole" else "DAMAGED"
+        rows.append(
+            [f"{facts['step']:,}", *at, f"{facts['bytes'] / 1e6:,.1f}", facts.get("saved_at", "?"), mark, health]
+        )
+    print_table(["step", "epoch", "batch", "kind", "MB", "saved", "", "health"], rows)
+    for facts in found:
+        if facts["health"] != "whole":
+            print(facts["health"])
+
+
+def print_checkpoint(facts: dict[str, Any]) -> None:
+    print(facts["path"])
+    base = f"changes of {facts['changed_tensors']} pieces since {facts['base']}" if facts["base"] else "full"
+    values = {"kind": base, "saved": facts["saved_at"]} | facts["position"] | facts["origin"]
+    versions = values.pop("versions")
+    print_table(["state", ""], [[name, str(value)] for name, value in (values | versions).items()])
+    rows = []
+    for tensor in facts["tensors"]:
+        size = " x ".join(f"{number:,}" for number in tensor["size"])
+        numbers = [str(tensor["pieces"]), f"{tensor['bytes'] / 1e6:,.3f}"]
+        rows.append([tensor["key"], tensor["table"] or "", size, tensor["dtype"], *numbers])
+    print_table(["tensor", "table", "size", "type", "pieces", "MB"], rows)

@@ -59,12 +59,12 @@ class RunDirectory:
                     "Wait for it, stop it, or choose another --run."
                 ) from None
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}")
             file.flush()
             yield
 
     def write_status(self, state: State, **facts: Any) -> None:
-        write_json(self.status, {"state": state, "updated_at": _now(), "pid": os.getpid(), **facts})
+        write_json(self.status, {"state": state, "updated_at": now(), "pid": os.getpid(), **facts})
 
     def read_status(self) -> dict[str, Any]:
         return read_json(self.status) if self.status.is_file() else {}
@@ -98,8 +98,14 @@ def environment(world_size: int, device: str) -> dict[str, Any]:
         "device": device,
         "world_size": world_size,
         "git_commit": _git_commit(),
-        "started_at": _now(),
+        "started_at": now(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Of what computes a run."""
+    found = {name: version for name in _PACKAGES if (version := installed_version(name))}
+    return {"recmill": __version__, "python": platform.python_version(), **found}
 
 
 def installed_version(package: str) -> str | None:
@@ -120,6 +126,14 @@ def cpu_name() -> str:
 def memory_bytes() -> int:
     """Of this machine, or of the control group (container, Slurm job) that this process may not outgrow."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_cgroup_limits(Path("/"))])
+
+
+def available_memory_bytes() -> int:
+    """That nobody uses, and this process may."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    (free,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    used = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - free
+    return min(free, max(memory_bytes() - used, 0))
 
 
 def _cgroup_limits(root: Path) -> list[int]:
@@ -184,5 +198,5 @@ def _git_commit() -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def _now() -> str:
+def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

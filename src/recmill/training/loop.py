@@ -21,9 +21,11 @@ from recmill.config.sections import EvalSection, RunSections, TrainSection
 from recmill.errors import UserError
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.run_dir import RunDirectory
-from recmill.training.checkpoint import Position
+from recmill.training.guards import check_replicas, first_bad_tensor
 from recmill.training.optim import set_learning_rates
 from recmill.training.prefetch import pinned, prefetched
+from recmill.training.saved import Position
+from recmill.training.saver import Saver
 from recmill.training.step import OverlappedStep, Step, can_overlap
 from recmill.world import World
 
@@ -84,10 +86,10 @@ def fit(
     run: RunDirectory,
     start: Position,
     validate: Callable[[Position], Position],
-    save: Callable[[Position], None],
+    saver: Saver,
 ) -> Fitted:
     """Train from `start` to the last step, or to what `eval` says is enough, or until asked to stop; then validate."""
-    train, position = settings.train, start
+    train, checkpoint, position = settings.train, settings.checkpoint, start
     stop = StopRequest()
     num_steps = steps_in_all(train, source.batches_per_epoch)
     saved_step = start.step
@@ -99,6 +101,9 @@ def fit(
     )
     endless = pinned(_endless_batches(source, start), world.device)
     parts = (model, optimizer, task, settings, world, start)
+    clock = _Minutes(checkpoint.every_minutes)
+    if checkpoint.at_start and not start.step:
+        saver.save(start)
     with stop.listening(), progress, prefetched(endless, settings.data.prefetch) as batches:
         if can_overlap(model, world.device):
             batches, ahead = itertools.tee(batches)
@@ -109,16 +114,26 @@ def fit(
             step = Step(*parts)
         while position.step < num_steps and not early_end(position, settings.eval):
             batch = next(batches)
-            # One small reduction: the loss is a mean over the *global* batch, and all ranks stop together.
-            weight, stops = world.sum([batch.weight(), float(stop.is_set)])
+            # One small reduction: the loss is a mean over the *global* batch, and all stop, fail or save together.
+            is_due = world.is_main and clock.is_due()
+            flags = [float(stop.is_set), float(saver.has_failed), float(is_due)]
+            weight, stops, failed, is_time = world.sum([batch.weight(), *flags])
+            if failed:
+                saver.settle()
             if stops:
                 break
+            if is_time and saved_step != position.step:
+                with meter.paused():
+                    saver.save(meter.at(position, model, world))
+                saved_step = position.step
             rates = set_learning_rates(optimizer, settings.optim, position.step)
             # Ranks' gradients are averaged, so times their number over the global weight: a global mean.
             loss_sum = step(batch, world.size / weight)
             samples = min(train.global_batch_size, source.samples_per_epoch - position.batch * train.global_batch_size)
             position = step.noted(_next(position, source.batches_per_epoch))
             meter.add(loss_sum, weight, samples)
+            if train.check_replicas_every and position.step % train.check_replicas_every == 0:
+                check_replicas(model, position.step, world)
 
             is_last = position.step == num_steps
             is_report_due = position.step % train.log_every_steps == 0
@@ -131,22 +146,22 @@ def fit(
             if is_last:
                 break  # validated and saved below
             with meter.paused():
-                is_save_due = _is_due(settings.checkpoint.every_steps, position)
+                is_save_due = _is_due(checkpoint.every_steps, position)
                 if _is_validation_due(settings.eval, position):
                     position, validated_step = validate(position), position.step
-                    is_save_due |= settings.checkpoint.keep_best and position.is_best
+                    is_save_due |= checkpoint.each_eval or (checkpoint.keep_best and position.is_best)
                 if is_save_due:
-                    with stop.held():
-                        save(meter.at(position, model, world))
+                    saver.save(meter.at(position, model, world))
                     saved_step = position.step
         progress.close()
         (stops,) = world.sum([float(stop.is_set)])
         if not stops and validated_step != position.step:
             validated = validate(position)
             position = validated if position.step != start.step else position  # counted before it was saved
-        if saved_step != position.step:
-            with stop.held():
-                save(meter.at(position, model, world))
+        saver.settle()
+        if position.step not in (start.step, saver.committed_step):
+            saver.save(meter.at(position, model, world))
+        saver.finish()
         (stops,) = world.sum([float(stop.is_set)])
     return Fitted(position, was_stopped=bool(stops))
 
@@ -205,6 +220,19 @@ def _is_validation_due(section: EvalSection, position: Position) -> bool:
     return _is_due(section.every_steps, position) or (section.each_epoch and position.batch == 0)
 
 
+class _Minutes:
+    """Rank 0's clock: what it says, all do."""
+
+    def __init__(self, minutes: float) -> None:
+        self._seconds, self._since = minutes * 60, time.monotonic()
+
+    def is_due(self) -> bool:
+        if not self._seconds or time.monotonic() - self._since < self._seconds:
+            return False
+        self._since = time.monotonic()
+        return True
+
+
 class _Meter:
     """Mean loss and speed since the last report. The loss stays on its device, unsummed over ranks, until then."""
 
@@ -236,11 +264,8 @@ class _Meter:
         self._since += time.monotonic() - started
 
     def at(self, position: Position, model: nn.Module, world: World) -> Position:
-        """`position` with the loss so far, to be saved; an error if a tensor is not finite. All ranks take part."""
+        """`position` with the loss so far, to be saved; an error if it is not finite. All ranks take part."""
         loss = self._finite_loss(position, model, world)
-        (bad_ranks,) = world.sum([float(first_bad_tensor(model) is not None)])
-        if bad_ranks:  # by the last update: its loss would be the next one
-            raise self._not_finite(position, model, world)
         return replace(position, loss_sum=loss, loss_weight=self._weight)
 
     def _finite_loss(self, position: Position, model: nn.Module, world: World) -> float:
@@ -265,21 +290,6 @@ class _Meter:
         loss = self._finite_loss(position, model, world)
         seconds = time.monotonic() - self._since
         return {"loss": loss / self._weight, "samples_per_s": self._samples / seconds}
-
-
-def first_bad_tensor(model: nn.Module) -> str | None:
-    """In the order of the model's parameters, each with its gradient; of tables this rank's pieces."""
-    for name, parameter in model.named_parameters():
-        if not _is_finite(parameter.detach()):
-            return f"parameter {name}"
-        if parameter.grad is not None and not _is_finite(parameter.grad):
-            return f"the gradient of {name}"
-    return None
-
-
-def _is_finite(values: Tensor) -> bool:
-    """By the sum first: it needs no memory, and only if it overflows does it take more."""
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def _report(values: dict[str, float], position: Position, world: World, run: RunDirectory, progress: Progress) -> None:

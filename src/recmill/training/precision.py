@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from recmill.config.sections import TrainSection
 from recmill.errors import UserError
-from recmill.training.checkpoint import Position
+from recmill.training.saved import Position
 from recmill.world import World
 
 log = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ class ReplicatedTables(KeyedOptimizer):
     def __init__(self, params: dict[str, nn.Parameter], settings: TablesOptim) -> None:
         self._rule, self._eps = _RULES[settings.name], settings.eps
         state = {weight: _new_state(key.split(".")[-2], weight, settings.name) for key, weight in params.items()}
+        self.marks: dict[nn.Parameter, Tensor] = {}  # where somebody wants to know which rows were changed
         super().__init__(params, state, [{"params": list(params.values()), "lr": settings.lr}])
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
@@ -40,6 +41,8 @@ class ReplicatedTables(KeyedOptimizer):
             state = list(self.state[weight].values())
             change = self._rule(weight.grad[rows], rows, state, self._eps)
             weight.detach()[rows] -= change.mul_(group["lr"])
+            if weight in self.marks:
+                self.marks[weight][rows] = True
 
 
 def _rows_with(grad: Tensor) -> Tensor | slice:

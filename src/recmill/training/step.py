@@ -11,9 +11,9 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.config.sections import RunSections
-from recmill.training.checkpoint import Position
 from recmill.training.optim import clip_dense_gradients, dense_parameters
 from recmill.training.precision import LossScale, usable_dtype
+from recmill.training.saved import Position
 from recmill.world import World
 
 

@@ -1,0 +1,163 @@
+"""Tables and their optimizer's state go from any sharding and world size to any other, value for value."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+from torchrec.optim.keyed import CombinedOptimizer
+
+from recmill.commands.assemble import build_sharded, open_matching_dataset
+from recmill.config import Config, load_config
+from recmill.errors import CheckpointError, UserError
+from recmill.training import checkpoint
+from recmill.training.guards import check_replicas
+from recmill.training.optim import build_optimizer
+from recmill.training.row_changes import pieces
+from recmill.training.saved import Origin, Position, chosen
+from recmill.training.saver import Saver
+from recmill.world import World
+
+KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel", "mixed")
+SHARDINGS: dict[str, dict[str, Any]] = {kind: {"default": kind} for kind in KINDS[:-1]} | {
+    "mixed": {"tables": {"C1": "data_parallel", "C2": "column_wise", "C3": "row_wise", "C4": "table_wise"}}
+}
+STATES = {"adagrad": KINDS, "rowwise_adagrad": ("table_wise", "row_wise", "data_parallel")}
+
+
+def expected(key: str, row: int, column: int, shape: torch.Size) -> Tensor:
+    """Its value at (row, column) of the whole tensor, different everywhere."""
+    rows = torch.arange(row, row + shape[0], dtype=torch.float64)
+    values = rows if len(shape) == 1 else rows[:, None] * 31 + torch.arange(column, column + shape[1])
+    return (values + len(key) * 0.37 + sum(map(ord, key)) % 1009).float() / 7
+
+
+@torch.no_grad()
+def fill(state: dict[str, Tensor], junk: bool = False) -> None:
+    for key, value in state.items():
+        for piece in pieces(value):
+            if piece.values.dim():
+                own = expected(key, piece.row, piece.column, piece.values.shape)
+                piece.values.copy_(torch.full_like(own, -1.0) if junk else own)
+
+
+def wrong(state: dict[str, Tensor]) -> list[str]:
+    return [
+        key
+        for key, value in state.items()
+        for piece in pieces(value)
+        if piece.values.dim()
+        and not torch.equal(piece.values, expected(key, piece.row, piece.column, piece.values.shape))
+    ]
+
+
+def parts(config: Config, world: World) -> tuple[nn.Module, CombinedOptimizer]:
+    model = build_sharded(config, open_matching_dataset(config), world)
+    optimizer = build_optimizer(model, config.run.optim)
+    for _, part in optimizer.optimizers:
+        if hasattr(part, "init_state"):
+            part.init_state()
+    return model, optimizer
+
+
+def run_rank(rank: int, size: int, values: dict[str, Any], folder: str, load_from: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = f"file://{folder}/store-{load_from}-{size}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    world = World(rank, size, rank, size, torch.device("cpu"))
+    problems: list[str] = []
+    for optimizer_name, kinds in STATES.items():
+        for kind in kinds:
+            sharding = SHARDINGS[kind]
+            optim = {"dense": {"name": "adam"}, "tables": {"name": optimizer_name}}
+            config = load_config({**values, "sharding": sharding, "optim": optim})
+            model, optimizer = parts(config, world)
+            state = checkpoint.state_of(model, optimizer)
+            for earlier in kinds if load_from else ():
+                fill(state, junk=True)
+                found = chosen(Path(folder) / f"{load_from}-{optimizer_name}-{earlier}", "newest")
+                assert found is not None
+                checkpoint.load(found, model, optimizer)
+                bad = wrong(checkpoint.state_of(model, optimizer))
+                problems += [f"{optimizer_name} {earlier} of {load_from} -> {kind} of {size}: {key}" for key in bad]
+            fill(state)
+            origin = Origin("", "", 1, 8, size, {})
+            target = Path(folder) / f"{size}-{optimizer_name}-{kind}"
+            saver = Saver(target, model, optimizer, origin, config.run.checkpoint, world)
+            saver.save(Position(step=load_from + 1))
+            fill(state, junk=True)  # it trains on at once
+            saver.finish()
+    if size == 2 and load_from == 1:
+        problems += replicas_that_differ(model, world)
+    (Path(folder) / f"problems-{load_from}-{size}-{rank}.txt").write_text("\n".join(problems), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def replicas_that_differ(model: nn.Module, world: World) -> list[str]:
+    check_replicas(model, 3, world)
+    with torch.no_grad():
+        model.state_dict()["bottom.0.bias"][1] += float(world.rank)
+    try:
+        check_replicas(model, 4, world)
+    except UserError as error:
+        text = "After step 4 bottom.0.bias is not the same on all ranks: rank 0 differs from rank 1."
+        return [] if str(error).startswith(text) else [str(error)]
+    return ["a replica that differs was not noticed"]
+
+
+def test_any_to_any(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    """1 -> 2 -> 4 -> 2 -> 1 processes, each time from every sharding to every other."""
+    for earlier, size in ((0, 1), (1, 2), (2, 4), (4, 2), (2, 1)):
+        arguments = (size, dlrm, str(tmp_path), earlier)
+        torch.multiprocessing.spawn(run_rank, arguments, nprocs=size)
+        told = [path.read_text() for path in tmp_path.glob(f"problems-{earlier}-{size}-*.txt")]
+        assert told == [""] * size
+
+
+def test_another_model_s_checkpoint_is_refused_with_every_difference(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    """Without a process group, as `recommend` reads them: a table grown, one narrower, one new, one gone, a layer."""
+
+    class Network(nn.Module):
+        def __init__(self, sizes: dict[str, tuple[int, int]], hidden: int) -> None:
+            super().__init__()
+            self.tables = nn.Module()
+            bags = {name: nn.EmbeddingBag(*size) for name, size in sizes.items()}
+            self.tables.embedding_bags = nn.ModuleDict(bags)
+            self.top = nn.Linear(hidden, 1)
+
+    class NoOptimizer:
+        optimizers: tuple[()] = ()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    old = Network({"a": (50, 8), "b": (20, 8), "same": (5, 4), "gone": (3, 4)}, hidden=4)
+    new = Network({"a": (60, 8), "b": (20, 4), "same": (5, 4), "new": (1000, 4)}, hidden=6)
+    alone = World(0, 1, 0, 1, torch.device("cpu"))
+    section = load_config(dlrm).run.checkpoint
+    optimizer: Any = NoOptimizer()
+    saver = Saver(tmp_path, old, optimizer, Origin("", "", 1, 8, 1, {}), section, alone)
+    saver.save(Position(step=1))
+    saver.finish()
+    found = chosen(tmp_path, "newest")
+    assert found is not None
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(found, new)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert lines[0] == f"{found.path} does not fit this model:"
+    assert lines[1:-1] == [
+        "table a: 50 rows of 8 in the checkpoint, 60 rows of 8 here",
+        "table b: 20 rows of 8 in the checkpoint, 20 rows of 4 here",
+        "table gone: 3 rows of 4 in the checkpoint, not here",
+        "table new: not in the checkpoint, 1,000 rows of 4 here",
+        "layer top.weight: [1, 4] in the checkpoint, [1, 6] here",
+    ]
+    before = {key: value.clone() for key, value in new.state_dict().items()}
+    checkpoint.load(found, new, allow_partial=True)
+    taken = [key for key, value in new.state_dict().items() if not torch.equal(value, before[key])]
+    assert sorted(taken) == ["tables.embedding_bags.same.weight", "top.bias"]
+    assert torch.equal(new.top.bias, old.top.bias)
