@@ -18,7 +18,7 @@ from typing import Any, Literal
 from recmill import __version__
 from recmill.errors import CheckpointError, ResourceError
 
-State = Literal["running", "done", "interrupted", "failed"]
+State = Literal["running", "done", "preempted", "interrupted", "failed"]
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "polars", "pydantic")
 
 
@@ -38,7 +38,7 @@ class RunDirectory:
         if not self.path.is_dir() or (self.status.is_file() and not (self.path / "dataset.json").exists()):
             return None
         early = re.compile(
-            r"\.lock|\.status\.json\.\d+|log(\.rank-\d+)?\.txt"
+            r"\.lock|\.status\.json\.\d+|(log(\.rank-\d+)?|hang-rank-\d+)\.txt"
         )  # of a run that ended before its first word
         return next((path.name for path in sorted(self.path.iterdir()) if not early.fullmatch(path.name)), None)
 
