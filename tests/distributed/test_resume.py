@@ -15,6 +15,7 @@ import tomli_w
 from recmill import train
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
 from recmill.launch import local
+from recmill.stop import stop_with_parent
 
 from .runs import assert_same_run, loss_by_step, losses, metric_lines
 
@@ -42,7 +43,14 @@ def start(config: dict[str, Any], folder: Path, procs: int, fail: str = "") -> "
     file.write_text(tomli_w.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "recmill", "train", str(file), "--run", str(folder / "run"), "--procs", str(procs)]
     environment = os.environ | {"RECMILL_FAIL": fail}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        preexec_fn=stop_with_parent,  # a test that fails leaves no run behind
+    )
 
 
 def children(process: "subprocess.Popen[str]") -> list[int]:

@@ -14,6 +14,7 @@ import tomli_w
 
 from recmill import train
 from recmill.errors import ResourceError
+from recmill.stop import stop_with_parent
 
 from .runs import assert_same_run, metric_lines
 from .test_resume import children, endless, start, status, wait_for_step, wait_until_gone
@@ -62,7 +63,9 @@ def test_workers_whose_torchrun_is_killed_by_a_signal_save_and_leave(dlrm: Confi
     command = [*torchrun, "train", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "run")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with (tmp_path / "out.txt").open("w") as file:
-        agent = subprocess.Popen(command, stdout=file, stderr=file, text=True, env=environment)
+        agent = subprocess.Popen(
+            command, stdout=file, stderr=file, text=True, env=environment, preexec_fn=stop_with_parent
+        )
     wait_for_step(tmp_path / "run", 3)
     workers = children(agent)
     assert len(workers) == 2
