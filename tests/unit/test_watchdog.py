@@ -1,3 +1,7 @@
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from recmill.watchdog import Hang, culprit
@@ -28,3 +32,31 @@ def test_the_rank_that_the_others_wait_for_is_found(hangs: list[Hang], silent: l
 
 def test_a_wait_is_told_by_the_innermost_frames_alone() -> None:
     assert [hang(0, frame).waits for frame in (AT_WORK, BACKWARD, WAITING)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("library", ["PyDLL", "CDLL"])
+def test_a_process_that_hangs_tells_where_and_ends_even_if_it_never_gives_python_s_lock_back(
+    library: str, tmp_path: Path
+) -> None:
+    """ctypes calls through PyDLL keep the lock: Python's other threads stand still."""
+    code = (
+        "import ctypes, sys\n"
+        "from pathlib import Path\n"
+        "from recmill import watchdog\n"
+        "watchdog._LINGER_SECONDS = 0\n"
+        "run = Path(sys.argv[1])\n"
+        "with watchdog.watching(3, 1.0, run, run, lambda hang: print(hang.told())):\n"
+        "    watchdog.beat('testing', 5)\n"
+        "    watchdog.time.sleep(0.6)\n"
+        f"    ctypes.{library}(None).sleep(100)\n"
+    )
+    command = [sys.executable, "-u", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    if library == "PyDLL":
+        assert "Timeout" in done.stderr
+        assert not list(tmp_path.iterdir())
+    else:
+        assert done.stdout.startswith("rank 3 made no progress for 1")
+        assert "testing, after step 5" in (tmp_path / "hang-rank-3.txt").read_text()
+        assert (tmp_path / "hang-3.json").is_file()
