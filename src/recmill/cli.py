@@ -257,11 +257,14 @@ def audit_command(dataset: str, memory_budget: str, as_json: bool) -> int:
 @_fallback
 @_verify
 def train_command(config: str, run: str, **options: Any) -> None:
-    """Train the model of CONFIG (a TOML file) and test it."""
+    """Train the model of CONFIG (a TOML file) and test it.
+
+    Ends with 0 when it is done; asked to stop, it saves and ends with 75 (SIGTERM, SIGUSR1, SIGUSR2) or 130 (Ctrl-C).
+    """
     from recmill.commands.train import train
 
-    results = train(config, run, **options)
-    if results and own_rank() == 0:
+    train(config, run, **options)
+    if own_rank() == 0:
         _print_results([run])
 
 

@@ -8,6 +8,24 @@ class UserError(Exception):
 
     exit_code = 1
     kind = "error"
+    rank: int | None = None  # of the process that it happened in, where known
+    restarts = 0  # how often the job had been started again
+
+
+class Preempted(UserError):  # noqa: N818 - not an error: an end
+    """A scheduler's signal ended the run: what was trained is saved, and it goes on later."""
+
+    exit_code = 75
+    kind = "preempted"
+    signal = ""
+
+
+class Interrupted(UserError):  # noqa: N818
+    """The same by Ctrl-C."""
+
+    exit_code = 130
+    kind = "interrupted"
+    signal = ""
 
 
 class ConfigError(UserError):
@@ -32,7 +50,8 @@ class ResourceError(UserError):
     kind = "resource error"
 
 
-KINDS = {kind.__name__: kind for kind in (UserError, ConfigError, DataError, CheckpointError, ResourceError)}
+_KINDS = (UserError, ConfigError, DataError, CheckpointError, ResourceError, Preempted, Interrupted)
+KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in _KINDS}
 
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory")
 _REMEDIES = {

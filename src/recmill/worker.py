@@ -1,6 +1,6 @@
 """One process of a job: `python -m recmill.worker`, started by the local launcher."""
 
-import ctypes
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -9,37 +9,43 @@ import signal
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from recmill.errors import as_user_error
 from recmill.launch.local import Failure, leave
 from recmill.observe.log import set_up_console
-
-_PR_SET_PDEATHSIG = 1
+from recmill.stop import SIGNALS, listening, stop_with_parent
 
 
 def main() -> None:
     job = Path(os.environ["RECMILL_JOB"])
     rank = int(os.environ["RANK"])
-    # If the launcher is killed, stop as if asked to: finish the step, save, leave.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    stop_with_parent()
     if os.getppid() != int(os.environ["RECMILL_LAUNCHER"]):
         leave(1)  # it was killed before that
+    order = json.loads((job / "job.json").read_text(encoding="utf-8"))
+    arguments = order["arguments"]
+    stop_signals = arguments.pop("stop_signals", None)  # None: a command that has nothing to save
+    with listening(stop_signals) if stop_signals is not None else contextlib.nullcontext():
+        code = _run(job, rank, order["command"], arguments)
+    leave(code)
+
+
+def _run(job: Path, rank: int, command: str, arguments: dict[str, Any]) -> int:
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher held them back until now
         set_up_console()
-        order = json.loads((job / "job.json").read_text(encoding="utf-8"))
         from recmill.world import finish_together, join_world
 
-        body = importlib.import_module(f"recmill.commands.{order['command']}")
-        arguments = order["arguments"]
-        world = join_world(arguments.pop("device"))
+        body = importlib.import_module(f"recmill.commands.{command}")
+        world = join_world(arguments.pop("device"), arguments.pop("wait_seconds", 0.0))
         result = body.work(world, **arguments)
         if rank == 0:
             (job / "result.json").write_text(json.dumps(result), encoding="utf-8")
         finish_together(world)
-        code = 0
+        return 0
     except BaseException as error:
-        code = _report(job, rank, error)
-    leave(code)
+        return _report(job, rank, error)
 
 
 def _report(job: Path, rank: int, error: BaseException) -> int:

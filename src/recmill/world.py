@@ -76,9 +76,9 @@ class World:
 
 
 @contextmanager
-def joined_world(device: str) -> Iterator[World]:
+def joined_world(device: str, wait_seconds: float = 0.0) -> Iterator[World]:
     """For a process that goes on afterwards."""
-    world = join_world(device)
+    world = join_world(device, wait_seconds)
     try:
         yield world
         finish_together(world)
@@ -92,13 +92,19 @@ def finish_together(world: World) -> None:
         dist.barrier()
 
 
-def join_world(device: str) -> World:
-    """Join the process group that the environment describes: torchrun's, our launcher's, or a group of one."""
+def join_world(device: str, wait_seconds: float = 0.0) -> World:
+    """Join the process group that the environment describes: torchrun's, our launcher's, or a group of one.
+
+    Its collectives wait at least `wait_seconds` for the other ranks.
+    """
+    timeout = max(_TIMEOUT, timedelta(seconds=wait_seconds))
     world = _read_environment(_resolve_device(device))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=_store(world), rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
+    dist.init_process_group(
+        backend, store=_store(world, timeout), rank=world.rank, world_size=world.size, timeout=timeout
+    )
     return world
 
 
@@ -127,18 +133,18 @@ def _read_environment(device: str) -> World:
     return World(rank, size, local_rank, local_size, place)
 
 
-def _store(world: World) -> dist.Store:
+def _store(world: World, timeout: timedelta) -> dist.Store:
     if world.size == 1:
         return dist.HashStore()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if (listening := os.environ.get("RECMILL_STORE_FD")) is not None:
         # Our launcher bound this socket to loopback: a plain TCPStore would listen on every interface.
         return dist.TCPStore(
-            host, port, world.size, is_master=True, timeout=_TIMEOUT, master_listen_fd=int(listening), use_libuv=True
+            host, port, world.size, is_master=True, timeout=timeout, master_listen_fd=int(listening), use_libuv=True
         )
     # Our launcher's rank 0 and torchrun's agent hold the store themselves; otherwise rank 0 does.
     is_held = "RECMILL_JOB" in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(host, port, world.size, is_master=world.is_main and not is_held, timeout=_TIMEOUT)
+    store = dist.TCPStore(host, port, world.size, is_master=world.is_main and not is_held, timeout=timeout)
     # A group that torchrun restarts meets its predecessor's keys: each attempt gets its own.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     return store if attempt is None else dist.PrefixStore(f"recmill/{attempt}", store)

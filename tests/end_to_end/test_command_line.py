@@ -4,11 +4,9 @@ import ctypes
 import json
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -241,22 +239,3 @@ def test_help_is_there_for_every_command(run_cli: RunCli) -> None:
         assert command in listed
         assert "Usage:" in run_cli(command, "--help").stdout
     assert "--random-user-count" in run_cli("prepare", "random-histories", "--help").stdout
-
-
-def test_a_second_interrupt_ends_it_at_once(dlrm: dict[str, Any], tmp_path: Path) -> None:
-    """The first one waits for the step; a step that takes seconds leaves time for the second."""
-    from ..distributed.test_resume import endless, start, wait_for_step
-
-    config = endless(dlrm)
-    config["checkpoint"]["every_steps"] = 1000
-    config["model"] = {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [2048, 8], "top_mlp": [2048, 2048, 2048]}
-    config["train"] |= {"global_batch_size": 1500}
-    process = start(config, tmp_path, procs=1)
-    wait_for_step(tmp_path / "run", 1)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.1)  # two at once would be one
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "Traceback" not in output
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "interrupted"

@@ -5,9 +5,10 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from recmill.commands.assemble import (
     build_sharded,
@@ -20,10 +21,13 @@ from recmill.commands.assemble import (
     task_module,
 )
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
-from recmill.errors import ConfigError, UserError
-from recmill.launch.local import is_launched_with, run_job
-from recmill.observe.run_dir import RunDirectory, environment, versions, write_json, write_text
+from recmill.errors import ConfigError, Interrupted, Preempted, UserError
+from recmill.failpoints import reach
+from recmill.launch.local import is_launched_with, job_directory, num_restarts, run_job
+from recmill.observe.run_dir import RunDirectory, State, environment, versions, write_json, write_text
 from recmill.schema import Dataset
+from recmill.stop import error_for, listening, stop_with_parent
+from recmill.watchdog import Hang, beat, watching
 
 if TYPE_CHECKING:
     from recmill.training.saved import Position
@@ -45,8 +49,9 @@ def train(
     allow_partial: bool = False,
     fallback: bool = False,
 ) -> Results:
-    """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ...}}; {} if it was interrupted.
+    """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ...}}.
 
+    A run that a signal stopped raises `recmill.errors.Preempted` or, by Ctrl-C, `Interrupted`.
     `config`: a TOML file or the same as a mapping; `overrides`: ["optim.dense.lr=0.02", ...]; `procs`: processes on
     this machine (under torchrun: what torchrun started); `verify`: also check every byte of the dataset. A new run
     starts from the newest checkpoint of the run `init_from`; `allow_partial`: from what of it has the same size.
@@ -68,31 +73,47 @@ def train(
         "allow_partial": allow_partial,
         "fallback": fallback,
     }
-    device = checked.run.train.device
+    section = checked.run.train
+    wait_seconds = 3 * section.hang_seconds  # so that a hang is told by its stacks, not by a collective's timeout
     if is_launched_with(procs):
-        from recmill.world import joined_world
+        with listening(section.stop_signals):
+            stop_with_parent()
+            from recmill.world import joined_world
 
-        with joined_world(device) as world:
-            return work(world, **arguments)
+            with joined_world(section.device, wait_seconds) as world:
+                results = work(world, **arguments)
+        return _unless_stopped(results)
     run_directory.path.mkdir(parents=True, exist_ok=True)
+    arguments |= {"device": section.device, "wait_seconds": wait_seconds, "stop_signals": section.stop_signals}
     try:
-        return run_job("train", {"device": device, **arguments}, procs)
+        return _unless_stopped(run_job("train", arguments, procs, section.max_restarts))
     except UserError as error:
         _note_failure(run_directory, error)
         raise
 
 
 def work(world: "World", config: dict[str, Any], run: str, **start: Any) -> Results:
-    """What each process does, from an empty or interrupted run directory to its results."""
-    run_directory = RunDirectory(run)
-    if not world.is_main:
-        return _work(world, load_config(config), run_directory, **start)
-    with run_directory.locked():
+    """What each process does, from an empty or interrupted run directory to its results, or to {"stopped": by what}."""
+    reach("train.begin")
+    checked, run_directory = load_config(config), RunDirectory(run)
+    section = checked.run.train
+
+    def note_hang(hang: Hang) -> None:
+        log.error("%s; see hang-rank-%d.txt", hang.told(), hang.rank)
+        if world.is_main:
+            _note_end(run_directory, UserError(f"Hung: {hang.told()}."))
+
+    hangs = watching(world.rank, section.hang_seconds, run_directory.path, job_directory(), note_hang)
+    with listening(section.stop_signals) as stop, run_directory.locked() if world.is_main else nullcontext():
         try:
-            return _work(world, load_config(config), run_directory, **start)
+            with hangs:
+                return _work(world, checked, run_directory, **start)
         except BaseException as error:
-            _note_end(run_directory, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
-            raise
+            if isinstance(error, KeyboardInterrupt) and stop.signal:
+                error = error_for(stop.signal, f"Ended at once by a signal after {stop.signal}.")
+            if world.is_main:
+                _note_end(run_directory, error)
+            raise error
 
 
 def _work(
@@ -115,6 +136,7 @@ def _work(
     from recmill.training.tables import fill_tables
 
     # The parts
+    beat("starting")
     if world.device.type == "cpu" and config.run.train.kernels == "auto":
         threading.Thread(target=native).start()  # compiled, the first time, while the rest is loaded
     world.broadcast(None)  # rank 0 holds the lock: now the others may log
@@ -128,6 +150,8 @@ def _work(
     _log_facts(world, config, dataset, tables, source)
     if world.is_main:
         log.info("%s", as_text(placed, world.size))
+
+    beat("loading")
 
     # Where to start: from a checkpoint, or from the seed
     origin = Origin(
@@ -174,6 +198,8 @@ def _work(
         if earlier:
             checkpoint.load(earlier, model, optimizer, allow_partial)
             log.info("starting from step %s of another run: %s", f"{earlier.position.step:,}", earlier.path)
+    beat("loaded", position.step)
+    reach("train.loaded")
 
     # The training
     results: Results = {}
@@ -198,11 +224,12 @@ def _work(
         report("val", position)
     fitted = fit(model, optimizer, task, source, config.run, world, run, position, validate, saver)
     at = fitted.position
-    if fitted.was_stopped:
+    if by := fitted.stopped_by:
         if world.is_main:
-            run.write_status("interrupted", step=at.step)
-            log.info("stopped at step %s as asked; run the same command to go on", f"{at.step:,}")
-        return {}
+            run.write_status(by.state, step=at.step, rank=by.rank, reason=by.signal, restarts=num_restarts())
+            log.info("stopped at step %s by %s on rank %d", f"{at.step:,}", by.signal, by.rank)
+        return {"stopped": {"step": at.step, "rank": by.rank, "signal": by.signal}}
+    reach("train.end")
 
     # The results
     report("test", at)
@@ -213,7 +240,8 @@ def _work(
         seconds = round(time.monotonic() - started, 1)
         end = early_end(at, config.run.eval) or "all steps done"
         best = {"best_step": at.best_step, "best": at.best}
-        run.write_status("done", step=at.step, end=end, **best, seconds=seconds, dataset=dataset.fingerprint)
+        facts = {**best, "seconds": seconds, "restarts": num_restarts(), "dataset": dataset.fingerprint}
+        run.write_status("done", step=at.step, end=end, **facts)
         log.info("the end at step %s: %s", f"{at.step:,}", end)
     return results
 
@@ -282,15 +310,28 @@ def _is_finished(run: RunDirectory, config: Config, dataset: Dataset) -> bool:
     return is_done and run.results.is_file() and run.has_checkpoint() and load_config(run.config) == config
 
 
+def _unless_stopped(results: Results) -> Results:
+    if stopped := results.get("stopped"):
+        step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
+        raise error_for(name, f"Stopped at step {step:,} by {name}, which rank {rank} received.")
+    return results
+
+
 def _note_failure(run: RunDirectory, error: UserError) -> None:
     """By the parent, which knows the cause where rank 0 saw a consequence; not if another process is at work there."""
     with contextlib.suppress(UserError, OSError), run.locked():
-        _note_end(run, "failed", error)
+        _note_end(run, error)
 
 
-def _note_end(run: RunDirectory, state: Literal["failed", "interrupted"], error: BaseException) -> None:
+def _note_end(run: RunDirectory, error: BaseException) -> None:
     """A run that had ended before this one began stays what it was."""
     with contextlib.suppress(UserError, OSError):  # a full disk, say: the error itself is what matters
         before = run.read_status()
-        if before.get("state") not in ("done", "interrupted"):
-            run.write_status(state, step=before.get("step", 0), error=str(error))
+        if before.get("state") in ("done", "preempted", "interrupted"):
+            return
+        state: State = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        state = "preempted" if isinstance(error, Preempted) else state
+        reason = getattr(error, "signal", "") or str(error)
+        restarts = max(getattr(error, "restarts", 0), num_restarts())
+        rank = getattr(error, "rank", None)
+        run.write_status(state, step=before.get("step", 0), rank=rank, reason=reason, restarts=restarts)

@@ -162,6 +162,9 @@ class OptimSection(Section):
         return self
 
 
+StopSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2"]
+
+
 class TrainSection(Section):
     seed: NonNegativeInt = Field(1, lt=2**63, description="Fixes tables, layers, sample order, masks and dropout.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="'auto': CUDA where there is a GPU, else CPU.")
@@ -180,6 +183,13 @@ class TrainSection(Section):
     check_replicas_every: NonNegativeInt = Field(
         0, description="Every so many steps see that all processes have the same dense layers, to the bit; 0: do not."
     )
+    stop_signals: list[StopSignal] = Field(
+        ["SIGTERM", "SIGUSR1", "SIGUSR2"], description="Signals that mean: finish the step, save, end with code 75."
+    )
+    max_restarts: NonNegativeInt = Field(
+        0, description="How often a job whose process was killed, crashed or hung starts again (--procs)."
+    )
+    hang_seconds: PositiveFloat = Field(1800.0, description="A process that gets nowhere for so long has hung.")
 
     @model_validator(mode="after")
     def only_float16_is_scaled(self) -> "TrainSection":

@@ -23,10 +23,17 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from recmill.errors import KINDS, ConfigError, ResourceError, UserError
+from recmill.stop import SIGNALS, error_for
+from recmill.watchdog import Hang, culprit, read_hangs
 
 _POLL_SECONDS = 0.05
 _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may tell their own story
+_GATHER_HANGS_SECONDS = 3.0  # the same after the first process that says it hangs
+_SECOND_SIGNAL_SECONDS = 2.0  # how long workers have to end at once
 _END_SECONDS = 10.0
+_NUM_LINES = 4  # of a stack, in a message
+
+log = logging.getLogger(__name__)
 # What can only be set before a process starts; a user's own values win.
 TUNING = {
     # glibc gives large blocks back at once, so every step pays their page faults again: keeping them measured 1.2-1.3x.
@@ -44,6 +51,10 @@ class WorkerError(UserError):
     def __init__(self, message: str, traceback: str) -> None:
         super().__init__(message)
         self.traceback = traceback
+
+
+class LostWorkerError(ResourceError):
+    """A worker was killed from outside, or hung: another attempt may well succeed."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,16 @@ def own_rank() -> int:
     return int(os.environ["RANK"]) if is_launched() else 0
 
 
+def num_restarts() -> int:
+    """Of this process's job, by our launcher or torchrun."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", os.environ.get("RECMILL_ATTEMPT", "0")))
+
+
+def job_directory() -> Path | None:
+    """Where a worker of our launcher tells it things."""
+    return Path(os.environ["RECMILL_JOB"]) if "RECMILL_JOB" in os.environ else None
+
+
 def leave(code: int) -> NoReturn:
     """End a launched process here and now: tearing the libraries down may abort it after all work is done.
 
@@ -88,30 +109,56 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run_job(command: str, arguments: dict[str, Any], procs: int) -> Any:
-    """Run `recmill.commands.<command>.work(world, **arguments)` in `procs` processes; rank 0's result comes back."""
+def run_job(command: str, arguments: dict[str, Any], procs: int, max_restarts: int = 0) -> Any:
+    """Run `recmill.commands.<command>.work(world, **arguments)` in `procs` processes; rank 0's result comes back.
+
+    A job that lost a worker, or met a defect of ours, is started again up to `max_restarts` times.
+    """
     if procs < 1:
         raise ConfigError(f"--procs {procs}: at least one process is needed.")
+    with _forwarded_signals() as signals:
+        attempt = 0
+        while True:
+            try:
+                return _run_once({"command": command, "arguments": arguments}, procs, attempt, signals)
+            except UserError as error:
+                error.restarts = attempt
+                may_restart = isinstance(error, LostWorkerError | WorkerError) and not signals.names
+                if not may_restart or attempt == max_restarts:
+                    raise
+                attempt += 1
+                log.warning("restart %d of %d after: %s", attempt, max_restarts, error)
+
+
+def _run_once(order: dict[str, Any], procs: int, attempt: int, signals: "_Signals") -> Any:
     job = Path(tempfile.mkdtemp(prefix="recmill-job-"))
     try:
-        (job / "job.json").write_text(json.dumps({"command": command, "arguments": arguments}), encoding="utf-8")
-        workers: list[subprocess.Popen[bytes]] = []
-        with _forwarded_signals(workers):
-            _start(job, procs, workers)
-            failed = _wait(workers)
-        if failed:
-            _end(workers)
-            raise _first_error(job, failed)
+        (job / "job.json").write_text(json.dumps(order), encoding="utf-8")
+        try:
+            # A signal that comes now waits until all workers are there; they wait with theirs until they can act on it.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
+                if signals.names:
+                    raise error_for(signals.names[0], f"{signals.names[0]} came before the job had started.")
+                signals.workers = []
+                _start(job, procs, attempt, signals.workers)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            is_well = _wait(job, signals)
+        finally:
+            codes = _end(signals.workers)
+        if not is_well:
+            raise _first_error(job, codes, signals)
         return json.loads((job / "result.json").read_text(encoding="utf-8"))
     finally:
         shutil.rmtree(job, ignore_errors=True)
 
 
-def _start(job: Path, procs: int, workers: list[subprocess.Popen[bytes]]) -> None:
+def _start(job: Path, procs: int, attempt: int, workers: list[subprocess.Popen[bytes]]) -> None:
     threads = max(1, len(os.sched_getaffinity(0)) // procs)
     common = {**TUNING, "OMP_NUM_THREADS": str(threads), **os.environ}
     common |= {"WORLD_SIZE": str(procs), "LOCAL_WORLD_SIZE": str(procs), "RECMILL_JOB": str(job)}
-    common["RECMILL_LAUNCHER"] = str(os.getpid())
+    common |= {"RECMILL_LAUNCHER": str(os.getpid()), "RECMILL_ATTEMPT": str(attempt)}
     common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     # The rendezvous socket is bound here and handed to rank 0: no free-port race, and nobody outside can reach it.
     with socket.socket() as listener:
@@ -138,48 +185,75 @@ def _start(job: Path, procs: int, workers: list[subprocess.Popen[bytes]]) -> Non
                 )
 
 
-@contextlib.contextmanager
-def _forwarded_signals(workers: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+class _Signals:
+    """What reached the launcher goes on to the workers. The first asks them to stop, the second to end at once."""
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        for worker in workers:
+    def __init__(self) -> None:
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.names: list[str] = []
+        self._second_at = float("inf")
+
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        self.names.append(signal.Signals(number).name)
+        if len(self.names) == 2:
+            self._second_at = time.monotonic()
+        for worker in self.workers:
             if worker.poll() is None:
                 worker.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    @property
+    def is_time_up(self) -> bool:
+        return time.monotonic() > self._second_at + _SECOND_SIGNAL_SECONDS
+
+
+@contextlib.contextmanager
+def _forwarded_signals() -> Iterator[_Signals]:
+    signals = _Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    before = {number: signal.signal(number, signals.forward) for number in SIGNALS}
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _wait(workers: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Exit codes of the failed ranks at the time of the first failure; empty when all ended well."""
-    while True:
-        codes = {rank: worker.poll() for rank, worker in enumerate(workers)}
-        if any(code for code in codes.values()):
+def _wait(job: Path, signals: _Signals) -> bool:
+    """Until all workers ended well; False soon after one did not, or hangs, or they do not end at once as asked."""
+    while not signals.is_time_up:
+        codes = [worker.poll() for worker in signals.workers]
+        if any(codes):
             time.sleep(_GATHER_SECONDS)
-            return {rank: code for rank, worker in enumerate(workers) if (code := worker.poll())}
-        if all(code == 0 for code in codes.values()):
-            return {}
+            return False
+        if None not in codes:
+            return True
+        if read_hangs(job):
+            deadline = time.monotonic() + _GATHER_HANGS_SECONDS
+            while time.monotonic() < deadline and len(read_hangs(job)) < len(codes):
+                time.sleep(_POLL_SECONDS)
+            return False
         time.sleep(_POLL_SECONDS)
+    return False
 
 
-def _end(workers: list[subprocess.Popen[bytes]]) -> None:
+def _end(workers: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Kill those that are left: their partners are gone, they can only wait. Exit codes of those that had failed."""
+    codes = {rank: code for rank, worker in enumerate(workers) if (code := worker.poll())}
     for worker in workers:
         if worker.poll() is None:
-            worker.kill()  # its partners are gone: it can only wait for them
+            worker.kill()
     for worker in workers:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.wait(_END_SECONDS)
+    return codes
 
 
-def _first_error(job: Path, failed: dict[int, int]) -> BaseException:
-    """What a user can mend, told first, explains the rest; then a rank killed from outside; then our own defects."""
+def _first_error(job: Path, failed: dict[int, int], signals: _Signals) -> BaseException:
+    """Asked for twice; what a user can mend, told first; a rank that hangs, or was killed; then our own defects."""
+    if len(signals.names) > 1:
+        return error_for(signals.names[0], f"Ended at once by a second signal, {signals.names[1]}.")
     reports = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in job.glob("error-*.json")]
     reports.sort(key=lambda report: report.at)
     told = {report.rank for report in reports}
@@ -187,16 +261,43 @@ def _first_error(job: Path, failed: dict[int, int]) -> BaseException:
         if report.kind == "KeyboardInterrupt":
             return KeyboardInterrupt()
         if report.kind in KINDS:
-            error = KINDS[report.kind](report.message)
-            error.__notes__ = [report.traceback]
-            return error
+            known = KINDS[report.kind](report.message)
+            known.rank, known.__notes__ = report.rank, [report.traceback]
+            return known
+    if hangs := read_hangs(job):
+        return _hang_error(hangs, [rank for rank in range(len(signals.workers)) if rank not in told | failed.keys()])
     for rank, code in failed.items():
         if code < 0 and rank not in told:
-            hint = " The system may have run out of memory." if -code == signal.SIGKILL else ""
-            fact = f"Process {rank} of the job was killed by {signal.Signals(-code).name}.{hint}"
-            return ResourceError(f"{fact} Run the same command to go on.")
+            name = signal.Signals(-code).name
+            if name in signals.names:
+                return error_for(name, f"{name} reached process {rank} of the job before it could save anything.")
+            hint = " The system may have run out of memory." if name == "SIGKILL" else ""
+            return _lost(rank, f"Process {rank} of the job was killed by {name}.{hint}")
     if reports:
-        return WorkerError(f"Process {reports[0].rank} of the job failed: {reports[0].message}", reports[0].traceback)
+        error = WorkerError(f"Process {reports[0].rank} of the job failed: {reports[0].message}", reports[0].traceback)
+        error.rank = reports[0].rank
+        return error
     rank, code = next(iter(failed.items()))
     output = (job / f"out-{rank}.txt").read_text(encoding="utf-8", errors="replace")
-    return WorkerError(f"Process {rank} of the job ended with code {code} without a word.", output)
+    error = WorkerError(f"Process {rank} of the job ended with code {code} without a word.", output)
+    error.rank = rank
+    return error
+
+
+def _hang_error(hangs: list[Hang], living: list[int]) -> LostWorkerError:
+    """`living`: the ranks that had not ended."""
+    by_rank = {hang.rank: hang for hang in hangs}
+    rank = culprit(hangs, [rank for rank in living if rank not in by_rank])
+    if (hang := by_rank.get(rank)) is None:
+        others = "; ".join(hang.told() for hang in hangs)
+        fact = f"Process {rank} of the job does not answer: it was stopped, or is stuck outside Python ({others})."
+    else:
+        lines = "".join(f"\n  {line}" for line in hang.frames[-_NUM_LINES:])
+        fact = f"Process {rank} of the job hung: {hang.told()}. It was at{lines}\n"
+    return _lost(rank, f"{fact} All stacks are in hang-rank-*.txt of the run directory.")
+
+
+def _lost(rank: int, fact: str) -> LostWorkerError:
+    error = LostWorkerError(f"{fact} Run the same command to go on.")
+    error.rank = rank
+    return error

@@ -8,6 +8,7 @@ import platform
 import re
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any, Literal
 from recmill import __version__
 from recmill.errors import CheckpointError, ResourceError
 
-State = Literal["running", "done", "interrupted", "failed"]
+State = Literal["running", "done", "preempted", "interrupted", "failed"]
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "polars", "pydantic")
 
 
@@ -32,13 +33,14 @@ class RunDirectory:
         self.results = self.path / "results.json"
         self.status = self.path / "status.json"
         self.metrics = self.path / "metrics.jsonl"
+        self._status_lock, self._has_ended = threading.Lock(), False
 
     def foreign_file(self) -> str | None:
         """A name that says this directory is somebody's, and no run's: training must not write here."""
         if not self.path.is_dir() or (self.status.is_file() and not (self.path / "dataset.json").exists()):
             return None
         early = re.compile(
-            r"\.lock|\.status\.json\.\d+|log(\.rank-\d+)?\.txt"
+            r"\.lock|\.status\.json\.\d+|(log(\.rank-\d+)?|hang-rank-\d+)\.txt"
         )  # of a run that ended before its first word
         return next((path.name for path in sorted(self.path.iterdir()) if not early.fullmatch(path.name)), None)
 
@@ -64,6 +66,14 @@ class RunDirectory:
             yield
 
     def write_status(self, state: State, **facts: Any) -> None:
+        """From any thread: a checkpoint that is committed while the run ends does not make it run again."""
+        with self._status_lock:
+            if state == "running" and self._has_ended:
+                return
+            self._has_ended = state != "running"
+            self._write_status(state, **facts)
+
+    def _write_status(self, state: State, **facts: Any) -> None:
         write_json(self.status, {"state": state, "updated_at": now(), "pid": os.getpid(), **facts})
 
     def read_status(self) -> dict[str, Any]:

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from recmill.config.sections import RunSections
+from recmill.failpoints import reach
 from recmill.metrics.binary import Values
 from recmill.observe.progress import Progress
 from recmill.training.prefetch import pinned, prefetched
+from recmill.watchdog import beat
 from recmill.world import World
 
 
@@ -24,6 +26,8 @@ def evaluate_split(
     waiting = pinned(source.eval_batches(split), world.device)
     with progress, prefetched(waiting, settings.data.prefetch) as batches:
         for batch in batches:
+            beat(f"evaluating {split}")
+            reach("eval.batch")
             batch = batch.to(world.device, non_blocking=True)
             task.update(metrics, model(*batch.inputs()), batch)
             progress.advance(1)

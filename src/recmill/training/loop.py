@@ -3,14 +3,12 @@
 import itertools
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,14 +17,17 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.config.sections import EvalSection, RunSections, TrainSection
 from recmill.errors import UserError
+from recmill.failpoints import reach
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.run_dir import RunDirectory
+from recmill.stop import Heard, StopRequest, listening
 from recmill.training.guards import check_replicas, first_bad_tensor
 from recmill.training.optim import set_learning_rates
 from recmill.training.prefetch import pinned, prefetched
 from recmill.training.saved import Position
 from recmill.training.saver import Saver
 from recmill.training.step import OverlappedStep, Step, can_overlap
+from recmill.watchdog import beat
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -35,45 +36,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Fitted:
     position: Position
-    was_stopped: bool
-
-
-class StopRequest:
-    """SIGINT or SIGTERM asks once for a clean stop after the current step; a second SIGINT ends the process.
-
-    A checkpoint that is being saved is finished first: torch would take the interrupt for a broken file.
-    """
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._is_held = self._was_repeated = False
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        self._is_held = True
-        yield
-        self._is_held = False
-        if self._was_repeated:
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # Python gives signals to that one alone
-            yield
-            return
-        before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.is_set and number == signal.SIGINT:
-            self._was_repeated = True
-            if not self._is_held:
-                raise KeyboardInterrupt
-        self.is_set = True
+    stopped_by: Heard | None  # the same on all ranks
 
 
 def fit(
@@ -90,7 +53,6 @@ def fit(
 ) -> Fitted:
     """Train from `start` to the last step, or to what `eval` says is enough, or until asked to stop; then validate."""
     train, checkpoint, position = settings.train, settings.checkpoint, start
-    stop = StopRequest()
     num_steps = steps_in_all(train, source.batches_per_epoch)
     saved_step = start.step
     validated_step = -1
@@ -104,7 +66,7 @@ def fit(
     clock = _Minutes(checkpoint.every_minutes)
     if checkpoint.at_start and not start.step:
         saver.save(start)
-    with stop.listening(), progress, prefetched(endless, settings.data.prefetch) as batches:
+    with listening(train.stop_signals) as stop, progress, prefetched(endless, settings.data.prefetch) as batches:
         if can_overlap(model, world.device):
             batches, ahead = itertools.tee(batches)
             is_pause = partial(_is_validation_due, settings.eval)
@@ -113,6 +75,8 @@ def fit(
         else:
             step = Step(*parts)
         while position.step < num_steps and not early_end(position, settings.eval):
+            beat("training", position.step)
+            reach("train.step", position.step)
             batch = next(batches)
             # One small reduction: the loss is a mean over the *global* batch, and all stop, fail or save together.
             is_due = world.is_main and clock.is_due()
@@ -131,6 +95,7 @@ def fit(
             loss_sum = step(batch, world.size / weight)
             samples = min(train.global_batch_size, source.samples_per_epoch - position.batch * train.global_batch_size)
             position = step.noted(_next(position, source.batches_per_epoch))
+            reach("train.updated", position.step)
             meter.add(loss_sum, weight, samples)
             if train.check_replicas_every and position.step % train.check_replicas_every == 0:
                 check_replicas(model, position.step, world)
@@ -163,7 +128,14 @@ def fit(
             saver.save(meter.at(position, model, world))
         saver.finish()
         (stops,) = world.sum([float(stop.is_set)])
-    return Fitted(position, was_stopped=bool(stops))
+        beat("ending", position.step)
+        return Fitted(position, stopped_by=_first_heard(stop, world) if stops else None)
+
+
+def _first_heard(stop: StopRequest, world: World) -> Heard:
+    """Of the ranks that received a signal. All ranks take part."""
+    everyone = world.gather(stop.heard_by(world.rank))
+    return world.broadcast(min(heard for heard in everyone if heard) if everyone else Heard(0.0, 0, ""))
 
 
 def steps_in_all(train: TrainSection, batches_per_epoch: int) -> int:

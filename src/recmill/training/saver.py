@@ -27,6 +27,7 @@ from recmill.training.checkpoint import state_of
 from recmill.training.guards import is_finite
 from recmill.training.row_changes import TouchedRows, as_bytes, is_rows, pieces, taken_changes
 from recmill.training.saved import Origin, Position, RowChange, State
+from recmill.watchdog import beat
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class Saver:
 
     def _wait(self) -> None:
         if self._thread:
+            beat("waiting for a checkpoint to be written")
             self._thread.join()
             self._thread = None
 
@@ -195,6 +197,7 @@ class Saver:
         error: UserError | None = None
         try:
             result = action()
+            beat("saving")
         except Exception as problem:  # noqa: BLE001 - raised below, on all ranks
             error = self._told(problem)
         everyone: list[Any] = [(result, error)]

@@ -1,0 +1,116 @@
+"""How a run ends that did not come to its end by itself: at once, before its first step, hung; and starting again."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from recmill import train
+from recmill.errors import ResourceError
+from recmill.stop import stop_with_parent
+
+from .runs import assert_same_run, metric_lines
+from .test_resume import children, endless, start, status, wait_for_step, wait_until_gone
+
+Config = dict[str, Any]
+
+
+def test_a_second_signal_ends_it_at_once(dlrm: Config, tmp_path: Path) -> None:
+    """Rank 1 never comes to the end of its step, rank 0 waits for it deep in a collective."""
+    process = start(endless(dlrm), tmp_path, procs=2, fail="train.step@step=12@rank=1:hang")
+    wait_for_step(tmp_path / "run", 14)  # 12 steps and two validations
+    workers = children(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)  # two at once would be one
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 130, output
+    assert "Ended at once" in output
+    assert "Traceback" not in output
+    wait_until_gone(workers)
+    at = status(tmp_path / "run")
+    assert (at["state"], at["reason"], at["step"]) == ("interrupted", "SIGINT", 10)  # as of the last checkpoint
+
+
+def test_a_signal_before_the_first_step_lets_an_evaluation_end_and_trains_nothing(dlrm: Config, tmp_path: Path) -> None:
+    """It comes while the worker's interpreter is still starting."""
+    config = endless(dlrm)
+    config["eval"]["before_training"] = True
+    process = start(config, tmp_path, procs=1)
+    while not children(process):
+        time.sleep(0.001)
+    process.send_signal(signal.SIGUSR2)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 75, output
+    assert "Stopped at step 0 by SIGUSR2" in output
+    at = status(tmp_path / "run")
+    assert (at["state"], at["reason"], at["step"], at["rank"]) == ("preempted", "SIGUSR2", 0, 0)
+    assert [(line["step"], line["split"]) for line in metric_lines(tmp_path / "run")] == [(0, "val")]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_workers_whose_torchrun_is_killed_by_a_signal_save_and_leave(dlrm: Config, tmp_path: Path) -> None:
+    """torchrun's agent knows no SIGUSR1, which schedulers send: it dies of it."""
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(endless(dlrm)), encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "recmill"]
+    command = [*torchrun, "train", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "run")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with (tmp_path / "out.txt").open("w") as file:
+        agent = subprocess.Popen(
+            command, stdout=file, stderr=file, text=True, env=environment, preexec_fn=stop_with_parent
+        )
+    wait_for_step(tmp_path / "run", 3)
+    workers = children(agent)
+    assert len(workers) == 2
+    agent.send_signal(signal.SIGUSR1)
+    assert agent.wait(timeout=180) == -signal.SIGUSR1
+    wait_until_gone(workers)
+    at = status(tmp_path / "run")
+    assert (at["state"], at["reason"]) == ("preempted", "SIGTERM"), (tmp_path / "out.txt").read_text()
+    assert (tmp_path / "run" / "checkpoints" / f"step-{at['step']:08d}" / "MANIFEST.json").is_file()
+
+
+def test_a_job_that_lost_a_worker_starts_again_and_equals_an_unbroken_run(
+    dlrm: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RECMILL_FAIL", "train.step@step=7@rank=1@attempt=0:kill")
+    with caplog.at_level(logging.WARNING, "recmill"):
+        train(dlrm, tmp_path / "run", procs=2, overrides=["train.max_restarts=3"])
+    assert "restart 1 of 3 after: Process 1 of the job was killed by SIGKILL" in caplog.text
+    assert status(tmp_path / "run")["restarts"] == 1
+    monkeypatch.delenv("RECMILL_FAIL")
+    train(dlrm, tmp_path / "unbroken")
+    assert_same_run(tmp_path / "run", tmp_path / "unbroken")
+
+
+def test_a_hung_process_is_named_with_its_step_and_where_it_is(
+    dlrm: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RECMILL_FAIL", "train.step@step=7@rank=1:hang")
+    expected = r'(?s)rank 1 made no progress for .* s, training, after step 7\. .* fit: reach\("train.step"'
+    with pytest.raises(ResourceError, match=expected):
+        train(dlrm, tmp_path / "run", procs=2, overrides=["train.hang_seconds=4.0"])
+    assert "all_reduce" in (tmp_path / "run" / "hang-rank-0.txt").read_text()
+    assert "failpoints.py" in (tmp_path / "run" / "hang-rank-1.txt").read_text()
+    at = status(tmp_path / "run")
+    assert (at["state"], at["rank"]) == ("failed", 1)
+
+
+def test_a_stopped_process_is_named_and_nobody_is_left(dlrm: Config, tmp_path: Path) -> None:
+    config = endless(dlrm)
+    config["train"]["hang_seconds"] = 4.0
+    process = start(config, tmp_path, procs=2)
+    wait_for_step(tmp_path / "run", 3)
+    workers = children(process)
+    os.kill(workers[1], signal.SIGSTOP)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == ResourceError.exit_code, output
+    assert "Process 1 of the job does not answer" in output
+    wait_until_gone(workers)
