@@ -12,42 +12,18 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-import torch.distributed.checkpoint as dcp
 
 from recmill import train
 from recmill.commands.checkpoint import list_checkpoints
 from recmill.errors import CheckpointError, ConfigError
-from recmill.training.row_changes import apply_changes, is_rows
-from recmill.training.safe_reader import SafeReader
-from recmill.training.saved import Checkpoint, verified
 
+from ..checkpoints import newest, tensors_of
 from ..conftest import RunCli
 from .runs import assert_same_run, metric_lines
 
 Config = dict[str, Any]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Whole, whatever it was saved as."""
-
-    def read(path: Path, keys: set[str] | None = None) -> dict[str, torch.Tensor]:
-        described = SafeReader(path).read_metadata().state_dict_metadata
-        wanted = {key: value for key, value in described.items() if keys is None or key in keys}
-        state = {key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in wanted.items()}
-        dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
-        return state
-
-    whole = read(checkpoint.base or checkpoint.path)
-    if checkpoint.base:
-        whole |= read(checkpoint.path, {key for key, value in whole.items() if not is_rows(key, value)})
-        apply_changes(checkpoint, whole)
-    return whole
-
-
-def newest(run: Path) -> Checkpoint:
-    return verified(Path(list_checkpoints(run)[-1]["path"]))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from recmill import prepare
 from recmill.commands.checkpoint import list_checkpoints
@@ -14,7 +15,10 @@ from recmill.errors import DataError
 from recmill.failpoints import PLACES, VARIABLE
 from recmill.schema import open_dataset
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes that die by signals")
+from ..checkpoints import newest, tensors_of
+from ..distributed.runs import loss_by_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 # A process that has loaded everything, whose children take no time to start.
 SERVER = multiprocessing.get_context("forkserver")
@@ -48,14 +52,9 @@ def train_alone(config: dict[str, Any], run: str) -> None:
         work(world, load_config(config).as_dict(), run)
 
 
-def losses_and_digests(run: Path) -> tuple[dict[int, float], dict[str, Any]]:
-    import json
-
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    newest = list_checkpoints(run)[-1]["path"]
-    manifest = json.loads((Path(newest) / "MANIFEST.json").read_text())
-    tensors = {name: facts for name, facts in manifest["files"].items() if name.endswith(".distcp")}
-    return {line["step"]: line["loss"] for line in lines if line["split"] == "train"}, tensors
+def losses_and_digests(run: Path) -> tuple[dict[int, float], dict[str, str]]:
+    digests = {key: xxhash.xxh3_64_hexdigest(value.numpy().tobytes()) for key, value in tensors_of(newest(run)).items()}
+    return loss_by_step(run), digests
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,32 @@
+"""What the tests read from checkpoints."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from recmill.commands.checkpoint import list_checkpoints
+from recmill.training.row_changes import apply_changes, is_rows
+from recmill.training.safe_reader import SafeReader
+from recmill.training.saved import Checkpoint, verified
+
+
+def newest(run: Path) -> Checkpoint:
+    return verified(Path(list_checkpoints(run)[-1]["path"]))
+
+
+def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Whole, whatever it was saved as."""
+
+    def read(path: Path, keys: set[str] | None = None) -> dict[str, torch.Tensor]:
+        described = SafeReader(path).read_metadata().state_dict_metadata
+        wanted = {key: value for key, value in described.items() if keys is None or key in keys}
+        state = {key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in wanted.items()}
+        dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
+        return state
+
+    whole = read(checkpoint.base or checkpoint.path)
+    if checkpoint.base:
+        whole |= read(checkpoint.path, {key for key, value in whole.items() if not is_rows(key, value)})
+        apply_changes(checkpoint, whole)
+    return whole
