@@ -291,6 +291,29 @@ def test_windows_hold_every_training_item_and_never_the_last_two(
     assert covered == set(range(int(offsets[-1]))) - held_out
 
 
+def test_a_window_cut_anywhere_asks_for_the_item_after_its_beginning(histories: Path) -> None:
+    """Which is some beginning of the window that would be there uncut, another one in each epoch."""
+    masking = replace(MASKING, last_only=1.0)
+    found: list[set[tuple[int, int]]] = []
+    for epoch in (0, 1):
+        whole, cut = (
+            [w for b in history_source(histories, masking=m).train_batches(epoch, 0) for w in windows_of(b)]
+            for m in (masking, replace(masking, last_anywhere=True))
+        )
+        lengths = set()
+        for (uncut, answers, key), (tokens, asked, same_key) in zip(whole, cut, strict=True):
+            assert key == same_key
+            items = [*uncut[:-1], answers[0][1]]
+            assert tokens == (*items[: len(tokens) - 1], MASK)
+            assert asked == ((1, items[len(tokens) - 1]),)
+            assert min(2, len(items)) <= len(tokens) <= len(items)
+            lengths.add((key, len(tokens)))
+        found.append(lengths)
+        shares = [len(tokens) / len(uncut) for (uncut, *_), (tokens, *_) in zip(whole, cut, strict=True)]
+        assert 0.5 < sum(shares) / len(shares) < 0.75  # short windows cannot be cut much
+    assert found[0] != found[1]
+
+
 def test_trained_on_validation_only_the_last_item_is_held_out(histories: Path) -> None:
     masking = replace(MASKING, last_only=0.0, last_too=True)
     windows = [w for batch in history_epoch(histories, train_on_validation=True, masking=masking) for w in batch]

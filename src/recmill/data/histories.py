@@ -19,7 +19,7 @@ from recmill.metrics.ranking import NUM_NEGATIVES, Negatives, sampled
 from recmill.schema import Dataset, HistoriesDescription
 
 # Counters of a window's random numbers; those below are the places of its items.
-_CHANCE_OF_WINDOW, _CHANCE_OF_ITEM = 1 << 20, 1 << 21
+_CHANCE_OF_WINDOW, _CHANCE_OF_CUT, _CHANCE_OF_ITEM = 1 << 20, (1 << 20) + 1, 1 << 21
 _SORTED_BATCHES = 32  # so many batches' windows are sorted by length together: little padding, still random
 _COUNTED_AT_ONCE = 1 << 24
 
@@ -29,15 +29,17 @@ class Masking:
     """How training examples are made from a history.
 
     Windows of `max_length` items, cut backwards from the history's end every `step` items, each in `copies`. In a share
-    `last_only` of them just the last item is hidden, as at evaluation; in the rest each with `probability`, and with
-    `last_too` the history's last as well. For a share `random` of the hidden items another one is seen instead of the
-    mask, for a share `kept` the item itself. `asks_next`: nothing is hidden; every place asks for the item after it.
+    `last_only` of them just the last item is hidden, as at evaluation, with `last_anywhere` after a cut at a random
+    place; in the rest each with `probability`, and with `last_too` the history's last as well. For a share `random` of
+    the hidden items another one is seen instead of the mask, for a share `kept` the item itself. `asks_next`: nothing
+    is hidden; every place asks for the item after it.
     """
 
     max_length: int
     step: int
     probability: float
     last_only: float
+    last_anywhere: bool = False
     last_too: bool = False
     random: float = 0.0
     kept: float = 0.0
@@ -154,6 +156,10 @@ class HistorySource:
     def _masked(self, epoch: int, windows: np.ndarray, share: Share) -> SequenceBatch:
         keys = rng.bits(rng.stream_key(self._seed, "window", epoch), windows)
         lengths = self._lengths[windows]
+        last_only = rng.uniform(keys, np.full(len(keys), _CHANCE_OF_WINDOW)) < self._masking.last_only
+        if self._masking.last_anywhere:
+            places = 1 + rng.uniform(keys, np.full(len(keys), _CHANCE_OF_CUT)) * lengths  # of a last item, from 1
+            lengths = np.where(last_only, np.maximum(places.astype(np.int64), np.minimum(2, lengths)), lengths)
         tokens, rows, from_end = _packed(self._items, self._starts[windows], lengths)
         if self._masking.asks_next:  # the last item is only an answer, the first one none
             asks, is_answer = from_end > 0, from_end < (lengths - 1)[rows]
@@ -161,7 +167,6 @@ class HistorySource:
                 tokens[asks], lengths - 1, np.arange(asks.sum()), rows[asks], tokens[is_answer], share, keys
             )
         hidden = rng.uniform(keys[rows], from_end) < self._masking.probability
-        last_only = rng.uniform(keys, np.full(len(keys), _CHANCE_OF_WINDOW)) < self._masking.last_only
         hidden &= ~last_only[rows]
         asks_last = np.bincount(rows, weights=hidden, minlength=len(keys)) == 0  # a window always asks for something
         if self._masking.last_too:

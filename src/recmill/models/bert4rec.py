@@ -25,6 +25,9 @@ class Config(SequenceModelConfig):
     mask_last_only: float = Field(
         0.1, ge=0.0, le=1.0, description="Share of windows where just the last item is hidden, as at evaluation."
     )
+    mask_last_anywhere: bool = Field(
+        False, description="Cut these windows at a random place first, so that every item is a last one at times."
+    )
     mask_last_too: bool = Field(
         False, description="In other windows, hide a history's last training item always, beside those of mask_prob."
     )
@@ -43,6 +46,8 @@ class Config(SequenceModelConfig):
                 f"model.mask_random = {self.mask_random} and model.mask_keep = {self.mask_keep} are more than all of "
                 "the hidden items. Make them 1 or less together."
             )
+        if self.mask_last_anywhere and not self.mask_last_only:
+            raise ValueError("model.mask_last_anywhere without model.mask_last_only does nothing. Set both.")
         return self
 
 
@@ -56,6 +61,7 @@ def masking(config: Config) -> dict[str, Any]:
     return windows(config) | {
         "probability": config.mask_prob,
         "last_only": config.mask_last_only,
+        "last_anywhere": config.mask_last_anywhere,
         "last_too": config.mask_last_too,
         "random": config.mask_random,
         "kept": config.mask_keep,
