@@ -1,7 +1,6 @@
 """Incremental checkpoints, damaged ones, full disks and new runs from old ones, by real runs."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -137,7 +136,8 @@ def test_a_new_run_starts_from_what_fits_of_an_old_one(dlrm: Config, clicks: Pat
 
 
 IN_A_SMALL_ROOM = """
-mount -t tmpfs -o size=1200k tmpfs "$1" && cd "$1" && "{python}" -m recmill train ../run.toml --run run {extra}
+mount -t tmpfs -o size=1200k tmpfs "$1" && cd "$1" && {before} \\
+    "{python}" -m recmill train ../run.toml --run run
 code=$?
 for file in run/checkpoints/step-*/MANIFEST.json run/checkpoints/.saving*; do echo "$file"; done
 "{python}" -m recmill checkpoint verify run
@@ -152,6 +152,26 @@ def can_mount() -> bool:
     )
 
 
+def run_in_a_small_room(folder: Path, before: str = "") -> "subprocess.CompletedProcess[str]":
+    (folder / "small").mkdir()
+    script = IN_A_SMALL_ROOM.format(python=sys.executable, before=before)
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh", str(folder / "small")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 5, done.stderr
+    return done
+
+
+@pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here")
+def test_a_read_only_directory_is_told_before_the_first_step_if_asked(dlrm: Config, tmp_path: Path) -> None:
+    dlrm["checkpoint"]["at_start"] = True
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(dlrm))
+    begun = "mkdir -p run/checkpoints && echo '{}' > run/status.json &&"  # else it would be somebody's directory
+    done = run_in_a_small_room(tmp_path, before=f"{begun} mount -t tmpfs -o ro tmpfs run/checkpoints &&")
+    told = r"/run/checkpoints: a checkpoint could not be written \(Read-only file system\). It needs [\d,]+ bytes, "
+    assert re.search(told, done.stderr)
+    assert "step 1  loss" not in done.stderr
+
+
 @pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here")
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
 def test_a_full_disk_is_told_with_its_numbers_and_the_checkpoint_before_stays(
@@ -163,11 +183,7 @@ def test_a_full_disk_is_told_with_its_numbers_and_the_checkpoint_before_stays(
     dlrm["eval"]["every_steps"] = 100
     dlrm["checkpoint"] = {"every_steps": 1, "keep": 9, "on_error": on_error}
     (tmp_path / "run.toml").write_text(tomli_w.dumps(dlrm))
-    (tmp_path / "small").mkdir()
-    script = IN_A_SMALL_ROOM.format(python=sys.executable, extra="")
-    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh", str(tmp_path / "small")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ})
-    assert done.returncode == 5, done.stderr
+    done = run_in_a_small_room(tmp_path)
     assert re.search(r"checkpoint could not be written \(.*\). It needs 2\d\d,\d+ bytes, [\d,]+ are free", done.stderr)
     assert "step-00000001/MANIFEST.json" in done.stdout
     assert ".saving-" not in done.stdout

@@ -156,6 +156,16 @@ def test_click_batches_from_the_middle_are_the_tail_of_the_epoch(clicks: Path, f
     assert click_epoch(clicks, first=first, **options) == click_epoch(clicks, **options)[first:]
 
 
+def test_an_epoch_broken_again_and_again_holds_every_row_once_in_the_same_order(clicks: Path, histories: Path) -> None:
+    """Each time it goes on with another number of processes, from where the one before it stood."""
+    pieces = [(0, 3, 2), (3, 4, 1), (4, 9, 5), (9, 13, 3)]  # first batch, end, processes
+    broken = [click_epoch(clicks, size, epoch=2, first=first)[: end - first] for first, end, size in pieces]
+    assert [batch for piece in broken for batch in piece] == click_epoch(clicks, epoch=2)
+    whole = history_epoch(histories, epoch=2)
+    parts = [history_epoch(histories, size, epoch=2, first=first)[: end - first] for first, end, size in pieces]
+    assert [batch for part in parts for batch in part] == whole
+
+
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_validation_and_test_are_the_halves_of_the_last_day_in_order(clicks: Path, split: str) -> None:
     ranks = [list(click_source(clicks, rank, 2, eval_batch_size=100).eval_batches(split)) for rank in range(2)]
