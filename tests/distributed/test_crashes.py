@@ -1,0 +1,12 @@
+"""A few kills at random moments; `make crashtest` makes as many as one likes, of both kinds of model."""
+
+import random
+from pathlib import Path
+
+from ..crashtest import crash
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(tmp_path: Path) -> None:
+    tally = crash(tmp_path, ["dlrm"], rounds=3, steps=80, choice=random.Random(2))
+    assert not tally.wrong
+    assert (tally.kills, tally.runs >= 1) == (3, True)
