@@ -3,9 +3,12 @@
 import random
 from pathlib import Path
 
+import pytest
+
 from ..crashtest import crash
 
 
+@pytest.mark.timeout(900)  # half a minute where cores are free
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(tmp_path: Path) -> None:
     tally = crash(tmp_path, ["dlrm"], rounds=3, steps=80, choice=random.Random(2))
     assert not tally.wrong
