@@ -66,6 +66,7 @@ class Tally:
 
     kills: int = 0
     runs: int = 0
+    resumed: int = 0  # starts that went on from a checkpoint
     wrong: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, message: str) -> None:
@@ -372,12 +373,11 @@ def wait_for_moment(attempt: Attempt, moment: str, share: float, expected: Unbro
         return True
     if not attempt.wait_for(attempt.first_step):
         return False
-    if moment == "training":
-        attempt.wait_for(lambda: False, share * expected.train_seconds / 3)
-        return True
-    if not attempt.wait_for(attempt.is_saving):
-        return False
-    attempt.wait_for(lambda: False, share * expected.save_seconds)
+    attempt.wait_for(lambda: False, share * expected.train_seconds / 3)
+    if moment == "saving":
+        is_in_time = attempt.wait_for(attempt.is_saving)
+        attempt.wait_for(lambda: False, share * expected.save_seconds)
+        return is_in_time
     return True
 
 
@@ -386,6 +386,7 @@ def check_after(attempt: Attempt, run: Broken, tally: Tally) -> None:
     folder, steps = run.path / "checkpoints", steps_on_disk(run.path)
     first, newest_before = attempt.first_step(), max(attempt.steps_before, default=0)
     run.is_same_world &= run.procs == 2 or first is None
+    tally.resumed += first is not None and newest_before > 0
     for step in steps:
         if problem := torn(folder / f"step-{step:08d}"):
             tally.add("torn", problem)
