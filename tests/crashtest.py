@@ -305,7 +305,7 @@ def differences(run: Path, expected: Unbroken, tolerance: float) -> list[str]:
     found = []
     for line in lines:
         other = expected.losses[line["step"]]
-        if abs(line["loss"] - other) > tolerance * abs(other):
+        if not abs(line["loss"] - other) <= tolerance * abs(other):
             found.append(f"step {line['step']}: loss {line['loss']!r}, unbroken {other!r}")
     ours = tensors(run / "checkpoints" / f"step-{steps_on_disk(run)[-1]:08d}")
     if ours.keys() != expected.tensors.keys():
@@ -313,7 +313,7 @@ def differences(run: Path, expected: Unbroken, tolerance: float) -> list[str]:
     for name, value in expected.tensors.items():
         if _digest(ours[name]) != _digest(value):
             distance = np.abs(ours[name].astype(np.float64) - value).max() / max(np.abs(value).max(), 1e-30)
-            if not distance <= tolerance:
+            if not tolerance or not distance <= tolerance:
                 found.append(f"{name}: off by {distance:.2g} of its largest value")
     return found
 
@@ -369,7 +369,7 @@ def attempt_and_kill(run: Broken, expected: Unbroken, choice: random.Random, tal
 def wait_for_moment(attempt: Attempt, moment: str, share: float, expected: Unbroken) -> bool:
     """False: it never came. `share`: how far into it, from 0 to 1."""
     if moment == "start-up":
-        attempt.wait_for(lambda: False, share * expected.start_seconds)
+        attempt.wait_for(attempt.first_step, share * expected.start_seconds)  # it may be quicker than the unbroken run
         return True
     if not attempt.wait_for(attempt.first_step):
         return False
