@@ -29,7 +29,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 
-from recmill.training.checkpoint import SafeReader
+from recmill.training.safe_reader import SafeReader
 
 GONE_SECONDS = 60.0  # after a kill no process of the job may be there any longer
 STUCK_SECONDS = 180.0  # without a step, a save or an end
@@ -78,9 +78,8 @@ class Tally:
 
 
 def steps_on_disk(run: Path) -> list[int]:
-    """Of everything that is named like a checkpoint, oldest first."""
-    found = (re.fullmatch(r"step-(\d+)", path.name) for path in (run / "checkpoints").glob("step-*"))
-    return sorted(int(match[1]) for match in found if match)
+    """Of everything that says it is a whole checkpoint, oldest first."""
+    return sorted(int(path.parent.name[5:]) for path in (run / "checkpoints").glob("step-*/MANIFEST.json"))
 
 
 def last_announced(run: Path) -> int:
@@ -169,7 +168,9 @@ class Attempt:
         return [path for path in self.hidden() if _changed_at(path) < self.started]
 
     def hidden(self) -> list[Path]:
-        return list((self.run / "checkpoints").glob(".saving-*"))
+        """Half a checkpoint, by its name or for want of a manifest: being saved or removed, or left by a kill."""
+        folders = (self.run / "checkpoints").glob("*")
+        return [path for path in folders if path.name[0] == "." or not (path / "MANIFEST.json").exists()]
 
     def has_saved(self) -> bool:
         return last_announced(self.run) > self.announced_before
