@@ -33,7 +33,7 @@ from recmill.training.safe_reader import SafeReader
 
 GONE_SECONDS = 60.0  # after a kill no process of the job may be there any longer
 STUCK_SECONDS = 180.0  # without a step, a save or an end
-PREEMPTED_EXIT_CODE: int | None = None  # after SIGTERM while training; None: any
+PREEMPTED_EXIT_CODE = 75  # after SIGTERM while training
 TOLERANCE = 2e-5  # where the number of processes changed: of a loss, and of a tensor's largest value
 VICTIMS = ("one worker", "the launcher", "everything", "SIGTERM")
 MOMENTS = {"start-up": 0.2, "training": 0.4, "saving": 0.4}
@@ -362,7 +362,7 @@ def attempt_and_kill(run: Broken, expected: Unbroken, choice: random.Random, tal
         flush=True,
     )
     is_stopped = killed == "SIGTERM" and was_training and not is_done(run.path)
-    if is_stopped and PREEMPTED_EXIT_CODE not in (None, code):
+    if is_stopped and code != PREEMPTED_EXIT_CODE:
         tally.add("left", f"{run.path}: exit code {code} after SIGTERM, not {PREEMPTED_EXIT_CODE}")
     check_after(attempt, run, tally)
 
