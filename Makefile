@@ -1,16 +1,17 @@
-# make setup | quickstart | test | check | clean. Everything lives in .venv (.venv-cuda); nothing outside this directory is touched.
+# make setup | quickstart | test | crashtest | check | clean. Everything lives in .venv (.venv-cuda); nothing outside this directory is touched.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SETUP ?= cpu
 # A directory each: the two FBGEMMs install the same files.
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart test check lint types java clean
+.PHONY: setup quickstart test crashtest check lint types java clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   set everything up, then train and test both model families on synthetic data (CPU)"
 	@echo "make test         set everything up, then lint, types and all tests"
+	@echo "make crashtest    set everything up, then kill training runs at random: ROUNDS=20 times, SEED=any"
 	@echo "make setup        only the set-up, into $(VENV) (SETUP=cuda for GPUs)"
 	@echo "make clean        remove $(VENV), data/ and runs/"
 
@@ -56,6 +57,11 @@ java:
 
 test: check java
 	$(BIN)/pytest -n 2 --dist worksteal
+
+ROUNDS ?= 20
+SEED ?=
+crashtest: setup
+	$(BIN)/python tests/crashtest.py --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
 
 clean:
 	rm -rf .venv .venv-* data runs

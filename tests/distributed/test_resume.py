@@ -134,6 +134,22 @@ def test_workers_whose_launcher_is_killed_save_and_leave(dlrm: dict[str, Any], t
     assert status(tmp_path / "run")["state"] == "preempted"
 
 
+def test_a_run_killed_while_it_describes_itself_can_be_started_again(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    """Its config is written, the rest is not."""
+    code = """if True:
+        import json, os, signal, sys
+        from recmill.commands import train
+        train.write_json = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        train.train(json.loads(sys.argv[1]), sys.argv[2])
+    """
+    command = [sys.executable, "-c", code, json.dumps(dlrm), str(tmp_path / "run")]
+    launched = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}  # all in this one process
+    assert subprocess.run(command, env=launched, check=False).returncode == -signal.SIGKILL
+    assert (tmp_path / "run" / "config.toml").is_file()
+    assert not (tmp_path / "run" / "env.json").exists()
+    assert train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])["test"]
+
+
 def test_a_run_in_use_says_by_whom_and_is_not_damaged(dlrm: dict[str, Any], tmp_path: Path) -> None:
     process = start(endless(dlrm), tmp_path, procs=1)
     wait_for_step(tmp_path / "run", 3)

@@ -184,12 +184,12 @@ def _work(
 
     # From here on the run directory tells of this run
     if world.is_main:
+        run.write_status("running", step=position.step)  # first: by this file the next start knows the directory
         write_text(run.config, to_toml(config))
         write_json(run.path / "env.json", environment(world.size, str(world.device)))
         write_json(run.path / "sharding.json", [asdict(table) for table in placed])
         run.results.unlink(missing_ok=True)
         run.forget_metrics_after(position.step if found else -1)
-        run.write_status("running", step=position.step)
     if found:
         checkpoint.load(found, model, optimizer)
         log.info("going on from step %s: %s", f"{position.step:,}", found.path)

@@ -1,0 +1,17 @@
+"""A few kills at random moments; `make crashtest` makes as many as one likes, of both kinds of model."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ..crashtest import crash
+
+
+@pytest.mark.timeout(900)  # half a minute where cores are free
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(tmp_path: Path) -> None:
+    tally = crash(tmp_path, ["dlrm"], rounds=3, steps=80, choice=random.Random(8))
+    assert not tally.wrong
+    assert tally.kills == 3
+    assert tally.runs
+    assert tally.resumed
