@@ -18,15 +18,16 @@ def newest(run: Path) -> Checkpoint:
 def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Whole, whatever it was saved as."""
 
-    def read(path: Path, keys: set[str] | None = None) -> dict[str, torch.Tensor]:
+    def read(path: Path) -> dict[str, torch.Tensor]:
         described = SafeReader(path).read_metadata().state_dict_metadata
-        wanted = {key: value for key, value in described.items() if keys is None or key in keys}
-        state = {key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in wanted.items()}
+        state = {key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in described.items()}
         dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
         return state
 
-    whole = read(checkpoint.base or checkpoint.path)
-    if checkpoint.base:
-        whole |= read(checkpoint.path, {key for key, value in whole.items() if not is_rows(key, value)})
-        apply_changes(checkpoint, whole)
+    own = read(checkpoint.path)
+    if not checkpoint.base:
+        return own
+    whole = {key: value for key, value in read(checkpoint.base).items() if is_rows(key, value)}
+    whole |= {key: value for key, value in own.items() if key.startswith(("model.", "optim."))}
+    apply_changes(checkpoint, whole)
     return whole

@@ -64,7 +64,11 @@ def tiny(clicks: Path) -> dict[str, Any]:
         "model": {"name": "dlrm", "embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]},
         "train": {"device": "cpu", "global_batch_size": 125, "log_every_steps": 1, "kernels": "torch", "max_steps": 9},
         "eval": {"global_batch_size": 300, "every_steps": 4},
-        "checkpoint": {"every_steps": 3, "full_every": 2},
+        "checkpoint": {
+            "every_steps": 3,
+            "full_every": 3,
+            "at_start": True,
+        },  # changes of a state without Adam's moments
     }
 
 

@@ -62,10 +62,9 @@ def load(
 
     `allow_partial`: what has another size here, or is not there, stays as it is, with a line in the log.
     """
-    whole = checkpoint.base or checkpoint.path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        saved = _sizes(whole)
+        saved = _sizes(checkpoint)
         if optimizer is not None and any(key.startswith("optim.state.dense.") for key in saved):
             _create_dense_state(optimizer)
         state = state_of(model, optimizer)
@@ -82,10 +81,12 @@ def load(
                 )
             log.warning("not taken from %s:\n%s", checkpoint.path, "\n".join(f"  {line}" for line in different))
         fitting = {key: value for key, value in state.items() if saved.get(key) == ours[key]}
-        _read_into(fitting, whole)
         if checkpoint.base:
+            _read_into({key: value for key, value in fitting.items() if is_rows(key, value)}, checkpoint.base)
             _read_into({key: value for key, value in fitting.items() if not is_rows(key, value)}, checkpoint.path)
             apply_changes(checkpoint, fitting)
+        else:
+            _read_into(fitting, checkpoint.path)
 
 
 def _on_any_rank(sizes: Sizes) -> Sizes:
@@ -129,7 +130,15 @@ def _size_text(size: Iterable[int] | None, name: str) -> str:
     return f"{numbers[0]} rows of {numbers[1]}" if name.startswith("table ") else f"[{', '.join(numbers)}]"
 
 
-def _sizes(path: Path) -> Sizes:
+def _sizes(checkpoint: Checkpoint) -> Sizes:
+    """Of every tensor that it stands for: with changes of rows, these are the full one's and all else is its own."""
+    own = {key: size for key, size in _stored(checkpoint.path).items() if key.startswith(("model.", "optim."))}
+    if not checkpoint.base:
+        return own
+    return {key: size for key, size in _stored(checkpoint.base).items() if table_of(key) and size} | own
+
+
+def _stored(path: Path) -> Sizes:
     described = SafeReader(path).read_metadata().state_dict_metadata
     return {key: tuple(value.size) for key, value in described.items()}
 
