@@ -61,6 +61,7 @@ class Saver:
         self.committed_step: int | None = None
         self._needed = 0  # bytes of the checkpoint that is being written
         self._thread: threading.Thread | None = None
+        self._is_waited_for = False
         self._error: UserError | None = None
 
     def save(self, position: Position) -> None:
@@ -113,8 +114,10 @@ class Saver:
 
     def _wait(self) -> None:
         if self._thread:
+            self._is_waited_for = True
             beat("waiting for a checkpoint to be written")
             self._thread.join()
+            self._is_waited_for = False
             self._thread = None
 
     def _has_room_for(self, state: dict[str, Any]) -> bool:
@@ -197,7 +200,8 @@ class Saver:
         error: UserError | None = None
         try:
             result = action()
-            beat("saving")
+            if self._is_waited_for:  # otherwise training has its own beat
+                beat("waiting for a checkpoint to be written")
         except Exception as problem:  # noqa: BLE001 - raised below, on all ranks
             error = self._told(problem)
         everyone: list[Any] = [(result, error)]
