@@ -20,11 +20,11 @@ from recmill.stop import stop_with_parent
 from .runs import assert_same_run, loss_by_step, losses, metric_lines
 
 
-@pytest.mark.parametrize("model", ["dlrm", "bert4rec"])
 def test_a_run_continued_with_other_numbers_of_processes_equals_an_unbroken_one(
-    model: str, request: pytest.FixtureRequest, tmp_path: Path
+    bert4rec: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = request.getfixturevalue(model)
+    """Of DLRM: test_crashes.py and test_durability.py."""
+    config = bert4rec
     config["train"] |= {"num_epochs": 2, "log_every_steps": 3}  # 4 steps: in the middle between two reports
     unbroken = train(config, tmp_path / "unbroken")
     train(config, tmp_path / "broken", procs=2, overrides=["train.max_steps=4"])

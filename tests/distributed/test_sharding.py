@@ -155,7 +155,6 @@ def saved(run: Path, file: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("optimizer", "chain"),
     [
-        ("rowwise_adagrad", [("table_wise", 1), ("data_parallel", 2), ("row_wise", 2), ("auto", 1)]),
         ("adagrad", [("grid", 2), ("data_parallel", 1), ("column_wise", 2), ("table_row_wise", 2)]),
     ],
 )

@@ -54,13 +54,20 @@ def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
     found = saved.verified(path, digests=False)
 
     def tensors() -> Iterator[Facts]:
-        for key, about in SafeReader(found.base or path).read_metadata().state_dict_metadata.items():
-            size, dtype = list(about.size), about.properties.dtype
-            total = dtype.itemsize * about.size.numel()
-            pieces = len(about.chunks)
-            yield {"key": key, "table": table_of(key), "size": size, "dtype": str(dtype).removeprefix("torch.")} | {
-                "pieces": pieces,
-                "bytes": total,
+        described = SafeReader(path).read_metadata().state_dict_metadata
+        if found.base:  # where the tables are; what changed of them has names of its own
+            described = SafeReader(found.base).read_metadata().state_dict_metadata | described
+        for key, about in sorted(described.items()):
+            if not key.startswith(("model.", "optim.")):
+                continue
+            dtype = about.properties.dtype
+            yield {
+                "key": key,
+                "table": table_of(key),
+                "size": list(about.size),
+                "dtype": str(dtype).removeprefix("torch."),
+                "pieces": len(about.chunks),
+                "bytes": dtype.itemsize * about.size.numel(),
             }
 
     state = asdict(found.state)
