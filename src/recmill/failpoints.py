@@ -27,7 +27,7 @@ PLACES = {
     "ckpt.copied": "the copy is made, nothing is written",
     "ckpt.shards": "the directory is there, no shard is written",
     "ckpt.written": "this rank's shards are written",
-    "ckpt.sync": "shards and state are being made durable",
+    "ckpt.sync": "state or manifest is being made durable",
     "ckpt.before_manifest": "all is written but the manifest",
     "ckpt.before_rename": "the manifest is written, the directory is still hidden",
     "ckpt.committed": "renamed, older ones are still there",

@@ -5,6 +5,7 @@ in TorchRec's npy layout or in Parquet) and `histories` (one run of items per us
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -179,11 +180,12 @@ def open_dataset(path: str | Path, verify: Literal["sizes", "digests"] = "sizes"
     return dataset
 
 
-def digest(path: Path) -> str:
+def digest(path: Path, on_block: Callable[[], None] = lambda: None) -> str:
     state = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             state.update(block)
+            on_block()
     return state.hexdigest()
 
 

@@ -14,7 +14,7 @@ from recmill.errors import Interrupted, Preempted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # what the launcher hands on
 # A scheduler may signal every process of a job, and the launcher hands on its own: within this it is one request.
-_ONE_REQUEST_SECONDS = 1.0
+ONE_REQUEST_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -49,7 +49,7 @@ class StopRequest:
         """A handler of signals."""
         if self.signal is None:
             self.signal, self.at = signal.Signals(number).name, time.time()
-        elif time.time() - self.at > _ONE_REQUEST_SECONDS:
+        elif time.time() - self.at > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
 
 

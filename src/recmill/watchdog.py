@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+SAVING = "saving"  # the name of a thread that the main one may wait for
 _POLL_SECONDS = 0.5
 _LINGER_SECONDS = 10.0  # so that others tell their own story, not of a partner that left
 # The innermost frames of a process that waits for others; inside backward there may be a wait that Python cannot see.
@@ -103,9 +104,15 @@ def _watch(
 
 
 def _main_frames() -> list[str]:
-    ident = threading.main_thread().ident
-    assert ident is not None
-    stack = traceback.extract_stack(sys._current_frames()[ident])
+    """Of the main thread, or of the one that it waits for: a save."""
+    frames = _frames(threading.main_thread())
+    saving = next((thread for thread in threading.enumerate() if thread.name == SAVING), None)
+    return _frames(saving) if saving and any("/threading.py" in frame for frame in frames[-_INNERMOST:]) else frames
+
+
+def _frames(thread: threading.Thread) -> list[str]:
+    assert thread.ident is not None
+    stack = traceback.extract_stack(sys._current_frames().get(thread.ident))
     return [f"{frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in stack]
 
 

@@ -28,7 +28,9 @@ def test_a_second_signal_ends_it_at_once(dlrm: Config, tmp_path: Path) -> None:
     wait_for_step(tmp_path / "run", 14)  # 12 steps and two validations
     workers = children(process)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.1)  # two at once would be one
+    process.send_signal(signal.SIGUSR1)  # together they are one
+    time.sleep(1.2)
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 130, output

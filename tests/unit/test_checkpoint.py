@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from recmill import failpoints
 from recmill.config.sections import CheckpointSection
 from recmill.errors import CheckpointError, ResourceError, UserError
 from recmill.failpoints import PLACES, VARIABLE
-from recmill.training import checkpoint
+from recmill.training import checkpoint, saved
 from recmill.training import saver as saver_module
 from recmill.training.saved import Checkpoint, Origin, Position, chosen, committed, facts_of
 from recmill.training.saver import Saver
@@ -200,6 +201,59 @@ def test_an_error_at_any_place_is_told_and_the_one_before_stays(
     assert newest(tmp_path).position.step == 3
 
 
+def test_a_last_checkpoint_that_training_waited_for_is_not_given_up_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "ckpt.written:nospace")
+    monkeypatch.setattr(failpoints, "_failures", None)
+    saver = saver_of(tmp_path, nn.Linear(2, 2), on_error="continue", background=False)
+    saver.save(Position(step=1))
+    with pytest.raises(ResourceError, match="No space left on device"):
+        saver.finish()
+
+
+def test_a_defect_of_ours_is_no_mistake_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "ckpt.written:raise")
+    monkeypatch.setattr(failpoints, "_failures", None)
+    saver = saver_of(tmp_path, nn.Linear(2, 2), on_error="continue")
+    saver.save(Position(step=1))
+    with pytest.raises(RuntimeError, match=r"rank 0 could not save:\n(?s:.)*asked for by RECMILL_FAIL"):
+        saver.settle()
+
+
+def test_a_place_that_is_gone_is_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = saver_of(tmp_path / "gone" / "checkpoints", nn.Linear(2, 2))
+    saver.save(Position(step=1))
+    with pytest.raises(ResourceError, match=r"\(No such file or directory\). It needs 24 bytes, an unknown number"):
+        saver.finish()
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(tmp_path, nn.Linear(2, 2), step)
+    whole = saved.digest
+
+    def on_a_bad_disk(path: Path, *rest: Any) -> str:
+        if path.parent.name == "step-00000002" and path.suffix == ".distcp":
+            raise OSError(5, "Input/output error", str(path))
+        return whole(path, *rest)
+
+    monkeypatch.setattr(saved, "digest", on_a_bad_disk)
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: cannot be read \(Input/output error\).*--fallback"):
+        newest(tmp_path)
+    found = chosen(tmp_path, "newest", fallback=True)
+    assert found is not None
+    assert found.position.step == 1
+
+
+def test_room_for_a_full_copy_is_looked_for_after_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = saver_of(tmp_path, nn.Linear(20, 20))
+    saver._buffers = [torch.empty(3)]  # of changes
+    monkeypatch.setattr(saver_module, "available_memory_bytes", lambda: 1500)
+    assert not saver._has_room_for({"w": torch.empty(400)})
+    assert saver._has_room_for({"w": torch.empty(300)})
+
+
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
@@ -292,6 +346,41 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     found = newest(tmp_path)
     with pytest.raises(CheckpointError, match="does not fit this model"):
         checkpoint.load(found, nn.Linear(3, 2))
+
+
+def optimizer_of(network: nn.Module) -> CombinedOptimizer:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.1, weight_decay=0.5)
+
+    return CombinedOptimizer([("dense", KeyedOptimizerWrapper(dict(network.named_parameters()), make))])
+
+
+def trained(hidden: int) -> tuple[nn.Module, CombinedOptimizer]:
+    network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, hidden))
+    optimizer = optimizer_of(network)
+    for _ in range(5):
+        optimizer.zero_grad()
+        network(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return network, optimizer
+
+
+def test_what_is_taken_in_part_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
+    """Layer 1 has another width: neither its values nor its count of steps come from there, nor are they changed."""
+    old, old_optimizer = trained(hidden=2)
+    saver = Saver(tmp_path, old, old_optimizer, ORIGIN, CheckpointSection(), ALONE)
+    saver.save(Position(step=5))
+    saver.finish()
+    new = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 6))
+    optimizer = optimizer_of(new)
+    before = {key: value.clone() for key, value in new.state_dict().items()}
+    checkpoint.load(newest(tmp_path), new, optimizer, allow_partial=True)
+    assert [key for key, value in new.state_dict().items() if torch.equal(value, before[key])] == ["1.weight", "1.bias"]
+    (dense,) = [part for _, part in optimizer.optimizers]
+    expected = old_optimizer.state_dict()["state"]["dense.0.weight"]
+    found = dense.state_dict()["state"]["0.weight"]
+    assert all(torch.equal(found[name], expected[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+    assert len(dense.state[new[1].weight]) == len(dense.state[new[1].bias]) == 0
 
 
 def test_all_that_is_no_tensor_is_json(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from recmill import prepare
 from recmill.datasets import random_clicks
 from recmill.errors import ConfigError, DataError
+from recmill.schema import open_dataset
 
 
 def test_preparing_the_same_again_does_nothing(tmp_path: Path) -> None:
@@ -53,6 +54,19 @@ def test_overwrite_spares_what_somebody_put_beside_a_dataset(tmp_path: Path) -> 
     (tmp_path / "d" / "thesis.tex").write_text("years of work")
     with pytest.raises(DataError, match=r"holds thesis\.tex"):
         prepare("random-histories", tmp_path / "d", seed=2, overwrite=True)
+
+
+def test_a_dataset_that_a_kill_left_without_its_name_gets_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two renames of --overwrite; the new one then fails."""
+    prepare("random-clicks", tmp_path / "d", rows=30)
+    (tmp_path / "d").rename(tmp_path / ".d.old-999999999")
+    monkeypatch.setattr(random_clicks, "seal_clicks", None)
+    with pytest.raises(TypeError):
+        prepare("random-clicks", tmp_path / "d", rows=40, overwrite=True)
+    assert open_dataset(tmp_path / "d", "digests").about.recipe["rows"] == 30
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
 
 
 def test_leftovers_of_a_killed_prepare_are_removed(tmp_path: Path) -> None:

@@ -192,6 +192,7 @@ def _work(
         run.forget_metrics_after(position.step if found else -1)
     if found:
         checkpoint.load(found, model, optimizer)
+        optimizer.set_optimizer_step(position.step)  # FBGEMM's own count, which no state holds: fused Adam needs it
         log.info("going on from step %s: %s", f"{position.step:,}", found.path)
     else:
         fill_tables(model, tables, config.run.train.seed)

@@ -98,8 +98,10 @@ def differences(old: Config, new: Config) -> list[str]:
 
 
 def fingerprint(config: Config) -> str:
-    """The same for configs that a run may go on with."""
-    fixed = {key: value for key, value in flat(config.as_dict()).items() if not _may_change(key)}
+    """The same for configs that a run may go on with, also by a later version with more keys."""
+    model = {"name": config.model_name, **config.model.model_dump(mode="json", exclude_defaults=True)}
+    values = {"model": model, **config.run.model_dump(mode="json", exclude_defaults=True)}
+    fixed = {key: value for key, value in flat(values).items() if not _may_change(key)}
     return xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode())
 
 

@@ -71,7 +71,9 @@ def _remove_leftovers(output: Path) -> None:
     for left in [*parent.glob(f".{name}.partial-*"), *parent.glob(f".{name}.old-*")]:
         process = left.name.rpartition("-")[2]
         if process.isdigit() and not Path(f"/proc/{process}").exists():
-            if left.is_file():
+            if ".old-" in left.name and not output.exists():  # killed between two renames: it is the only one
+                os.rename(left, output)
+            elif left.is_file():
                 left.unlink()
             shutil.rmtree(left, ignore_errors=True)
 
@@ -178,6 +180,7 @@ def resumable_directory(output: Path, recipe: dict[str, Any], inputs: dict[str, 
             with _locked(directory):
                 shutil.rmtree(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(output)
     except OSError as error:
         raise as_user_error(error) or error from error
     with _locked(directory):

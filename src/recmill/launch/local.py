@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from recmill.errors import KINDS, ConfigError, ResourceError, UserError
-from recmill.stop import SIGNALS, error_for
+from recmill.stop import ONE_REQUEST_SECONDS, SIGNALS, error_for
 from recmill.watchdog import Hang, culprit, read_hangs
 
 _POLL_SECONDS = 0.05
@@ -191,12 +191,16 @@ class _Signals:
     def __init__(self) -> None:
         self.workers: list[subprocess.Popen[bytes]] = []
         self.names: list[str] = []
-        self._second_at = float("inf")
+        self._first_at = self._second_at = float("inf")
 
     def forward(self, number: int, frame: FrameType | None) -> None:
-        self.names.append(signal.Signals(number).name)
-        if len(self.names) == 2:
-            self._second_at = time.monotonic()
+        """Signals that come together are one request, as they are to the workers."""
+        now = time.monotonic()
+        if not self.names:
+            self._first_at = now
+        if len(self.names) < 2 and not 0 < now - self._first_at <= ONE_REQUEST_SECONDS:
+            self.names.append(signal.Signals(number).name)
+            self._second_at = now if len(self.names) == 2 else self._second_at
         for worker in self.workers:
             if worker.poll() is None:
                 worker.send_signal(number)

@@ -135,35 +135,45 @@ def cpu_name() -> str:
 
 def memory_bytes() -> int:
     """Of this machine, or of the control group (container, Slurm job) that this process may not outgrow."""
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_cgroup_limits(Path("/"))])
+    limits = [limit for limit, _ in _cgroups(Path("/"))]
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits])
 
 
 def available_memory_bytes() -> int:
     """That nobody uses, and this process may."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     (free,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    used = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - free
-    return min(free, max(memory_bytes() - used, 0))
+    return min([free, *(max(limit - used, 0) for limit, used in _cgroups(Path("/")))])
 
 
-def _cgroup_limits(root: Path) -> list[int]:
-    """Of the process's own group and of all above it; version 2 ('0::/path') and 1 ('5:memory:/path')."""
+def _cgroups(root: Path) -> list[tuple[int, int]]:
+    """Limit and use of the process's own group and of all above it that have a limit.
+
+    Version 2 ('0::/path') and 1 ('5:memory:/path'); what is used without the file cache that can be given up.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    limits = []
+    found = []
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers not in ("", "memory"):
             continue
         top = root / "sys/fs/cgroup" / controllers
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        limit, use = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        )
         group = top / path.lstrip("/")
         for folder in [group, *group.parents]:
-            if folder.is_relative_to(top) and (folder / name).is_file():
-                text = (folder / name).read_text(encoding="utf-8").strip()
-                limits += [int(text)] if text.isdigit() else []  # 'max': none
-    return limits
+            if folder.is_relative_to(top) and (text := _word(folder / limit)).isdigit():  # 'max': none
+                stat = dict(line.split(maxsplit=1) for line in _word(folder / "memory.stat").splitlines())
+                cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                found.append((int(text), int(_word(folder / use) or 0) - cache))
+    return found
+
+
+def _word(path: Path) -> str:
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
 def _step_of(line: str) -> float:

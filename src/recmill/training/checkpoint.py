@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.errors import CheckpointError, UserError
 from recmill.training.row_changes import apply_changes, is_rows, table_of
-from recmill.training.safe_reader import SafeReader
+from recmill.training.safe_reader import SafeReader, read_into
 from recmill.training.saved import Checkpoint, chosen, committed, set_aside
 from recmill.world import World
 
@@ -62,6 +61,7 @@ def load(
 
     `allow_partial`: what has another size here, or is not there, stays as it is, with a line in the log.
     """
+    alone = not dist.is_initialized()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saved = _sizes(checkpoint)
@@ -81,12 +81,15 @@ def load(
                 )
             log.warning("not taken from %s:\n%s", checkpoint.path, "\n".join(f"  {line}" for line in different))
         fitting = {key: value for key, value in state.items() if saved.get(key) == ours[key]}
+        if different:
+            fitting = _without_states_of_others(fitting)
+            _forget_dense_state(optimizer, fitting)
         if checkpoint.base:
-            _read_into({key: value for key, value in fitting.items() if is_rows(key, value)}, checkpoint.base)
-            _read_into({key: value for key, value in fitting.items() if not is_rows(key, value)}, checkpoint.path)
+            read_into({key: value for key, value in fitting.items() if is_rows(key, value)}, checkpoint.base, alone)
+            read_into({key: value for key, value in fitting.items() if not is_rows(key, value)}, checkpoint.path, alone)
             apply_changes(checkpoint, fitting)
         else:
-            _read_into(fitting, checkpoint.path)
+            read_into(fitting, checkpoint.path, alone)
 
 
 def _on_any_rank(sizes: Sizes) -> Sizes:
@@ -143,16 +146,26 @@ def _stored(path: Path) -> Sizes:
     return {key: tuple(value.size) for key, value in described.items()}
 
 
-def _read_into(state: dict[str, Any], path: Path) -> None:
-    try:
-        dcp.load(state, storage_reader=SafeReader(path), no_dist=not dist.is_initialized())
-    except (RuntimeError, ValueError, OSError, dcp.CheckpointException) as error:
-        fact = str(error).strip().splitlines()[-1]
-        raise CheckpointError(f"{path}: could not be read ({fact}). Its digests: recmill checkpoint verify.") from error
+def _without_states_of_others(fitting: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state goes with its parameter: its count of steps would fit anywhere."""
+    weights = [key.removeprefix("model.") for key in fitting if key.startswith("model.")]
+    owned = tuple(f"optim.state.{part}.{name}." for part in ("dense", "tables") for name in weights)
+    return {key: value for key, value in fitting.items() if key.startswith(("model.", *owned))}
 
 
 def _create_dense_state(optimizer: CombinedOptimizer) -> None:
     """Adam's moments exist only after a first step: one with zero gradients makes room for the saved ones."""
-    for _, part in optimizer.optimizers:
-        if hasattr(part, "init_state"):
-            part.init_state()
+    (dense,) = [part for name, part in optimizer.optimizers if name == "dense"]
+    before = [parameter.detach().clone() for parameter in dense.params.values()]
+    dense.init_state()
+    for parameter, values in zip(dense.params.values(), before, strict=True):
+        parameter.detach().copy_(values)  # weight decay moves them all the same
+
+
+def _forget_dense_state(optimizer: CombinedOptimizer | None, fitting: dict[str, Any]) -> None:
+    """Of layers that are not taken: as if they had never been trained."""
+    for name, part in optimizer.optimizers if optimizer else []:
+        if name == "dense":
+            for key, parameter in part.params.items():
+                if f"model.{key}" not in fitting:
+                    part.state[parameter].clear()

@@ -22,11 +22,13 @@ def first_bad_tensor(model: nn.Module) -> str | None:
 
 def is_finite(values: Tensor) -> bool:
     """By the sum first: it needs no memory, and only if it overflows does it take more."""
+    if not values.is_floating_point():
+        return True
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def check_replicas(model: nn.Module, step: int, world: World) -> None:
-    """An error if a parameter that every rank holds whole is not the same, bit for bit, on all. All ranks take part."""
+    """An error if a parameter that every rank holds whole is not the same, to the bit, on all. All ranks take part."""
     if world.size == 1:
         return
     replicas = {key: value for key, value in model.state_dict().items() if not isinstance(value, ShardedTensor)}

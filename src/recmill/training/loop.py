@@ -66,6 +66,7 @@ def fit(
     clock = _Minutes(checkpoint.every_minutes)
     if checkpoint.at_start and not start.step:
         saver.save(start)
+        saver.settle()  # can it be done at all?
     with listening(train.stop_signals) as stop, progress, prefetched(endless, settings.data.prefetch) as batches:
         if can_overlap(model, world.device):
             batches, ahead = itertools.tee(batches)
@@ -120,7 +121,7 @@ def fit(
                     saved_step = position.step
         progress.close()
         (stops,) = world.sum([float(stop.is_set)])
-        if not stops and validated_step != position.step:
+        if (not stops or position.step == num_steps) and validated_step != position.step:
             validated = validate(position)
             position = validated if position.step != start.step else position  # counted before it was saved
         saver.settle()

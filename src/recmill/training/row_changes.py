@@ -6,14 +6,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.training.replicated import ReplicatedTables
-from recmill.training.safe_reader import SafeReader
+from recmill.training.safe_reader import SafeReader, read_into
 from recmill.training.saved import Checkpoint, RowChange
 
 _TABLE = re.compile(r"\.embedding(?:_bag)?s\.(.+?)\.weight(?:\.|$)")
@@ -125,7 +124,7 @@ def apply_changes(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
     def tensor(name: str) -> Tensor:
         about = described[name]
         out = {name: torch.empty(about.size, dtype=about.properties.dtype)}
-        dcp.load(out, storage_reader=SafeReader(checkpoint.path), no_dist=True)
+        read_into(out, checkpoint.path, alone=True)
         return out[name]
 
     for change in checkpoint.state.changes:

@@ -37,6 +37,15 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
+def read_into(state: dict[str, Any], path: Path, alone: bool) -> None:
+    """Tensors of these keys. `alone`: this process reads for itself; otherwise all ranks take part."""
+    try:
+        dcp.load(state, storage_reader=SafeReader(path), no_dist=alone)
+    except (RuntimeError, ValueError, OSError, dcp.CheckpointException) as error:
+        fact = str(error).strip().splitlines()[-1]
+        raise CheckpointError(f"{path}: could not be read ({fact}). Its digests: recmill checkpoint verify.") from error
+
+
 class _DataUnpickler(pickle.Unpickler):
     """Only the classes that describe tensors and where they are stored."""
 

@@ -11,6 +11,8 @@ import logging
 import os
 import re
 import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 from recmill.errors import CheckpointError
 from recmill.failpoints import reach
 from recmill.schema import digest
+from recmill.watchdog import beat
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +120,6 @@ class Checkpoint:
     def base(self) -> Path | None:
         return self.path.parent / self.state.base if self.state.base else None
 
-    def bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.path.iterdir() if file.is_file())
-
 
 def path_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
@@ -136,7 +136,9 @@ def committed(directory: Path) -> list[Path]:
 
 def begin(directory: Path, step: int) -> Path:
     """A new hidden directory for this step; what killed saves and removals left goes."""
-    directory.mkdir(exist_ok=True)
+    if not directory.exists():
+        directory.mkdir()
+        sync_directory(directory.parent)
     torn = [path for path in directory.glob("step-*") if path.name[5:].isdigit() and not (path / MANIFEST).exists()]
     for left in [*directory.glob(".saving-*"), *torn]:
         shutil.rmtree(left, ignore_errors=True)
@@ -149,10 +151,11 @@ def commit(partial: Path, state: State, files: dict[str, dict[str, Any]]) -> Pat
     """`files`: name -> bytes and digest of every file that is there. The manifest comes last, then the name."""
     step = state.position.step
     text = json.dumps(asdict(state), indent=1)
-    _write_synced(partial / STATE, text)
+    _write_synced(partial / STATE, text, step)
     files = {**files, STATE: facts_of(partial / STATE)}
     reach("ckpt.before_manifest", step)
-    _write_synced(partial / MANIFEST, json.dumps({"format": _FORMAT, "files": dict(sorted(files.items()))}, indent=1))
+    manifest = {"format": _FORMAT, "files": dict(sorted(files.items()))}
+    _write_synced(partial / MANIFEST, json.dumps(manifest, indent=1), step)
     sync_directory(partial)
     reach("ckpt.before_rename", step)
     final = path_of(partial.parent, step)
@@ -186,8 +189,14 @@ def _base_of(path: Path) -> Path | None:
         return None  # an old one that is damaged must not stop a new one
 
 
-def facts_of(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "xxh3": digest(file)}
+def facts_of(file: Path, on_block: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "xxh3": digest(file, on_block)}
+
+
+def _beat_reading() -> None:
+    """Reading a large file is no hang; in another thread it says nothing of the main one."""
+    if threading.current_thread() is threading.main_thread():
+        beat("reading a checkpoint")
 
 
 def best(directory: Path) -> Path | None:
@@ -198,12 +207,15 @@ def best(directory: Path) -> Path | None:
 
 
 def chosen(directory: Path, which: str, fallback: bool = False) -> Checkpoint | None:
-    """The newest or the best, every digest checked; None if there is none. `fallback`: the newest that is whole."""
+    """The newest or the best, every digest checked; None if there is none. `fallback`: or the newest that is whole."""
+    candidates = committed(directory)[::-1]
     if which == "best":
         path = best(directory)
-        return verified(path) if path else None
+        if path is None:
+            return None
+        candidates = [path, *candidates]
     problem: CheckpointError | None = None
-    for path in reversed(committed(directory)):
+    for path in candidates:
         try:
             found = verified(path)
         except CheckpointError as error:
@@ -241,6 +253,14 @@ def read(path: Path) -> Checkpoint:
 
 def verified(path: Path, digests: bool = True) -> Checkpoint:
     """Every file as its manifest says, of the full checkpoint below it as well; an error names the file that is not."""
+    try:
+        return _verified(path, digests)
+    except OSError as error:  # a bad sector, say
+        place = error.filename or path
+        raise CheckpointError(f"{place}: cannot be read ({error.strerror}). {_remedy(path)}") from error
+
+
+def _verified(path: Path, digests: bool) -> Checkpoint:
     _verify_files(path, digests)
     found = read(path)
     if found.base:
@@ -272,7 +292,7 @@ def _verify_files(path: Path, digests: bool) -> None:
             raise CheckpointError(f"{file}: missing. {_remedy(path)}")
         if file.stat().st_size != size:
             raise CheckpointError(f"{file}: {file.stat().st_size:,} bytes, expected {size:,}. {_remedy(path)}")
-        if digests and digest(file) != expected:
+        if digests and digest(file, _beat_reading) != expected:
             raise CheckpointError(f"{file}: its content changed since it was saved. {_remedy(path)}")
     for file in path.iterdir():
         if file.name not in listed and file.name != MANIFEST:
@@ -294,11 +314,11 @@ def _remedy(path: Path) -> str:
     )
 
 
-def _write_synced(path: Path, text: str) -> None:
+def _write_synced(path: Path, text: str, step: int) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        reach("ckpt.sync")
+        reach("ckpt.sync", step)
         os.fsync(file.fileno())
 
 

@@ -1,11 +1,13 @@
 """Saving while training goes on: the loop waits for a copy, a thread writes, digests and commits it."""
 
+import contextlib
 import logging
 import shutil
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +29,7 @@ from recmill.training.checkpoint import state_of
 from recmill.training.guards import is_finite
 from recmill.training.row_changes import TouchedRows, as_bytes, is_rows, pieces, taken_changes
 from recmill.training.saved import Origin, Position, RowChange, State
-from recmill.watchdog import beat
+from recmill.watchdog import SAVING, beat
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,11 @@ T = TypeVar("T")
 
 _TIMEOUT = timedelta(hours=6)  # a slow disk is no hang
 _ROOM_FOR_COPY = 1.1
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of this rank's pieces."""
+    return sum(piece.values.nbytes for tensor in tensors for piece in pieces(tensor))
 
 
 class Saver:
@@ -62,7 +69,7 @@ class Saver:
         self._needed = 0  # bytes of the checkpoint that is being written
         self._thread: threading.Thread | None = None
         self._is_waited_for = False
-        self._error: UserError | None = None
+        self._error: Exception | None = None
 
     def save(self, position: Position) -> None:
         """Returns when the state may change again; an error of it comes later, from `settle()`."""
@@ -80,17 +87,16 @@ class Saver:
             base = None
             if self._touched:
                 self._touched.clear()
-        in_background = self._section.background and self._has_room_for(state)
+        in_background = self._section.background and self._has_room_for({**state, **rows})
         if in_background:
             state = self._copied(state)
         reach("ckpt.copied", position.step)
         stall = time.monotonic() - started
         arguments = ({**state, **rows}, changes, base, position, started, stall if in_background else None)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="saving", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=arguments, name=SAVING, daemon=True)
         self._thread.start()
         if not in_background:
             self._wait()
-            self.settle()
 
     @property
     def has_failed(self) -> bool:
@@ -122,7 +128,7 @@ class Saver:
 
     def _has_room_for(self, state: dict[str, Any]) -> bool:
         """On every rank, or all save the tensors themselves and wait. Only the first copy takes memory."""
-        needed = 0 if self._buffers else sum(piece.values.nbytes for value in state.values() for piece in pieces(value))
+        needed = max(_bytes(state.values()) - _bytes(self._buffers), 0)
         available = available_memory_bytes() // self._world.local_size
         (lacking,) = self._world.sum([float(needed * _ROOM_FOR_COPY > available)])
         if lacking and self._world.is_main:
@@ -168,11 +174,7 @@ class Saver:
         partial = self._directory / f".saving-{saved.path_of(self._directory, position.step).name}"
         try:
             self._together(lambda: self._check(state, position))
-            self._needed = 0
-            self._needed = sum(self._together(lambda: self._bytes_to_write(state)))
-            for change in changes:
-                if change.bits == 8:
-                    state[change.values] = as_bytes(state[change.values])
+            self._needed = sum(self._together(lambda: self._bytes_to_write(state, changes)))
             self._together(lambda: self._begin(position))
             self._write_shards(state, partial)
             files = self._together(lambda: self._digests(partial, position))
@@ -189,21 +191,23 @@ class Saver:
             self._base = None  # rows since then may be known to nobody: the next one is full
             self._error = self._told(error)
 
-    def _told(self, error: Exception) -> UserError:
+    def _told(self, error: Exception) -> Exception:
+        """What a disk can cause is a user's to mend; all else stays what it is: a partner that died, or a defect."""
         if isinstance(error, OSError):
             return self._not_written(error.strerror or str(error))
-        return as_user_error(error) or UserError(f"a checkpoint could not be saved: {error!r}")
+        return as_user_error(error) or error
 
     def _together(self, action: Callable[[], T]) -> list[T]:
         """Every rank's result, in rank order; if one fails, its error on all."""
         result: Any = None
-        error: UserError | None = None
+        error: Exception | None = None
         try:
             result = action()
-            if self._is_waited_for:  # otherwise training has its own beat
-                beat("waiting for a checkpoint to be written")
+            self._beat()
         except Exception as problem:  # noqa: BLE001 - raised below, on all ranks
             error = self._told(problem)
+            if not isinstance(error, UserError):  # others may not be able to read it
+                error = RuntimeError(f"rank {self._world.rank} could not save:\n{traceback.format_exc()}")
         everyone: list[Any] = [(result, error)]
         if self._world.size > 1:
             everyone = [None] * self._world.size
@@ -215,18 +219,20 @@ class Saver:
 
     def _check(self, state: dict[str, Any], position: Position) -> None:
         for key, value in state.items():
-            if key.startswith(("model.", "rows.")):
-                for piece in pieces(value):
-                    if not is_finite(piece.values):
-                        raise UserError(
-                            f"After step {position.step:,} {key.removeprefix('model.')} holds values that are not "
-                            f"finite numbers (on rank {self._world.rank}). It was not saved: the checkpoints on disk "
-                            "are from before. Train again with lower optim.dense.lr and optim.tables.lr."
-                        )
+            if not all(is_finite(piece.values) for piece in pieces(value)):
+                raise UserError(
+                    f"After step {position.step:,} {key.removeprefix('model.')} holds values that are not finite "
+                    f"numbers (on rank {self._world.rank}). It was not saved: the checkpoints on disk are from before. "
+                    "Train again with lower optim.dense.lr and optim.tables.lr."
+                )
 
-    def _bytes_to_write(self, state: dict[str, Any]) -> int:
-        mine = (v for k, v in state.items() if isinstance(v, ShardedTensor) or self._world.is_main or "rows." in k)
-        return sum(piece.values.nbytes for value in mine for piece in pieces(value))
+    def _bytes_to_write(self, state: dict[str, Any], changes: list[RowChange]) -> int:
+        for change in changes:
+            if change.bits == 8:
+                state[change.values] = as_bytes(state[change.values])
+        own = {name for change in changes for name in (change.ids, change.values)}
+        mine = (k for k, v in state.items() if isinstance(v, ShardedTensor) or self._world.is_main or k in own)
+        return _bytes(state[key] for key in mine)
 
     def _begin(self, position: Position) -> None:
         if self._world.is_main:
@@ -236,11 +242,14 @@ class Saver:
         reach("ckpt.shards", position.step)
 
     def _not_written(self, fact: str) -> ResourceError:
-        place = self._directory if self._directory.exists() else self._directory.parent
+        free = "an unknown number"
+        with contextlib.suppress(OSError):  # it may be the place itself that is gone
+            place = self._directory if self._directory.exists() else self._directory.parent
+            free = f"{shutil.disk_usage(place).free:,}"
         return ResourceError(
-            f"{self._directory}: a checkpoint could not be written ({fact}). It needs {self._needed:,} bytes, "
-            f"{shutil.disk_usage(place).free:,} are free. The ones before it are untouched. Make room or choose "
-            "another disk, then run the same command again."
+            f"{self._directory}: a checkpoint could not be written ({fact}). It needs {self._needed:,} bytes, {free} "
+            "are free. The ones before it are untouched. Make room or choose another disk, then run the same command "
+            "again."
         )
 
     def _write_shards(self, state: dict[str, Any], partial: Path) -> None:
@@ -258,7 +267,11 @@ class Saver:
         """Of what this rank wrote, read back from the files."""
         reach("ckpt.written", position.step)
         names = [*partial.glob(f"__{self._world.rank}_*"), *([partial / ".metadata"] if self._world.is_main else [])]
-        return {file.name: saved.facts_of(file) for file in names}
+        return {file.name: saved.facts_of(file, self._beat) for file in names}
+
+    def _beat(self) -> None:
+        if self._is_waited_for:  # otherwise training has beats of its own
+            beat("waiting for a checkpoint to be written")
 
     def _commit(
         self, partial: Path, state: State, files: list[dict[str, Any]], started: float, stall: float | None
@@ -274,5 +287,6 @@ class Saver:
         waited = "" if stall is None else f", of which training waited {stall:.2f}"
         seconds = time.monotonic() - started
         log.info("checkpoint committed step=%d in %.2f s%s: %s, %s", step, seconds, waited, final, kind)
-        self._on_commit(step)
+        with contextlib.suppress(OSError):  # it is committed, whatever happens to a note of it
+            self._on_commit(step)
         return final.name, digest(final / saved.MANIFEST)
