@@ -160,7 +160,7 @@ def commit(partial: Path, state: State, files: dict[str, dict[str, Any]]) -> Pat
     reach("ckpt.before_rename", step)
     final = path_of(partial.parent, step)
     if final.exists():  # this step was saved before; training then went back to an earlier one
-        if _is_good(final):
+        if _is_good(final) and read(final).base == (partial.parent / state.base if state.base else None):
             shutil.rmtree(partial)
             return final
         set_aside(final)
@@ -233,11 +233,11 @@ def chosen(directory: Path, which: str, fallback: bool = False) -> Checkpoint | 
 
 
 def set_aside(path: Path) -> None:
-    """A bad checkpoint, out of the way but not destroyed."""
+    """Out of the way, but not destroyed."""
     target = path.with_name(f"bad-{path.name}")
     shutil.rmtree(target, ignore_errors=True)
     os.rename(path, target)
-    log.warning("%s is damaged: it is now %s", path.name, target)
+    log.warning("%s is of no more use: it is now %s", path.name, target)
 
 
 def read(path: Path) -> Checkpoint:
