@@ -17,7 +17,6 @@ each file is synced to the disk before it counts as written:
 
 import argparse
 import json
-import logging
 import os
 import resource
 import shutil
@@ -37,6 +36,7 @@ from recmill import prepare
 from recmill.commands.assemble import build_sharded, build_source, model_module, open_matching_dataset, task_module
 from recmill.config import load_config
 from recmill.config.sections import CheckpointSection
+from recmill.observe.log import quiet_libraries
 from recmill.training import checkpoint, saved
 from recmill.training.optim import build_optimizer
 from recmill.training.saved import Origin, Position
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="On the disk to be measured; needs twice the tables.")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    logging.getLogger("torch").setLevel(logging.ERROR)
+    quiet_libraries()
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.folder))
     try:
         figures = measure(folder, int(options.gigabytes * 1e9 / (DIM * 4 * TABLES)), options.rounds)
@@ -84,7 +84,7 @@ def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
         batch = next(build_source(config, dataset, 0, 1).train_batches(0, 0))
         step(batch, 1.0 / touched)
         state = checkpoint.state_of(model, optimizer)
-        size = sum(value.numel() * value.dtype.itemsize for value in state.values())
+        size = sum(_whole(value).nbytes for value in state.values())
         print(
             f"{TABLES} tables of {rows:,} rows, {DIM} wide: {size / 1e9:.2f} GB with the optimizer's state", flush=True
         )

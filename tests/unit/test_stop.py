@@ -24,7 +24,7 @@ def test_the_first_signal_is_remembered_and_inner_blocks_share_it() -> None:
 
 
 def test_a_second_signal_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop, "_ONE_REQUEST_SECONDS", -1.0)
+    monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", -1.0)
     with stop.listening(["SIGTERM"]):
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
