@@ -4,7 +4,7 @@ import ctypes
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -60,21 +60,29 @@ _listening: StopRequest | None = None
 def listening(names: Sequence[str]) -> Iterator[StopRequest]:
     """SIGINT and the signals of these names ask for a stop. The process has one request: inner blocks share it."""
     global _listening
-    request = _listening or StopRequest()
-    if (
-        _listening or threading.current_thread() is not threading.main_thread()
-    ):  # Python gives signals to that one alone
-        yield request
+    if _listening:
+        yield _listening
         return
-    _listening = request
-    numbers = [signal.SIGINT, *(signal.Signals[name] for name in names)]
-    before = {number: signal.signal(number, request.ask) for number in numbers}
+    request = _listening = StopRequest()
     try:
-        yield request
+        with handled([signal.SIGINT, *(signal.Signals[name] for name in names)], request.ask):
+            yield request
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         _listening = None
+
+
+@contextmanager
+def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """By `handler`, until the block ends; in the main thread, which alone gets signals from Python."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def stop_with_parent() -> None:

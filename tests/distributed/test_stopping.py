@@ -13,6 +13,7 @@ import pytest
 import tomli_w
 
 from recmill import train
+from recmill.commands.checkpoint import list_checkpoints
 from recmill.errors import ResourceError
 from recmill.stop import stop_with_parent
 
@@ -39,6 +40,22 @@ def test_a_second_signal_ends_it_at_once(dlrm: Config, tmp_path: Path) -> None:
     wait_until_gone(workers)
     at = status(tmp_path / "run")
     assert (at["state"], at["reason"], at["step"]) == ("interrupted", "SIGINT", 10)  # as of the last checkpoint
+
+
+def test_a_signal_during_a_save_waits_for_it_and_a_second_one_does_not(dlrm: Config, tmp_path: Path) -> None:
+    """Rank 1 never comes to the end of its second save; the first one stays."""
+    process = start(endless(dlrm), tmp_path, procs=2, fail="ckpt.written@rank=1@hit=2:hang")
+    wait_for_step(tmp_path / "run", 24)  # 20 steps, saved after 10 and 20, and four validations
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 75, output
+    found = [(facts["step"], facts["health"]) for facts in list_checkpoints(tmp_path / "run", digests=True)]
+    assert found == [(10, "whole")]
+    at = status(tmp_path / "run")
+    assert (at["state"], at["reason"], at["step"]) == ("preempted", "SIGTERM", 10)
 
 
 def test_a_signal_before_the_first_step_lets_an_evaluation_end_and_trains_nothing(dlrm: Config, tmp_path: Path) -> None:

@@ -14,16 +14,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from recmill.errors import KINDS, ConfigError, ResourceError, UserError
-from recmill.stop import ONE_REQUEST_SECONDS, SIGNALS, error_for
+from recmill.stop import ONE_REQUEST_SECONDS, SIGNALS, error_for, handled
 from recmill.watchdog import Hang, culprit, read_hangs
 
 _POLL_SECONDS = 0.05
@@ -116,7 +114,8 @@ def run_job(command: str, arguments: dict[str, Any], procs: int, max_restarts: i
     """
     if procs < 1:
         raise ConfigError(f"--procs {procs}: at least one process is needed.")
-    with _forwarded_signals() as signals:
+    signals = _Signals()
+    with handled(SIGNALS, signals.forward):
         attempt = 0
         while True:
             try:
@@ -208,20 +207,6 @@ class _Signals:
     @property
     def is_time_up(self) -> bool:
         return time.monotonic() > self._second_at + _SECOND_SIGNAL_SECONDS
-
-
-@contextlib.contextmanager
-def _forwarded_signals() -> Iterator[_Signals]:
-    signals = _Signals()
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
-    before = {number: signal.signal(number, signals.forward) for number in SIGNALS}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _wait(job: Path, signals: _Signals) -> bool:

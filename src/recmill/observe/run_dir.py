@@ -71,10 +71,7 @@ class RunDirectory:
             if state == "running" and self._has_ended:
                 return
             self._has_ended = state != "running"
-            self._write_status(state, **facts)
-
-    def _write_status(self, state: State, **facts: Any) -> None:
-        write_json(self.status, {"state": state, "updated_at": now(), "pid": os.getpid(), **facts})
+            write_json(self.status, {"state": state, "updated_at": now(), "pid": os.getpid(), **facts})
 
     def read_status(self) -> dict[str, Any]:
         return read_json(self.status) if self.status.is_file() else {}
@@ -100,7 +97,7 @@ def environment(world_size: int, device: str) -> dict[str, Any]:
     return {
         "recmill": __version__,
         "python": platform.python_version(),
-        "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
+        "packages": _packages(),
         "platform": platform.platform(),
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -114,8 +111,11 @@ def environment(world_size: int, device: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of what computes a run."""
-    found = {name: version for name in _PACKAGES if (version := installed_version(name))}
-    return {"recmill": __version__, "python": platform.python_version(), **found}
+    return {"recmill": __version__, "python": platform.python_version(), **_packages()}
+
+
+def _packages() -> dict[str, str]:
+    return {name: version for name in _PACKAGES if (version := installed_version(name))}
 
 
 def installed_version(package: str) -> str | None:

@@ -163,9 +163,10 @@ def _create_dense_state(optimizer: CombinedOptimizer) -> None:
 
 
 def _forget_dense_state(optimizer: CombinedOptimizer | None, fitting: dict[str, Any]) -> None:
-    """Of layers that are not taken: as if they had never been trained."""
+    """Of layers that are not taken: all 0, as if they had never been trained."""
     for name, part in optimizer.optimizers if optimizer else []:
         if name == "dense":
             for key, parameter in part.params.items():
                 if f"model.{key}" not in fitting:
-                    part.state[parameter].clear()
+                    for value in part.state[parameter].values():
+                        value.zero_()

@@ -160,7 +160,7 @@ def commit(partial: Path, state: State, files: dict[str, dict[str, Any]]) -> Pat
     reach("ckpt.before_rename", step)
     final = path_of(partial.parent, step)
     if final.exists():  # this step was saved before; training then went back to an earlier one
-        if _is_good(final) and read(final).base == (partial.parent / state.base if state.base else None):
+        if _is_good(final) and read(final).state.base == state.base:
             shutil.rmtree(partial)
             return final
         set_aside(final)
