@@ -315,6 +315,7 @@ def evaluate_command(run: str, split: Any, as_json: bool, **options: Any) -> Non
 @click.option("--k", type=int, default=10, show_default=True, help="How many items.")
 @click.option("--include-seen", is_flag=True, help="Also items that are in the history already.")
 @_checkpoint
+@_fallback
 @_json
 def recommend_command(
     run: str,

@@ -20,7 +20,6 @@ from recmill.errors import DataError
 
 DESCRIPTION_FILE = "dataset.json"
 SPLITS = ("train", "val", "test")
-PAD_ITEM = 0  # item ids start at 1
 MAX_TABLE_ROWS = 2**40  # ids beyond that are 64-bit hashes, which no table can be as long as
 
 

@@ -1,17 +1,13 @@
 """AUROC over real processes: the value of scikit-learn for all scores in one place."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from sklearn.metrics import roc_auc_score
 
 from recmill.metrics.auc import auroc_over_ranks
-from recmill.world import World
+from recmill.world import World, joined_world
+
+from ..group import in_group
 
 
 def cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -47,22 +43,21 @@ class Watched(World):
         return received
 
 
-def measure(rank: int, size: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    world = Watched(rank, size, rank, size, torch.device("cpu"))
-    found = {}
-    for name, (scores, labels) in cases().items():
-        low, high = len(scores) * rank // size, len(scores) * (rank + 1) // size
-        found[name] = auroc_over_ranks(scores[low:high], labels[low:high], world)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def measure() -> list[dict[str, float | None]] | None:
+    """By rank."""
+    with joined_world("cpu") as joined:
+        world = Watched(**vars(joined))
+        found = {}
+        for name, (scores, labels) in cases().items():
+            low, high = (len(scores) * part // world.size for part in (world.rank, world.rank + 1))
+            found[name] = auroc_over_ranks(scores[low:high], labels[low:high], world)
+        return world.gather(found)
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_it_equals_scikit_learn_for_all_scores_in_one_place(size: int, tmp_path: Path) -> None:
-    torch.multiprocessing.start_processes(measure, (size, str(tmp_path)), nprocs=size, start_method="spawn")
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
+def test_it_equals_scikit_learn_for_all_scores_in_one_place(size: int) -> None:
+    found = in_group(size, measure)
+    assert len(found) == size
     assert all(values == found[0] for values in found), "the same on every rank"
     for name, (scores, labels) in cases().items():
         if len(set(labels.tolist())) < 2:

@@ -11,12 +11,12 @@ import pytest
 import tomli_w
 import torch
 
-from recmill import evaluate, train
 from recmill.commands.checkpoint import inspect_checkpoint, list_checkpoints
 from recmill.errors import CheckpointError, ConfigError
 
 from ..checkpoints import newest, tensors_of
 from ..conftest import RunCli
+from ..group import evaluate, train
 from .runs import assert_same_run, metric_lines
 
 Config = dict[str, Any]

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recmill import evaluate, prepare, train
+from recmill import prepare
 from recmill.errors import CheckpointError, ConfigError, DataError, UserError
 
+from ..group import evaluate, train
 from .runs import loss_by_step, metric_lines
 
 Config = dict[str, Any]

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recmill import evaluate, prepare, train
+from recmill import prepare, train
 from recmill.commands import assemble
 from recmill.config import load_config
 from recmill.data.clicks import ClickSource
 from recmill.errors import ConfigError, ResourceError
 from recmill.schema import ClicksDescription, open_dataset
 
+from .. import group
 from ..criteo_raw import write_days
 from .runs import losses
 
@@ -89,14 +90,14 @@ def test_a_run_equals_that_on_stored_ids_and_counts_what_it_was_trained_on(
     prepare("criteo", tmp_path / "d", input=raw, multi_hot=SIZES)
     config["train"] |= {"num_epochs": 2, "max_steps": 8}
     stored = config | {"data": {"path": str(tmp_path / "d")}}
-    train(stored, tmp_path / "stored")
-    train(config, tmp_path / "run", procs=2, overrides=["train.max_steps=4"])
+    group.train(stored, tmp_path / "stored")
+    group.train(config, tmp_path / "run", procs=2, overrides=["train.max_steps=4"])
     assert not (tmp_path / "run" / "frequencies.npz").exists()
     collect = ["data.multi_hot.collect_frequencies=true"]
-    results = train(config, tmp_path / "run", overrides=collect)
+    results = group.train(config, tmp_path / "run", overrides=collect)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "stored"), rel=2e-5)
-    assert evaluate(tmp_path / "run") == pytest.approx(results["test"], rel=1e-6)
-    train(config, tmp_path / "two", procs=2, overrides=collect)
+    assert group.evaluate(tmp_path / "run") == pytest.approx(results["test"], rel=1e-6)
+    group.train(config, tmp_path / "two", procs=2, overrides=collect)
     with np.load(tmp_path / "run" / "frequencies.npz") as one, np.load(tmp_path / "two" / "frequencies.npz") as two:
         counted = {name: one[name] for name in one.files}
         assert all((counted[name] == two[name]).all() for name in two.files)

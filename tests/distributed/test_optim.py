@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from recmill import train
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import load_config
 from recmill.errors import ConfigError
 from recmill.schema import open_dataset
 
+from ..group import train
 from .runs import losses, metric_lines
 from .test_world_sizes import give_tables_memory
 

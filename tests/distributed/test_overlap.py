@@ -1,5 +1,6 @@
 """The steps of a GPU, taken on CPU: TorchRec's pipeline runs there too, and must be the plain loop's equal."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,64 +9,52 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
 
-from recmill.commands.train import work
-from recmill.config import load_config
-from recmill.training import loop, precision, step
+from recmill import train
+from recmill.errors import Interrupted
+from recmill.training import loop, precision
 from recmill.training.precision import LossScale
 from recmill.training.saved import Position
-from recmill.world import World
+from recmill.world import joined_world
 
+from ..group import in_group
 from .runs import assert_same_run, losses
 
 Config = dict[str, Any]
 
 
-def join(rank: int, size: int, folder: str) -> World:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-of-{size}", rank=rank, world_size=size)
-    return World(rank, size, rank, size, torch.device("cpu"))
-
-
-def run_rank(rank: int, size: int, config: Config, folder: str, ways: dict[str, str], stop_at: int) -> None:
-    """`ways`: by run, 'plain' or 'overlapped'. `stop_at`: Ctrl-C reaches the last rank alone, in that step."""
+def take_steps(config: Config, run: Path, is_overlapped: bool, stop_at: int) -> None:
+    """In each rank. `stop_at`: Ctrl-C reaches the last one alone, in that step."""
     precision._why_off = lambda precision, device: None
-    sent_ahead = []
+    sent_ahead, taken = [], []
     pipelined, add = PipelinedForward.__call__, loop._Meter.add
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def counted(self: Any, *ids: Any) -> Any:
         sent_ahead.append(self.name)
         return pipelined(self, *ids)
 
+    def interrupted(self: Any, *values: Any) -> None:
+        add(self, *values)
+        taken.append(values)
+        if len(taken) == stop_at and rank == size - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
     PipelinedForward.__call__ = counted
-    world = join(rank, size, folder)
-    for run, way in ways.items():
-        taken: list[Any] = []
-
-        def interrupted(self: Any, *values: Any, taken: list[Any] = taken) -> None:
-            add(self, *values)
-            taken.append(values)
-            if len(taken) == stop_at and rank == size - 1:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        loop._Meter.add = interrupted  # type: ignore[method-assign, assignment]
-        loop.can_overlap = (lambda model, device: True) if way == "overlapped" else step.can_overlap
-        sent_ahead.clear()
-        work(world, config, f"{folder}/{run}")
-        Path(f"{folder}/{run}-{rank}.json").write_text(json.dumps(sent_ahead), encoding="utf-8")
-    dist.destroy_process_group()
+    loop._Meter.add = interrupted  # type: ignore[method-assign, assignment]
+    if is_overlapped:
+        loop.can_overlap = lambda model, device: True
+    with contextlib.suppress(Interrupted):
+        train(config, run)
+    run.with_name(f"{run.name}-{rank}.json").write_text(json.dumps(sent_ahead), encoding="utf-8")
 
 
 def train_with(config: Config, folder: Path, procs: int, stop_at: int = 0, **ways: str) -> dict[str, list[int]]:
     """By run, how often each rank's tables took a batch whose ids had been sent ahead."""
-    for run in ways:
-        (folder / run).mkdir(exist_ok=True)
-    values = load_config(config).as_dict()
-    torch.multiprocessing.spawn(run_rank, (procs, values, str(folder), ways, stop_at), nprocs=procs)
+    for run, way in ways.items():
+        in_group(procs, take_steps, config, folder / run, way == "overlapped", stop_at)
     ranks = range(procs)
     return {run: [len(json.loads((folder / f"{run}-{rank}.json").read_text())) for rank in ranks] for run in ways}
 
@@ -98,19 +87,17 @@ def test_an_overlapped_run_stops_in_between_and_is_continued_as_if_never_stopped
     assert_same_run(tmp_path / "run", tmp_path / "unbroken")
 
 
-def agree(rank: int, folder: str) -> None:
-    world = join(rank, 2, folder)
-    scale = LossScale(nn.Linear(1, 1), 0.0, Position())
-    weight = nn.Parameter(torch.zeros(1))
+def agree() -> Any:
     found: list[Any] = []
-    for bad_rank in (None, 0, 1):
-        weight.grad = torch.tensor([torch.inf if rank == bad_rank else 3.0])
-        found.append((scale.finish_backward([weight], world), scale.value))
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    with joined_world("cpu") as world:
+        scale = LossScale(nn.Linear(1, 1), 0.0, Position())
+        weight = nn.Parameter(torch.zeros(1))
+        for bad_rank in (None, 0, 1):
+            weight.grad = torch.tensor([torch.inf if world.rank == bad_rank else 3.0])
+            found.append((scale.finish_backward([weight], world), scale.value))
+        return world.gather(found)
 
 
-def test_an_overflow_on_one_rank_is_an_overflow_on_all(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(agree, (str(tmp_path),), nprocs=2)
+def test_an_overflow_on_one_rank_is_an_overflow_on_all() -> None:
     expected = [(True, 65536.0), (False, 32768.0), (False, 16384.0)]
-    assert [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)] == [expected, expected]
+    assert in_group(2, agree) == [expected, expected]

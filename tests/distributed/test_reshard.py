@@ -1,13 +1,10 @@
 """Tables and their optimizer's state go from any sharding and world size to any other, value for value."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
@@ -20,7 +17,9 @@ from recmill.training.optim import build_optimizer
 from recmill.training.row_changes import pieces
 from recmill.training.saved import Origin, Position, chosen
 from recmill.training.saver import Saver
-from recmill.world import World
+from recmill.world import World, joined_world
+
+from ..group import in_group
 
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel", "mixed")
 SHARDINGS: dict[str, dict[str, Any]] = {kind: {"default": kind} for kind in KINDS[:-1]} | {
@@ -64,11 +63,14 @@ def parts(config: Config, world: World) -> tuple[nn.Module, CombinedOptimizer]:
     return model, optimizer
 
 
-def run_rank(rank: int, size: int, values: dict[str, Any], folder: str, load_from: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = f"file://{folder}/store-{load_from}-{size}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    world = World(rank, size, rank, size, torch.device("cpu"))
+def take_over(values: dict[str, Any], folder: Path, load_from: int) -> list[list[str]] | None:
+    """What is wrong, by rank."""
+    with joined_world("cpu") as world:
+        return world.gather(problems_of(values, folder, load_from, world))
+
+
+def problems_of(values: dict[str, Any], folder: Path, load_from: int, world: World) -> list[str]:
+    size = world.size
     problems: list[str] = []
     for optimizer_name, kinds in STATES.items():
         for kind in kinds:
@@ -79,22 +81,21 @@ def run_rank(rank: int, size: int, values: dict[str, Any], folder: str, load_fro
             state = checkpoint.state_of(model, optimizer)
             for earlier in kinds if load_from else ():
                 fill(state, junk=True)
-                found = chosen(Path(folder) / f"{load_from}-{optimizer_name}-{earlier}", "newest")
+                found = chosen(folder / f"{load_from}-{optimizer_name}-{earlier}", "newest")
                 assert found is not None
                 checkpoint.load(found, model, optimizer)
                 bad = wrong(checkpoint.state_of(model, optimizer))
                 problems += [f"{optimizer_name} {earlier} of {load_from} -> {kind} of {size}: {key}" for key in bad]
             fill(state)
             origin = Origin("", "", 1, 8, size, {})
-            target = Path(folder) / f"{size}-{optimizer_name}-{kind}"
+            target = folder / f"{size}-{optimizer_name}-{kind}"
             saver = Saver(target, model, optimizer, origin, config.run.checkpoint, world)
             saver.save(Position(step=load_from + 1))
             fill(state, junk=True)  # it trains on at once
             saver.finish()
     if size == 2 and load_from == 1:
         problems += replicas_that_differ(model, world)
-    (Path(folder) / f"problems-{load_from}-{size}-{rank}.txt").write_text("\n".join(problems), encoding="utf-8")
-    dist.destroy_process_group()
+    return problems
 
 
 def replicas_that_differ(model: nn.Module, world: World) -> list[str]:
@@ -112,10 +113,7 @@ def replicas_that_differ(model: nn.Module, world: World) -> list[str]:
 def test_any_to_any(dlrm: dict[str, Any], tmp_path: Path) -> None:
     """1 -> 2 -> 4 -> 2 -> 1 processes, each time from every sharding to every other."""
     for earlier, size in ((0, 1), (1, 2), (2, 4), (4, 2), (2, 1)):
-        arguments = (size, dlrm, str(tmp_path), earlier)
-        torch.multiprocessing.spawn(run_rank, arguments, nprocs=size)
-        told = [path.read_text() for path in tmp_path.glob(f"problems-{earlier}-{size}-*.txt")]
-        assert told == [""] * size
+        assert in_group(size, take_over, dlrm, tmp_path, earlier) == [[]] * size
 
 
 def test_another_model_s_checkpoint_is_refused_with_every_difference(dlrm: dict[str, Any], tmp_path: Path) -> None:

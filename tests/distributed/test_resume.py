@@ -17,6 +17,7 @@ from recmill.errors import CheckpointError, ConfigError, DataError, ResourceErro
 from recmill.launch import local
 from recmill.stop import stop_with_parent
 
+from .. import group
 from .runs import assert_same_run, loss_by_step, losses, metric_lines
 
 
@@ -26,10 +27,10 @@ def test_a_run_continued_with_other_numbers_of_processes_equals_an_unbroken_one(
     """Of DLRM: test_crashes.py and test_durability.py."""
     config = bert4rec
     config["train"] |= {"num_epochs": 2, "log_every_steps": 3}  # 4 steps: in the middle between two reports
-    unbroken = train(config, tmp_path / "unbroken")
-    train(config, tmp_path / "broken", procs=2, overrides=["train.max_steps=4"])
+    unbroken = group.train(config, tmp_path / "unbroken")
+    group.train(config, tmp_path / "broken", procs=2, overrides=["train.max_steps=4"])
     assert len(losses(tmp_path / "broken")) == 2  # at step 3, and at the end
-    resumed = train(config, tmp_path / "broken", procs=3)
+    resumed = group.train(config, tmp_path / "broken", procs=3)
     expected = loss_by_step(tmp_path / "unbroken")
     found = loss_by_step(tmp_path / "broken")
     assert found.pop(4) != expected.get(4)  # the end of the first part, which the unbroken run does not report
@@ -103,8 +104,8 @@ def test_one_signal_finishes_the_step_saves_and_says_so(dlrm: dict[str, Any], tm
     assert (tmp_path / "run" / "checkpoints" / f"step-{stopped_at:08d}" / "MANIFEST.json").is_file()
     if name == "SIGINT":  # continued for two more steps, it is the run that never stopped
         steps = [f"train.max_steps={stopped_at + 2}"]
-        train(tmp_path / "run" / "config.toml", tmp_path / "run", overrides=steps)
-        train(tmp_path / "run" / "config.toml", tmp_path / "unbroken", overrides=steps)
+        group.train(tmp_path / "run" / "config.toml", tmp_path / "run", overrides=steps)
+        group.train(tmp_path / "run" / "config.toml", tmp_path / "unbroken", overrides=steps)
         assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "unbroken"), rel=2e-5)
 
 
@@ -118,8 +119,8 @@ def test_a_killed_worker_is_named_and_the_run_goes_on_later(dlrm: dict[str, Any]
     at = status(tmp_path / "run")
     assert (at["state"], at["rank"], at["restarts"]) == ("failed", 1, 0)
     assert "killed by SIGKILL" in at["reason"]
-    results = train(tmp_path / "run" / "config.toml", tmp_path / "run", overrides=["train.max_steps=30"])
-    train(tmp_path / "run" / "config.toml", tmp_path / "unbroken", overrides=["train.max_steps=30"])
+    results = group.train(tmp_path / "run" / "config.toml", tmp_path / "run", overrides=["train.max_steps=30"])
+    group.train(tmp_path / "run" / "config.toml", tmp_path / "unbroken", overrides=["train.max_steps=30"])
     assert 0 < results["test"]["logloss"] < 1
     assert_same_run(tmp_path / "run", tmp_path / "unbroken")
 
@@ -147,7 +148,7 @@ def test_a_run_killed_while_it_describes_itself_can_be_started_again(dlrm: dict[
     assert subprocess.run(command, env=launched, check=False).returncode == -signal.SIGKILL
     assert (tmp_path / "run" / "config.toml").is_file()
     assert not (tmp_path / "run" / "env.json").exists()
-    assert train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])["test"]
+    assert group.train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])["test"]
 
 
 def test_a_run_in_use_says_by_whom_and_is_not_damaged(dlrm: dict[str, Any], tmp_path: Path) -> None:
@@ -185,23 +186,23 @@ def test_the_first_failing_rank_s_own_error_is_what_the_user_sees(
 
 def test_a_finished_run_is_kept_and_guarded(dlrm: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = train(dlrm, run, overrides=["train.max_steps=2"])
+    first = group.train(dlrm, run, overrides=["train.max_steps=2"])
     before = len(metric_lines(run))
-    assert train(dlrm, run, overrides=["train.max_steps=2"]) == first  # nothing to do
+    assert group.train(dlrm, run, overrides=["train.max_steps=2"]) == first  # nothing to do
     assert len(metric_lines(run)) == before == 4  # two losses, val, test
     with pytest.raises(ConfigError, match=r"train.seed: 1 -> 2"):
-        train(dlrm, run, overrides=["train.seed=2"])
+        group.train(dlrm, run, overrides=["train.seed=2"])
     with pytest.raises(ConfigError, match=r"is at step 2 already, beyond the 1 of train.num_epochs"):
-        train(dlrm, run, overrides=["train.max_steps=1"])
-    assert train(dlrm, run, overrides=["train.max_steps=2"]) == first  # nothing was damaged
-    train(dlrm, run, overrides=["train.max_steps=3"])  # longer, if asked to
+        group.train(dlrm, run, overrides=["train.max_steps=1"])
+    assert group.train(dlrm, run, overrides=["train.max_steps=2"]) == first  # nothing was damaged
+    group.train(dlrm, run, overrides=["train.max_steps=3"])  # longer, if asked to
     assert len(losses(run)) == 3
     shard = next((run / "checkpoints" / "step-00000003").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match="its content changed since it was saved"):
-        train(dlrm, run, overrides=["train.max_steps=4"])
+        group.train(dlrm, run, overrides=["train.max_steps=4"])
 
 
 def test_a_loss_that_is_not_finite_is_never_saved(dlrm: dict[str, Any], tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_a_loss_that_is_not_finite_is_never_saved(dlrm: dict[str, Any], tmp_path
         r"no longer a finite number from step 2 on, first on rank \d.* after step 2: (parameter|the gradient of) \w+"
     )
     with pytest.raises(UserError, match=expected):
-        train(dlrm, tmp_path / "run", procs=2)
+        group.train(dlrm, tmp_path / "run", procs=2)
     assert list((tmp_path / "run").glob("checkpoints/step-*")) == []
     assert status(tmp_path / "run")["state"] == "failed"
 

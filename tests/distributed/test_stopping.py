@@ -17,6 +17,7 @@ from recmill.commands.checkpoint import list_checkpoints
 from recmill.errors import ResourceError
 from recmill.stop import stop_with_parent
 
+from .. import group
 from .runs import assert_same_run, metric_lines
 from .test_resume import children, endless, start, status, wait_for_step, wait_until_gone
 
@@ -105,7 +106,7 @@ def test_a_job_that_lost_a_worker_starts_again_and_equals_an_unbroken_run(
     assert "restart 1 of 3 after: Process 1 of the job was killed by SIGKILL" in caplog.text
     assert status(tmp_path / "run")["restarts"] == 1
     monkeypatch.delenv("RECMILL_FAIL")
-    train(dlrm, tmp_path / "unbroken")
+    group.train(dlrm, tmp_path / "unbroken")
     assert_same_run(tmp_path / "run", tmp_path / "unbroken")
 
 

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from recmill import evaluate, rng, train
+from recmill import rng
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import load_config
 from recmill.schema import TableSpec, open_dataset
 
+from ..group import evaluate, train
 from .runs import assert_same_run, losses
 
 

@@ -9,12 +9,13 @@ import polars as pl
 import pytest
 import tomli_w
 
-from recmill import evaluate, prepare, recommend, recommend_all, train
+from recmill import prepare, recommend, recommend_all
 from recmill.commands import recommend as command
 from recmill.commands.assemble import build_source, model_module, open_matching_dataset, open_trained_run
 from recmill.errors import ConfigError
 
 from ..conftest import RunCli
+from ..group import evaluate, train
 from ..histories_raw import histories_of
 from .test_command_line import assert_one_clear_error
 

@@ -11,11 +11,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-from recmill import evaluate, prepare, train
+from recmill import prepare
 from recmill.data.clicks import SplitRows
 from recmill.schema import open_dataset
 
 from ..conftest import REPO
+from ..group import evaluate, train
 
 REAL_LOG = REPO.parent / "shared" / "data" / "criteo-kaggle" / "train.txt"
 MODEL: dict[str, Any] = {"name": "dlrm", "bottom_mlp": [64, 16], "top_mlp": [64, 32], "interaction_itself": True}

@@ -1,7 +1,5 @@
 """Killed, or out of disk, at every named place of saving, training and preparing: what is there is whole."""
 
-import multiprocessing
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,47 +7,17 @@ from typing import Any
 import pytest
 import xxhash
 
-from recmill import prepare
+from recmill import prepare, train
 from recmill.commands.checkpoint import list_checkpoints
 from recmill.errors import DataError
-from recmill.failpoints import PLACES, VARIABLE
+from recmill.failpoints import PLACES
 from recmill.schema import open_dataset
 
 from ..checkpoints import newest, tensors_of
 from ..distributed.runs import loss_by_step
+from ..group import exit_code
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-# A process that has loaded everything, whose children take no time to start.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["recmill.commands.train", "recmill.training.saver", "recmill.training.loop"])
-
-
-def in_child(body: Any, *arguments: Any, fail: str = "") -> int:
-    process = SERVER.Process(target=_child, args=(fail, body, *arguments))
-    process.start()
-    process.join(120)
-    assert process.exitcode is not None
-    return process.exitcode
-
-
-def _child(fail: str, body: Any, *arguments: Any) -> None:
-    os.environ[VARIABLE] = fail
-    body(*arguments)
-
-
-def train_alone(config: dict[str, Any], run: str) -> None:
-    """What a worker does, in a world of its own."""
-    import torch
-
-    from recmill.commands.train import work
-    from recmill.config import load_config
-    from recmill.world import joined_world
-
-    torch.set_num_threads(1)
-    Path(run).mkdir(exist_ok=True)
-    with joined_world("cpu") as world:
-        work(world, load_config(config).as_dict(), run)
 
 
 def losses_and_digests(run: Path) -> tuple[dict[int, float], dict[str, str]]:
@@ -75,7 +43,7 @@ def tiny(clicks: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def unbroken(tiny: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     run = tmp_path_factory.mktemp("unbroken") / "run"
-    assert in_child(train_alone, tiny, str(run)) == 0
+    assert exit_code(train, tiny, str(run)) == 0
     return losses_and_digests(run)
 
 
@@ -95,13 +63,13 @@ def test_a_kill_anywhere_loses_nothing_that_was_committed(
     """The second time it comes there, where it comes there twice; then the same command again, bit for bit."""
     run = tmp_path / "run"
     fail = f"{place}{CONDITIONS.get(place, '@hit=2')}:kill"
-    assert in_child(train_alone, tiny, str(run), fail=fail) == -signal.SIGKILL
+    assert exit_code(train, tiny, str(run), fail=fail) == -signal.SIGKILL
     checkpoints = list_checkpoints(run, digests=True) if any(run.glob("checkpoints/step-*")) else []
     assert [facts["health"] for facts in checkpoints] == ["whole"] * len(checkpoints)
     log = (run / "log.txt").read_text() if (run / "log.txt").is_file() else ""
     told = [int(line.split("step=")[1].split()[0]) for line in log.splitlines() if "checkpoint committed step=" in line]
     assert max(told, default=0) <= max((facts["step"] for facts in checkpoints), default=0)
-    assert in_child(train_alone, tiny, str(run)) == 0
+    assert exit_code(train, tiny, str(run)) == 0
     assert losses_and_digests(run) == unbroken
     assert not [path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("step-")]
 
@@ -114,7 +82,7 @@ def prepare_clicks(output: str, rows: int) -> None:
 @pytest.mark.parametrize("place", [place for place in PLACES if place.startswith("prepare.")])
 def test_a_dataset_is_whole_or_not_there(place: str, action: str, tmp_path: Path) -> None:
     output = tmp_path / "data"
-    code = in_child(prepare_clicks, str(output), 40, fail=f"{place}:{action}")
+    code = exit_code(prepare_clicks, str(output), 40, fail=f"{place}:{action}")
     assert code == (-signal.SIGKILL if action == "kill" else 1)
     if place == "prepare.renamed":
         assert open_dataset(output, "digests").about.recipe["rows"] == 40
@@ -122,6 +90,6 @@ def test_a_dataset_is_whole_or_not_there(place: str, action: str, tmp_path: Path
         assert not output.exists()
         with pytest.raises(DataError):
             open_dataset(output)
-    assert in_child(prepare_clicks, str(output), 50) == 0  # over it, or over what it left
+    assert exit_code(prepare_clicks, str(output), 50) == 0  # over it, or over what it left
     assert open_dataset(output, "digests").about.recipe["rows"] == 50
     assert [path.name for path in tmp_path.iterdir()] == ["data"]

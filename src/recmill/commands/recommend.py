@@ -41,15 +41,17 @@ def recommend(
     k: int = 10,
     include_seen: bool = False,
     checkpoint: str = "newest",
+    fallback: bool = False,
 ) -> list[dict[str, Any]]:
     """[{"item": original id, "title": ..., "score": ...}, ...], best first, without items that were met already.
 
     `history`: original ids or titles of items, oldest first. Or `users`: original ids of users, whose rows have "user"
-    and "rank" (from 1) as well. Both may also be one text with commas between the names.
+    and "rank" (from 1) as well. Both may also be one text with commas between the names. `checkpoint`, `fallback`: as
+    for `evaluate`.
     """
     if (history is None) == (users is None):
         raise ConfigError("Recommend for a history or for users: give exactly one of the two.")
-    model = _Recommender(run, k, include_seen, checkpoint)
+    model = _Recommender(run, k, include_seen, checkpoint, fallback)
     if history is not None:
         met = np.array(model.items.find(history, "--history")) + 1
         model.check_left(met, "outside this history")
@@ -63,7 +65,13 @@ def recommend(
 
 
 def recommend_all(
-    run: str | Path, output: str | Path, *, k: int = 10, include_seen: bool = False, checkpoint: str = "newest"
+    run: str | Path,
+    output: str | Path,
+    *,
+    k: int = 10,
+    include_seen: bool = False,
+    checkpoint: str = "newest",
+    fallback: bool = False,
 ) -> dict[str, Any]:
     """The same for every user of the dataset, to a Parquet file with columns user, rank, item, title, score.
 
@@ -75,7 +83,7 @@ def recommend_all(
     output = Path(output).absolute()
     if output.exists():
         raise DataError(f"{output} exists. Choose another --output, or move it away.")
-    model = _Recommender(run, k, include_seen, checkpoint)
+    model = _Recommender(run, k, include_seen, checkpoint, fallback)
     names = model.users().originals
     written, short = 0, 0
 
@@ -104,7 +112,7 @@ def recommend_all(
 class _Recommender:
     """A run's model on CPU, unsharded. The network is loaded when it is first asked: mistakes are told at once."""
 
-    def __init__(self, run: str | Path, k: int, include_seen: bool, which: str) -> None:
+    def __init__(self, run: str | Path, k: int, include_seen: bool, which: str, fallback: bool) -> None:
         check_which(which)
         self._run, self._config = open_trained_run(run)
         if model_module(self._config).KIND != "histories":
@@ -113,7 +121,7 @@ class _Recommender:
             )
         self._dataset = open_matching_dataset(self._config)
         assert isinstance(self._dataset.about, HistoriesDescription)
-        self._k, self._include_seen, self._which = k, include_seen, which
+        self._k, self._include_seen, self._which, self._fallback = k, include_seen, which, fallback
         self._num_items = self._dataset.about.num_items
         self._items, self._offsets = self._dataset.array("items.npy"), self._dataset.array("offsets.npy")
         self.items = Names(self._dataset.path / "items.parquet", "item")
@@ -192,7 +200,7 @@ class _Recommender:
 
         quiet_libraries()
         alone = World(0, 1, 0, 1, torch.device("cpu"))
-        found = trained_checkpoint(self._run, self._which, self._dataset, alone)
+        found = trained_checkpoint(self._run, self._which, self._dataset, alone, self._fallback)
         network = model_module(self._config).build(self._config.model, self._dataset.about, alone.device)
         checkpoint.load(found, network)
         return network.eval()

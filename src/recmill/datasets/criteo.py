@@ -23,10 +23,12 @@ from recmill.datasets.clicks import PARTS, write_day, write_parquet_parts
 from recmill.datasets.compressed import forecast_rows
 from recmill.datasets.criteo_ids import (
     FIRST_ID,
+    MISSING,
     LogRows,
     LookupRound,
     Vocabularies,
     hash64,
+    is_missing,
     modulo,
     modulo_as_oneflow,
     modulo_as_torchrec,
@@ -249,8 +251,7 @@ class _Preparation:
             if not rules.table_size:
                 return hashed
             buckets = (hashed.view(np.uint64) % (sizes - 1).astype(np.uint64)).astype(np.int64) + 1
-            is_missing = (block.missing[:, None] >> np.arange(NUM_SPARSE, dtype=np.uint32)) & np.uint32(1) != 0
-            return np.where(is_missing, 0, buckets)
+            return np.where(is_missing(block).T, MISSING, buckets)
         if rules.compat == "oneflow":
             return modulo_as_oneflow(block, rules.table_size[0])
         if rules.compat:

@@ -350,7 +350,7 @@ def _map(slots, offsets, shifts, columns, edges, ids, missing, missing_is_zero, 
 def modulo(block: LogBlock, sizes: np.ndarray) -> np.ndarray:
     """int64 [n, 26]: 0 is missing, 1..size-1 the raw id by modulo."""
     ids = (block.ids % (sizes - 1)[:, None].astype(np.uint32)).astype(np.int64) + 1
-    ids[_is_missing(block)] = MISSING
+    ids[is_missing(block)] = MISSING
     return ids.T
 
 
@@ -363,10 +363,10 @@ def modulo_as_oneflow(block: LogBlock, size: int) -> np.ndarray:
     """int64 [n, 26]: column c has ids from size * c on, and its missing one is the first of column c + 1."""
     offsets = size * np.arange(NUM_SPARSE)[:, None]
     ids = block.ids.astype(np.int64) % size + offsets
-    return np.where(_is_missing(block), offsets + size, ids).T
+    return np.where(is_missing(block), offsets + size, ids).T
 
 
-def _is_missing(block: LogBlock) -> np.ndarray:
+def is_missing(block: LogBlock) -> np.ndarray:
     """bool [26, n]."""
     return (block.missing >> np.arange(NUM_SPARSE, dtype=np.uint32)[:, None]) & np.uint32(1) != 0
 
@@ -384,7 +384,7 @@ def hash64(block: LogBlock) -> np.ndarray:
         letters += np.where(letters < 10, np.uint8(48), np.uint8(87))
         lane = letters.view(np.uint64)[..., 0]
         text = _rotated((_SPARKS_SEED + _P5 + np.uint64(8)) ^ (_rotated(lane * _P2, 31) * _P1), 27) * _P1 + _P4
-        state = np.where(_is_missing(block), _SPARKS_SEED, _mixed(text)) + _P5 + np.uint64(4)
+        state = np.where(is_missing(block), _SPARKS_SEED, _mixed(text)) + _P5 + np.uint64(4)
         column = np.arange(NUM_SPARSE, dtype=np.uint64)[:, None]
         state = _rotated(state ^ (column * _P1), 23) * _P2 + _P3
         return _mixed(state).view(np.int64).T

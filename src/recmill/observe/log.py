@@ -46,6 +46,9 @@ def quiet_libraries() -> None:
 
 
 def log_to_file(directory: Path, rank: int) -> logging.Handler:
+    """The whole story, also in a program that only calls `recmill.train` and knows nothing of logging."""
+    if logging.getLogger("recmill").level == logging.NOTSET:
+        logging.getLogger("recmill").setLevel(logging.INFO)
     name = "log.txt" if rank == 0 else f"log.rank-{rank}.txt"
     handler = logging.FileHandler(directory / name, encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT))
