@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import recmill
 from recmill import prepare
 from recmill.errors import CheckpointError, ConfigError, DataError, UserError
 
-from ..group import evaluate, train
+from ..group import evaluate, in_group, train
 from .runs import loss_by_step, metric_lines
 
 Config = dict[str, Any]
@@ -134,3 +135,18 @@ def test_a_learning_rate_that_is_far_too_high_is_one_error(name: str, dlrm: Conf
     with pytest.raises(UserError, match=r"no longer a finite number from step \d on.* Train again with lower"):
         train(dlrm, tmp_path / "run")
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def one_after_the_other(config: Config, runs: list[Path]) -> None:
+    for run in runs:
+        recmill.train(config, run)
+
+
+def test_runs_of_one_process_have_a_log_each(dlrm: Config, tmp_path: Path) -> None:
+    """As in a program under torchrun, which has not set up any logging."""
+    dlrm["train"]["max_steps"] = 2
+    runs = [tmp_path / name for name in ("a", "b")]
+    in_group(1, one_after_the_other, dlrm, runs)
+    for run in runs:
+        told = (run / "log.txt").read_text(encoding="utf-8")
+        assert [told.count(text) for text in ("step 1  loss", "the end at step 2")] == [1, 1]

@@ -1,6 +1,7 @@
 """`evaluate` and `recommend` on a few films, with the names that people have for them."""
 
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import tomli_w
 from recmill import prepare, recommend, recommend_all
 from recmill.commands import recommend as command
 from recmill.commands.assemble import build_source, model_module, open_matching_dataset, open_trained_run
-from recmill.errors import ConfigError
+from recmill.errors import CheckpointError, ConfigError
 
 from ..conftest import RunCli
 from ..group import evaluate, train
@@ -51,6 +52,7 @@ def trained(name: str, movies: Path, directory: Path) -> Path:
         "model": {"name": name, "embedding_dim": 16, "num_layers": 1, "max_length": 10},
         "train": {"device": "cpu", "global_batch_size": 8, "max_steps": 4},
         "eval": {"protocols": ["full"], "ks": [1, 5]},
+        "checkpoint": {"every_steps": 2},
     }
     train(config, directory / name)
     return directory / name
@@ -109,6 +111,19 @@ def test_titles_ids_and_commas_name_the_same_history(run: Path) -> None:
     text = "Casino (1995),City of Lost Children, The (1995), I, Robot, and Others (2004) ,10"
     assert recommend(run, text, k=5) == by_id
     assert recommend(run, list(map(TITLES.__getitem__, [20, 30, 40, 10])), k=5) == by_id
+
+
+def test_a_damaged_checkpoint_is_gone_around_if_asked(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    shard = next((copy / "checkpoints" / "step-00000004").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="its content changed since it was saved"):
+        recommend(copy, [10, 20])
+    before = recommend(copy, [10, 20], fallback=True)
+    shutil.rmtree(shard.parent)
+    assert before == recommend(copy, [10, 20]) != recommend(run, [10, 20])
 
 
 def test_users_get_what_their_whole_history_gets(
@@ -259,4 +274,4 @@ def test_python_takes_one_of_history_and_users(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="exactly one"):
             recommend(tmp_path, **both)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="checkpoint 'oldest': use the 'newest' or the 'best'"):
-        evaluate(tmp_path, checkpoint="oldest")  # type: ignore[arg-type]
+        evaluate(tmp_path, checkpoint="oldest")

@@ -45,12 +45,18 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def log_to_file(directory: Path, rank: int) -> logging.Handler:
+class _RunFile(logging.FileHandler):
+    """Of one run; the next run of the same process has its own."""
+
+
+def log_to_file(directory: Path, rank: int) -> None:
     """The whole story, also in a program that only calls `recmill.train` and knows nothing of logging."""
     if logging.getLogger("recmill").level == logging.NOTSET:
         logging.getLogger("recmill").setLevel(logging.INFO)
-    name = "log.txt" if rank == 0 else f"log.rank-{rank}.txt"
-    handler = logging.FileHandler(directory / name, encoding="utf-8")
+    root = logging.getLogger()
+    for earlier in [handler for handler in root.handlers if isinstance(handler, _RunFile)]:
+        root.removeHandler(earlier)
+        earlier.close()
+    handler = _RunFile(directory / ("log.txt" if rank == 0 else f"log.rank-{rank}.txt"), encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT))
-    logging.getLogger().addHandler(handler)
-    return handler
+    root.addHandler(handler)
