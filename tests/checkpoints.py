@@ -15,6 +15,15 @@ def newest(run: Path) -> Checkpoint:
     return verified(Path(list_checkpoints(run)[-1]["path"]))
 
 
+def flip_a_bit(checkpoint: Path) -> Path:
+    """In the middle of one of its shards, which comes back."""
+    shard = next(checkpoint.glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    return shard
+
+
 def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Whole, whatever it was saved as."""
 

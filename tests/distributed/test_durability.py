@@ -14,7 +14,7 @@ import torch
 from recmill.commands.checkpoint import inspect_checkpoint, list_checkpoints
 from recmill.errors import CheckpointError, ConfigError
 
-from ..checkpoints import newest, tensors_of
+from ..checkpoints import flip_a_bit, newest, tensors_of
 from ..conftest import RunCli
 from ..group import evaluate, train
 from .runs import assert_same_run, metric_lines
@@ -93,10 +93,7 @@ def test_a_damaged_checkpoint_is_refused_shown_and_gone_around(dlrm: Config, run
         inspect_checkpoint(run, step=5)
     shown = run_cli("checkpoint", "inspect", run).stdout
     assert re.search(r"model.tables.embedding_bags.table_C4.weight +table_C4 +2,000 x 8 +float32 +1 +0.064", shown)
-    shard = next((run / "checkpoints" / "step-00000008").glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    shard = flip_a_bit(run / "checkpoints" / "step-00000008")
     seen = run_cli("checkpoint", "verify", run)
     assert seen.returncode == 4
     assert re.search(r"8 .* DAMAGED", seen.stdout)

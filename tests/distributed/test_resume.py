@@ -18,6 +18,7 @@ from recmill.launch import local
 from recmill.stop import stop_with_parent
 
 from .. import group
+from ..checkpoints import flip_a_bit
 from .runs import assert_same_run, loss_by_step, losses, metric_lines
 
 
@@ -197,10 +198,7 @@ def test_a_finished_run_is_kept_and_guarded(dlrm: dict[str, Any], tmp_path: Path
     assert group.train(dlrm, run, overrides=["train.max_steps=2"]) == first  # nothing was damaged
     group.train(dlrm, run, overrides=["train.max_steps=3"])  # longer, if asked to
     assert len(losses(run)) == 3
-    shard = next((run / "checkpoints" / "step-00000003").glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
+    flip_a_bit(run / "checkpoints" / "step-00000003")
     with pytest.raises(CheckpointError, match="its content changed since it was saved"):
         group.train(dlrm, run, overrides=["train.max_steps=4"])
 

@@ -15,6 +15,7 @@ from recmill.commands import recommend as command
 from recmill.commands.assemble import build_source, model_module, open_matching_dataset, open_trained_run
 from recmill.errors import CheckpointError, ConfigError
 
+from ..checkpoints import flip_a_bit
 from ..conftest import RunCli
 from ..group import evaluate, train
 from ..histories_raw import histories_of
@@ -115,10 +116,7 @@ def test_titles_ids_and_commas_name_the_same_history(run: Path) -> None:
 
 def test_a_damaged_checkpoint_is_gone_around_if_asked(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    shard = next((copy / "checkpoints" / "step-00000004").glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    shard = flip_a_bit(copy / "checkpoints" / "step-00000004")
     with pytest.raises(CheckpointError, match="its content changed since it was saved"):
         recommend(copy, [10, 20])
     before = recommend(copy, [10, 20], fallback=True)
