@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recmill.watchdog import Hang, culprit
+from recmill.launch.watchdog import Hang, culprit
 
 WAITING = "/site-packages/torch/distributed/distributed_c10d.py:1 all_reduce: work.wait()"
 BACKWARD = "/site-packages/torch/autograd/graph.py:1 _engine_run_backward: run()"

@@ -1,7 +1,7 @@
 """Start the processes of a job on this machine, on loopback only, and bring back its result or its first error.
 
-Each worker runs `python -m recmill.worker`: a fresh interpreter, because thread counts and the allocator can only
-be set before a process starts.
+Each worker runs `python -m recmill.launch.worker`: a fresh interpreter, because thread counts and the allocator
+can only be set before a process starts.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from recmill.errors import KINDS, ConfigError, ResourceError, UserError
-from recmill.stop import ONE_REQUEST_SECONDS, SIGNALS, error_for, handled
-from recmill.watchdog import Hang, culprit, read_hangs
+from recmill.launch.signals import ONE_REQUEST_SECONDS, SIGNALS, error_for, handled
+from recmill.launch.watchdog import Hang, culprit, read_hangs
 
 _POLL_SECONDS = 0.05
 _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may tell their own story
@@ -173,7 +173,12 @@ def _start(job: Path, procs: int, attempt: int, workers: list[subprocess.Popen[b
                 output = None if rank == 0 else quiet  # the main rank speaks
                 workers.append(
                     subprocess.Popen(
-                        [sys.executable, "-P", "-m", "recmill.worker"],  # -P: no modules of the current directory
+                        [
+                            sys.executable,
+                            "-P",
+                            "-m",
+                            "recmill.launch.worker",
+                        ],  # -P: no modules of the current directory
                         env=common | own,
                         stdin=subprocess.DEVNULL,
                         stdout=output,

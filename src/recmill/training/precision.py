@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
+from recmill.checkpoints.format import Position
 from recmill.config.sections import TrainSection
 from recmill.errors import UserError
-from recmill.training.saved import Position
 from recmill.world import World
 
 log = logging.getLogger(__name__)
