@@ -43,6 +43,7 @@ from recmill.config.sections import CheckpointSection
 from recmill.observe.log import quiet_libraries
 from recmill.tables.first_values import fill_tables
 from recmill.training.optim import build_optimizer
+from recmill.training.parts import Parts
 from recmill.training.step import Step
 from recmill.world import joined_world
 
@@ -81,8 +82,10 @@ def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
         model = build_sharded(config, dataset, world)
         optimizer = build_optimizer(model, config.settings.optim)
         fill_tables(model, model_module(config).tables(config.model, dataset.description), 1)
-        step = Step(model, optimizer, task_module(config), config.settings, world, Position())
-        batch = next(build_source(config, dataset, 0, 1).train_batches(0, 0))
+        source = build_source(config, dataset, 0, 1)
+        parts = Parts(model, task_module(config), source, world, prefetch=0)
+        step = Step(parts, optimizer, config.settings.train, config.settings.optim.dense, Position())
+        batch = next(source.train_batches(0, 0))
         step(batch, 1.0 / touched)
         state = checkpoint.state_of(model, optimizer)
         size = sum(_whole(value).nbytes for value in state.values())

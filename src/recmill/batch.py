@@ -1,7 +1,10 @@
-"""What a step works on. Shape letters: B rows, F dense features, N tokens, M queries, C negatives."""
+"""The batches that networks, tasks and steps work on.
+
+Shape letters: B rows, F dense features, N tokens, M queries, K and C negatives.
+"""
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -11,7 +14,7 @@ from torchrec.streamable import Pipelineable
 
 
 class _OnDevice(Pipelineable):
-    """Every field is a tensor, or moves like one."""
+    """A batch whose fields are all tensors, or move between devices like tensors."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         if device.type == "cpu":
@@ -19,7 +22,7 @@ class _OnDevice(Pipelineable):
         return type(self)(**{name: value.to(device, non_blocking=non_blocking) for name, value in vars(self).items()})
 
     def pin_memory(self) -> Self:
-        """Copies from there to a GPU can run beside its work."""
+        """Return a copy in page-locked memory, from which a GPU can copy while it computes."""
         return type(self)(**{name: value.pin_memory() for name, value in vars(self).items()})
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -29,46 +32,59 @@ class _OnDevice(Pipelineable):
 
 @dataclass
 class CtrBatch(_OnDevice):
-    """Rows of a click log. A row of weight 0 fills up a rank that got fewer: it must not count anywhere."""
+    """Rows of a click log. A row of weight 0 is a filler for a rank with fewer rows and must count nowhere."""
 
     dense_BF: Tensor
     sparse: KeyedJaggedTensor
     labels_B: Tensor
     weights_B: Tensor
 
-    def inputs(self) -> tuple[Any, ...]:
+    def inputs(self) -> tuple[Tensor, KeyedJaggedTensor]:
         return self.dense_BF, self.sparse
 
     def weight(self) -> float:
         return float(self.weights_B.sum())
 
     def to_proxy_tuple(self, network: Any) -> tuple[Any, ...]:
-        """For TorchRec's pipeline: which field each argument of the network's forward() is."""
+        """Tell TorchRec's pipeline which field each argument of the network's forward() is."""
         return PHWithMeta("dense_BF"), PHWithMeta("sparse")
 
 
-@dataclass
-class SequenceBatch(_OnDevice):
-    """Histories one after the other, without padding, and the places in `tokens_N` whose item is asked for.
+class HistoryInputs(NamedTuple):
+    """The arguments of a sequence network that returns logits, in their order.
 
-    Queries are in order of the rows. `row_keys_B` names each row for dropout. Queries of weight 0 belong to rows that
-    fill up a rank. `negatives_K` are the same on every rank; none where the loss samples none.
+    Histories follow each other in `tokens_N` without padding; `queries_M` are positions in it, in row order.
+    `row_keys_B` identifies each row for dropout.
     """
 
     tokens_N: Tensor
     lengths_B: Tensor
     queries_M: Tensor
+    row_keys_B: Tensor
+
+
+@dataclass
+class SequenceBatch(_OnDevice):
+    """Histories with the items that the network must predict at `queries_M`.
+
+    Queries of weight 0 belong to fillers, as in `CtrBatch`. `negatives_K` are the same on every rank, and empty
+    if the loss does not sample any.
+    """
+
+    tokens_N: Tensor
+    lengths_B: Tensor
+    queries_M: Tensor
+    row_keys_B: Tensor
     answers_M: Tensor
     weights_M: Tensor
-    row_keys_B: Tensor
     negatives_K: Tensor
 
-    def inputs(self) -> tuple[Any, ...]:
-        """The network makes the loss as well: it never holds the logits of all queries."""
-        return *self._asked(), self.answers_M, self.weights_M, self.negatives_K
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return the arguments with which the network computes its loss without holding all logits at once."""
+        return *self.history_inputs(), self.answers_M, self.weights_M, self.negatives_K
 
-    def _asked(self) -> tuple[Any, ...]:
-        return self.tokens_N, self.lengths_B, self.queries_M, self.row_keys_B
+    def history_inputs(self) -> HistoryInputs:
+        return HistoryInputs(self.tokens_N, self.lengths_B, self.queries_M, self.row_keys_B)
 
     def weight(self) -> float:
         return float(self.weights_M.sum())
@@ -76,14 +92,14 @@ class SequenceBatch(_OnDevice):
 
 @dataclass
 class RankingBatch(SequenceBatch):
-    """One query per row, at its end. `seen_rows[i], seen_items[i]`: an item that row's user has met before.
+    """One query per row, at its end. The user of row `seen_rows[i]` has seen the item `seen_items[i]` before.
 
-    `negatives_BC` holds the candidates of the sampled protocols that are asked for, one after the other.
+    `negatives_BC` holds the candidates of the sampled protocols, side by side.
     """
 
     seen_rows: Tensor
     seen_items: Tensor
     negatives_BC: Tensor
 
-    def inputs(self) -> tuple[Any, ...]:
-        return self._asked()
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.history_inputs()

@@ -1,8 +1,7 @@
-"""What every registered model must do, on one device and on tiny data."""
+"""What every registered model must do, on one device and on tiny data. Its task and its batch source come along."""
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from recmill import registry
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import Config, load_config
+from recmill.protocols import Batch, ModelModule, SequenceModelModule, TaskModule
 from recmill.schema import Dataset, open_dataset
 
 every_model = pytest.mark.parametrize("name", sorted(registry.MODELS))
@@ -30,8 +30,17 @@ def build(config: Config, dataset: Dataset) -> nn.Module:
     return model_module(config).build(config.model, dataset.description, torch.device("cpu"))
 
 
-def first_batch(config: Config, dataset: Dataset) -> Any:
+def first_batch(config: Config, dataset: Dataset) -> Batch:
     return next(build_source(config, dataset, rank=0, size=1).train_batches(0, 0))
+
+
+@every_model
+def test_it_and_its_task_have_the_functions_of_their_protocols(parts: tuple[Config, Dataset]) -> None:
+    config, dataset = parts
+    module = model_module(config)
+    assert isinstance(module, SequenceModelModule if module.KIND == "histories" else ModelModule)
+    assert isinstance(task_module(config), TaskModule)
+    assert dataset.description.kind == module.KIND
 
 
 @every_model
@@ -47,7 +56,7 @@ def test_it_declares_the_tables_that_it_builds(parts: tuple[Config, Dataset]) ->
 def test_the_loss_and_every_gradient_are_finite(parts: tuple[Config, Dataset]) -> None:
     config, dataset = parts
     network, batch = build(config, dataset), first_batch(config, dataset)
-    loss = task_module(config).loss_sum(network(*batch.inputs()), batch) / batch.weight()
+    loss = task_module(config).loss_sum(network, batch) / batch.weight()
     loss.backward()
     assert math.isfinite(loss.item())
     for name, parameter in network.named_parameters():
@@ -63,7 +72,7 @@ def test_it_can_learn_one_batch_by_heart(parts: tuple[Config, Dataset]) -> None:
     losses = []
     for _ in range(150):
         optimizer.zero_grad()
-        loss = task_module(config).loss_sum(network(*batch.inputs()), batch) / batch.weight()
+        loss = task_module(config).loss_sum(network, batch) / batch.weight()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -90,8 +99,8 @@ def test_fillers_change_no_gradient(parts: tuple[Config, Dataset]) -> None:
     assert sum(share.weight() for share in shares) == whole.weight()
     networks = [build(config, dataset).eval() for _ in range(2)]
     task = task_module(config)
-    task.loss_sum(networks[0](*whole.inputs()), whole).backward()
+    task.loss_sum(networks[0], whole).backward()
     for share in shares:
-        task.loss_sum(networks[1](*share.inputs()), share).backward()
+        task.loss_sum(networks[1], share).backward()
     for (name, one), (_, other) in zip(networks[0].named_parameters(), networks[1].named_parameters(), strict=True):
         assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-5), name  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_refused_shown_and_gone_around(dlrm: Config, run
     gone_on = run_cli("train", "run.toml", "--run", run, "--fallback")
     assert gone_on.returncode == 0, gone_on.stderr
     assert "falling back to" in gone_on.stderr
-    assert "going on from step 4" in gone_on.stderr
+    assert "resuming from step 4" in gone_on.stderr
     train(dlrm, tmp_path / "unbroken", overrides=["train.max_steps=10"])
     found = [(facts["step"], facts["health"]) for facts in list_checkpoints(run, digests=True)]
     assert found == [(4, "whole"), (8, "whole"), (10, "whole")]
@@ -133,7 +133,7 @@ def test_a_new_run_starts_from_what_fits_of_an_old_one(dlrm: Config, clicks: Pat
     assert "model.bottom.0.weight" in taken
     assert "model.top.0.weight" not in taken
     train(dlrm, tmp_path / "new", overrides=[*wider[1:], *rates, "train.max_steps=2"], **options)  # its own, now
-    assert "going on from step 1" in (tmp_path / "new" / "log.txt").read_text()
+    assert "resuming from step 1" in (tmp_path / "new" / "log.txt").read_text()
 
 
 IN_A_SMALL_ROOM = """

@@ -43,7 +43,7 @@ def test_a_target_ends_the_run_at_the_first_validation_that_reaches_it(dlrm: Con
     assert 0 < results["test"]["auroc"] < 1
     assert list(validations(tmp_path / "run")) == [step for step in found if step <= expected]
     assert train(dlrm, tmp_path / "run", overrides=[f"eval.target_auroc={target - 1e-6}"]) == results  # finished
-    train(dlrm, tmp_path / "run")  # without a target it goes on to the end, as if it had never ended
+    train(dlrm, tmp_path / "run")  # without a target it continues to the end, as if it had never ended
     assert loss_by_step(tmp_path / "run") == pytest.approx(loss_by_step(tmp_path / "whole"), rel=2e-5)
     assert status(tmp_path / "run")["end"] == "all steps done"
 
@@ -148,5 +148,5 @@ def test_runs_of_one_process_have_a_log_each(dlrm: Config, tmp_path: Path) -> No
     runs = [tmp_path / name for name in ("a", "b")]
     in_group(1, one_after_the_other, dlrm, runs)
     for run in runs:
-        told = (run / "log.txt").read_text(encoding="utf-8")
-        assert [told.count(text) for text in ("step 1  loss", "the end at step 2")] == [1, 1]
+        text = (run / "log.txt").read_text(encoding="utf-8")
+        assert [text.count(line) for line in ("step 1  loss", "finished at step 2")] == [1, 1]

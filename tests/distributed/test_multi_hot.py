@@ -49,7 +49,9 @@ def config(dlrm: Config, one_hot: Path) -> Config:
 
 def source(config: Config, rank: int = 0, size: int = 1) -> ClickSource:
     checked = load_config(config)
-    return assemble.build_source(checked, assemble.open_matching_dataset(checked), rank, size)
+    source = assemble.build_source(checked, assemble.open_matching_dataset(checked), rank, size)
+    assert isinstance(source, ClickSource)
+    return source
 
 
 def ids_of(batches: Iterator[Any]) -> list[tuple[list[int], list[int], list[float]]]:
@@ -144,5 +146,5 @@ def test_data_that_it_does_not_fit_is_a_config_error(
     with pytest.raises(ConfigError, match=r"is for clicks, and these are histories"):
         train(bert4rec, tmp_path / "run", overrides=["data.multi_hot.sizes=[2]"])
     monkeypatch.setattr(assemble, "memory_bytes", lambda: 1000)
-    with pytest.raises(ResourceError, match=r"of ids that go together, and this machine has 0.0 GB. Store them"):
+    with pytest.raises(ResourceError, match=r"of ids that belong together, and this machine has 0.0 GB. Store them"):
         train(config, tmp_path / "run")

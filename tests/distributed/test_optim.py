@@ -40,7 +40,7 @@ def reference(values: dict[str, Any], steps: int, dense: Make, tables: Make, *sc
     for step, batch in zip(
         range(steps), build_source(config, dataset, rank=0, size=1).train_batches(0, 0), strict=False
     ):
-        loss = task.loss_sum(network(*batch.inputs()), batch) / batch.weight()
+        loss = task.loss_sum(network, batch) / batch.weight()
         network.zero_grad()
         loss.backward()
         if config.settings.optim.dense.clip_grad_norm:

@@ -16,6 +16,7 @@ from recmill import train
 from recmill.checkpoints.format import Position
 from recmill.errors import Interrupted
 from recmill.training import loop, precision
+from recmill.training.meter import Meter
 from recmill.training.precision import LossScale
 from recmill.world import joined_world
 
@@ -29,7 +30,7 @@ def take_steps(config: Config, run: Path, is_overlapped: bool, stop_at: int) -> 
     """In each rank. `stop_at`: Ctrl-C reaches the last one alone, in that step."""
     precision._why_off = lambda precision, device: None
     sent_ahead, taken = [], []
-    pipelined, add = PipelinedForward.__call__, loop._Meter.add
+    pipelined, add = PipelinedForward.__call__, Meter.add
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def counted(self: Any, *ids: Any) -> Any:
@@ -43,7 +44,7 @@ def take_steps(config: Config, run: Path, is_overlapped: bool, stop_at: int) -> 
             os.kill(os.getpid(), signal.SIGINT)
 
     PipelinedForward.__call__ = counted
-    loop._Meter.add = interrupted  # type: ignore[method-assign, assignment]
+    Meter.add = interrupted  # type: ignore[method-assign, assignment]
     if is_overlapped:
         loop.can_overlap = lambda model, device: True
     with contextlib.suppress(Interrupted):

@@ -80,7 +80,7 @@ def plain_losses(values: dict[str, Any], steps: int) -> list[float]:
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     out = []
     for _, batch in zip(range(steps), build_source(config, dataset, rank=0, size=1).train_batches(0, 0), strict=False):
-        loss = task.loss_sum(network(*batch.inputs()), batch) / batch.weight()
+        loss = task.loss_sum(network, batch) / batch.weight()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

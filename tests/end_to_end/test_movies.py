@@ -35,7 +35,7 @@ NUM_USERS = 23
 
 @pytest.fixture(scope="module")
 def movies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Users 100, 103, ... with 3 to 30 of 30 films: the last has met them all."""
+    """Users 100, 103, ... with 3 to 30 of 30 films: the last has seen them all."""
     raw = tmp_path_factory.mktemp("raw")
     draw, rows = np.random.default_rng(5), []
     for n in range(NUM_USERS):
@@ -107,6 +107,24 @@ def test_the_best_items_are_those_that_evaluation_scores_highest(each_run: Path,
     assert items_of(everything) == sorted(scores, key=lambda item: -scores[item])
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_the_network_sees_the_same_history_in_recommend_and_in_evaluation(
+    split: str, each_run: Path, movies: Path
+) -> None:
+    """Bit for bit, for histories of 1 to 29 items before the target; the network sees 10 at most."""
+    import torch
+
+    _, config = open_trained_run(each_run)
+    (batch,) = build_source(config, open_matching_dataset(config), 0, 1).eval_batches(split)
+    held_out = {"val": 2, "test": 1}[split]
+    model = command._Recommender(each_run, 1, False, "newest", False)
+    histories = [model.history(user)[:-held_out] for user in range(NUM_USERS)]
+    assert {len(history) < 10 for history in histories} == {True, False}
+    for ours, theirs in zip(model.network_inputs(histories), batch.inputs(), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
 def test_titles_ids_and_commas_name_the_same_history(run: Path) -> None:
     by_id = recommend(run, [20, 30, "40", 10], k=5)
     text = "Casino (1995),City of Lost Children, The (1995), I, Robot, and Others (2004) ,10"
@@ -154,7 +172,7 @@ def test_everyone_s_items_through_the_command(run: Path, run_cli: RunCli, tmp_pa
     done = run_cli("recommend", run, "--all", "--output", "all.parquet", "--k", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"44 rows for 23 users: {tmp_path / 'all.parquet'}\n"
-    assert "1 users have fewer than 2 items left" in done.stderr
+    assert "1 users have fewer than 2 unseen items left" in done.stderr
     before = (tmp_path / "all.parquet").read_bytes()
     again = run_cli("recommend", run, "--all", "--output", "all.parquet")
     assert_one_clear_error(again, 3, "all.parquet exists", "Choose another --output")
@@ -192,7 +210,7 @@ def test_the_table_shows_users_ranks_and_titles(run: Path, run_cli: RunCli) -> N
         (["--history", "10", "--k", "0"], 2, ["--k 0: there are 30 items; ask for 1 to 30"]),
         (["--history", "10", "--k", "31", "--include-seen"], 2, ["--k 31: there are 30 items"]),
         (["--history", "10,20,10", "--k", "29"], 2, ["--k 29: 28 items are left outside this history"]),
-        (["--users", "100,166", "--k", "1"], 2, ["--k 1: 0 items are left that user 166 has not met"]),
+        (["--users", "100,166", "--k", "1"], 2, ["--k 1: 0 items are left that user 166 has not seen"]),
         (["--users", "100", "--history", "10"], 2, ["exactly one of --history, --users and --all"]),
         ([], 2, ["exactly one of --history, --users and --all"]),
         (["--all"], 2, ["--all and --output go together"]),
@@ -210,8 +228,8 @@ def test_what_cannot_be_recommended_is_one_clear_error(
 @pytest.mark.parametrize(
     ("arguments", "code", "facts"),
     [
-        (["--protocol", "full,pop100"], 3, ["'pop100' needs 100 items", "user 100 has met 3 of 30", "--protocol full"]),
-        (["--protocol", "uni100"], 3, ["'uni100' needs 100 items", "user 100 has met 3 of 30", "--protocol full"]),
+        (["--protocol", "full,pop100"], 3, ["'pop100' needs 100 items", "100 has seen 3 of 30", "--protocol full"]),
+        (["--protocol", "uni100"], 3, ["'uni100' needs 100 items", "user 100 has seen 3 of 30", "--protocol full"]),
         (["--protocol", "pop10"], 2, ["unknown protocol 'pop10'. Did you mean 'pop100'?", "full, pop100, uni100"]),
         (["--protocol", "full,"], 2, ["unknown protocol ''"]),
         (["--k", "0"], 2, ["--k 0: give cut-offs of 1 to 30"]),

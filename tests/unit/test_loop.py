@@ -1,46 +1,60 @@
+"""What the loop decides from the position alone. Whole runs: tests/distributed/test_ending.py."""
+
+from itertools import islice
+
 import pytest
-import torch
-from torch import nn
 
 from recmill.checkpoints.format import Position
-from recmill.errors import UserError
-from recmill.training import guards, loop
-from recmill.world import World
-
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+from recmill.config.sections import EvalSection, TrainSection
+from recmill.training import loop
 
 
-def test_speed_counts_the_rows_of_a_short_batch_and_not_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 rows and then 20, in 2 seconds; the loss is a mean over what they weigh, 30 + 6 over 10 + 2."""
-    now = iter([0.0, 2.0])
+@pytest.mark.parametrize(("epochs", "limit", "expected"), [(2, 0, 26), (2, 20, 20), (1, 20, 13)])
+def test_training_ends_after_its_epochs_or_its_limit(epochs: int, limit: int, expected: int) -> None:
+    assert loop.total_steps(TrainSection(num_epochs=epochs, max_steps=limit), batches_per_epoch=13) == expected
+
+
+def test_the_position_after_the_last_batch_of_an_epoch_is_the_first_of_the_next() -> None:
+    position = Position(step=12, epoch=0, batch=12, best=0.5)
+    assert loop._next(position, 13) == Position(step=13, epoch=1, batch=0, best=0.5)
+    assert loop._next(position, 14) == Position(step=13, epoch=0, batch=13, best=0.5)
+
+
+def test_validation_is_due_every_n_steps_or_after_each_epoch_or_both() -> None:
+    positions = [Position(step=step, epoch=step // 4, batch=step % 4) for step in range(1, 9)]
+
+    def due(**keys: int | bool) -> list[int]:
+        return [p.step for p in positions if loop._is_validation_due(EvalSection(**keys), p)]  # type: ignore[arg-type]
+
+    assert due() == [4, 8]
+    assert due(every_steps=3) == [3, 6]
+    assert due(every_steps=3, each_epoch=True) == [3, 4, 6, 8]
+
+
+def test_a_target_or_patience_ends_training_early() -> None:
+    at = Position(step=30, best=0.75, best_step=10, worse_evals=2)
+    assert loop.early_end(at, EvalSection()) is None
+    assert loop.early_end(at, EvalSection(target_auroc=0.76, patience=3)) is None
+    assert loop.early_end(at, EvalSection(target_auroc=0.75)) == (
+        "validation reached auroc 0.75000, eval.target_auroc is 0.75"
+    )
+    assert loop.early_end(at, EvalSection(patience=2)) == ("no better validation than at step 10 for eval.patience = 2")
+    assert loop.early_end(Position(), EvalSection(target_auroc=0.5)) is None, "nothing was validated yet"
+
+
+def test_batches_are_taken_in_stretches_that_end_at_validations_and_at_the_end() -> None:
+    """Steps 3 to 8 of 8, 5 batches an epoch, a validation after step 4."""
+    start = Position(step=2, epoch=0, batch=2)
+    stretches = loop._stretches(iter("cdefghij"), start, 5, 8, lambda position: position.step == 4)  # type: ignore[arg-type]
+    assert ["".join(stretch) for stretch in islice(stretches, 2)] == ["cd", "efgh"]  # type: ignore[arg-type]
+
+
+def test_the_save_timer_is_due_once_for_each_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 129.0, 131.0, 131.0, 160.0, 162.0, 162.0])  # two readings when it is due
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(now))
-    meter = loop._Meter(Position())
-    meter.add(torch.tensor(30.0), 10.0, samples=100)
-    meter.add(torch.tensor(6.0), 2.0, samples=20)
-    assert meter.values(Position(step=2), nn.Linear(1, 1), ALONE) == {"loss": 3.0, "samples_per_s": 60.0}
+    timer = loop._SaveTimer(minutes=0.5)
+    assert [timer.is_due() for _ in range(4)] == [False, True, False, True]
 
 
-@pytest.mark.parametrize(
-    ("spoiled", "name"),
-    [("1.weight", "parameter 1.weight"), ("0.bias", "the gradient of 0.bias"), (None, "the loss itself")],
-)
-def test_the_first_bad_step_and_tensor_are_named(spoiled: str | None, name: str) -> None:
-    """Steps 11 to 14, bad from the third on."""
-    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    if spoiled and "gradient" in name:
-        network.get_parameter(spoiled).grad = torch.tensor([0.0, torch.nan])
-    elif spoiled:
-        with torch.no_grad():
-            network.get_parameter(spoiled)[1, 1] = torch.inf
-    meter = loop._Meter(Position(step=10))
-    for loss in (1.0, 2.0, torch.inf, 3.0):
-        meter.add(torch.tensor(loss), 1.0, 1)
-    with pytest.raises(UserError, match=rf"from step 13 on, first on rank 0. .* not finite after step 14: {name}\."):
-        meter.values(Position(step=14), network, ALONE)
-
-
-def test_large_but_finite_values_are_not_mistaken_for_bad_ones() -> None:
-    network = nn.Linear(4, 4)
-    with torch.no_grad():
-        network.weight.fill_(3e38)  # their sum overflows
-    assert guards.first_bad_tensor(network) is None
+def test_a_save_timer_of_0_minutes_is_never_due() -> None:
+    assert not loop._SaveTimer(minutes=0).is_due()

@@ -137,7 +137,7 @@ def ctr_batch(labels: list[float], weights: list[float]) -> CtrBatch:
 def test_click_loss_is_a_sum_that_ignores_fillers() -> None:
     """Probabilities .8, .25 and one that must not count: -log .8 - log .75."""
     logits = torch.log(torch.tensor([0.8 / 0.2, 0.25 / 0.75, 0.9 / 0.1])).requires_grad_()
-    loss = ctr.loss_sum(logits, ctr_batch([1.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
+    loss = ctr.loss_sum(lambda *inputs: logits, ctr_batch([1.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
     assert loss.item() == pytest.approx(-np.log(0.8) - np.log(0.75), rel=1e-6)
     loss.backward()
     assert logits.grad is not None

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recmill.batch import CtrBatch, RankingBatch, SequenceBatch
 from recmill.checkpoints.format import Position
 from recmill.commands.assemble import build_sharded, build_source, model_module, task_module
 from recmill.commands.train import work
 from recmill.config import load_config
 from recmill.errors import UserError
+from recmill.protocols import Batch
 from recmill.schema import open_dataset
 from recmill.tables.first_values import fill_tables, local_shards
 from recmill.training import precision
 from recmill.training.optim import build_optimizer
+from recmill.training.parts import Parts
 from recmill.training.precision import LossScale
 from recmill.training.step import Step
 from recmill.world import World, joined_world
@@ -98,8 +99,10 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.settings.optim)
         tables = model_module(config).tables(config.model, dataset.description)
         fill_tables(self.model, tables, config.settings.train.seed)
-        self.step = Step(self.model, self.optimizer, task_module(config), config.settings, world, Position())
-        self.batches: Iterator[Any] = build_source(config, dataset, world.rank, world.size).train_batches(0, 0)
+        source = build_source(config, dataset, world.rank, world.size)
+        parts = Parts(self.model, task_module(config), source, world, prefetch=0)
+        self.step = Step(parts, self.optimizer, config.settings.train, config.settings.optim.dense, Position())
+        self.batches: Iterator[Batch] = source.train_batches(0, 0)
 
     def train(self, factor: float = 1 / 125) -> None:
         self.step(next(self.batches), factor)
@@ -169,7 +172,7 @@ def test_a_step_whose_gradients_overflow_changes_nothing_at_all(
         trainer.train(factor=1e30)
         for before, after in zip(last, trainer.state(), strict=True):
             assert torch.equal(before, after)
-        assert trainer.step.noted(Position()).loss_scale == 2.0**14
+        assert trainer.step.recorded_in(Position()).loss_scale == 2.0**14
 
 
 def weight_with(gradient: float) -> list[nn.Parameter]:
@@ -190,11 +193,11 @@ def test_a_dynamic_scale_doubles_after_2000_good_steps_and_halves_after_a_bad_on
     assert scale.value == 131072.0 / 8
     for _ in range(1500):
         assert scale.finish_backward(weight_with(1.0), ALONE)
-    resumed = LossScale(nn.Linear(1, 1), 0.0, scale.noted(Position()))
+    resumed = LossScale(nn.Linear(1, 1), 0.0, scale.recorded_in(Position()))
     for _ in range(500):
         assert resumed.finish_backward(weight_with(1.0), ALONE)
     assert resumed.value == 131072.0 / 4
-    assert resumed.noted(Position(step=7)) == Position(step=7, loss_scale=32768.0, steps_at_scale=0)
+    assert resumed.recorded_in(Position(step=7)) == Position(step=7, loss_scale=32768.0, steps_at_scale=0)
 
 
 def test_a_static_scale_stays_and_an_overflow_with_it_is_an_error() -> None:
@@ -213,39 +216,22 @@ def test_a_static_scale_stays_and_an_overflow_with_it_is_an_error() -> None:
 def test_a_float16_run_resumed_between_overflows_equals_an_unbroken_one(
     dlrm: Config, slow_but_on: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Saved after every step, also after those that were left out."""
+    """Saved after every step, also after skipped ones."""
     dlrm["checkpoint"] = {"every_steps": 1, "keep": 20}
     monkeypatch.setattr(precision, "_FIRST_SCALE", 2.0**24)
     caplog.set_level(logging.INFO, "recmill")
     unbroken = losses_here(dlrm, tmp_path / "unbroken", precision="float16")
     scales = [scale_after(tmp_path / "unbroken", step) for step in range(1, 14)]
-    assert scales[:3] == [2.0**23, 2.0**22, 2.0**21]  # left out, three times at least
+    assert scales[:3] == [2.0**23, 2.0**22, 2.0**21]  # skipped, three times at least
     assert scales[8] == scales[9] == scales[10]  # but no longer
-    assert caplog.text.count("overflowed: step left out, loss scale now") == 24 - math.log2(scales[-1])
+    assert caplog.text.count("overflowed: step skipped, loss scale now") == 24 - math.log2(scales[-1])
     losses_here(dlrm, tmp_path / "broken", precision="float16", max_steps=2)
     monkeypatch.setattr(precision, "_FIRST_SCALE", 1.0)
     assert losses_here(dlrm, tmp_path / "broken", precision="float16") == unbroken
     assert scale_after(tmp_path / "broken", 13) == scales[-1]
 
 
-def test_batches_move_with_all_their_fields_and_stay_as_they_are_on_cpu(dlrm: Config, bert4rec: Config) -> None:
-    batches: list[CtrBatch | SequenceBatch] = []
-    for values in (dlrm, bert4rec):
-        config = load_config(values)
-        source = build_source(config, open_dataset(config.settings.data.path), 0, 1)
-        batches += [next(source.train_batches(0, 0)), next(source.eval_batches("val"))]
-    assert [type(batch) for batch in batches] == [CtrBatch, CtrBatch, SequenceBatch, RankingBatch]
-    for batch in batches:
-        assert batch.to(torch.device("cpu"), non_blocking=True) is batch
-        moved = batch.to(torch.device("meta"), non_blocking=True)
-        assert type(moved) is type(batch)
-        assert {getattr(moved, name).device.type if name != "sparse" else "meta" for name in vars(batch)} == {"meta"}
-        if isinstance(moved, CtrBatch):
-            assert moved.sparse.values().device.type == moved.sparse.lengths().device.type == "meta"
-
-
-def test_tf32_is_set_as_the_config_says(dlrm: Config) -> None:
-    with joined_world("cpu") as world:
-        for wanted in (True, False):
-            Trainer(dlrm, world, tf32=wanted)
-            assert torch.backends.cuda.matmul.allow_tf32 is wanted
+def test_tf32_is_set_as_the_config_says(dlrm: Config, tmp_path: Path) -> None:
+    for wanted in (True, False):
+        losses_here(dlrm, tmp_path / str(wanted), tf32=wanted, max_steps=1)
+        assert torch.backends.cuda.matmul.allow_tf32 is wanted

@@ -1,6 +1,6 @@
-"""`recmill recommend`: the items that a trained sequence model puts next, after a history or for users of its dataset.
+"""`recmill recommend`: the items that a sequence model expects next, after a history or for users of its dataset.
 
-Shape letters: B histories, V items, K items asked for.
+Shape letters: B histories, V items, K recommended items.
 """
 
 import logging
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import Field
 
 from recmill.commands.assemble import (
     check_which,
@@ -16,7 +17,10 @@ from recmill.commands.assemble import (
     open_matching_dataset,
     open_trained_run,
     trained_checkpoint,
+    window_rules,
 )
+from recmill.commands.options import Fallback, Which
+from recmill.config import Section
 from recmill.data.names import Names
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_file
@@ -25,12 +29,29 @@ from recmill.schema import HistoriesDescription
 
 if TYPE_CHECKING:
     import polars as pl
-    from torch import Tensor
+    from torch import nn
+
+    from recmill.batch import HistoryInputs
 
 log = logging.getLogger(__name__)
 
 _HISTORIES_AT_ONCE = 1024
 _SCORES_AT_ONCE = 1 << 24  # histories times items
+
+
+class Options(Section):
+    """The flags of `recmill recommend RUN`."""
+
+    history: str | None = Field(None, description="Original ids or titles of items, oldest first, separated by commas.")
+    users: str | None = Field(None, description="Original ids of users of the dataset, separated by commas.")
+    is_for_all: bool = Field(
+        False, description="Every user of the dataset; needs --output.", json_schema_extra={"flags": ["--all"]}
+    )
+    output: str | None = Field(None, description="Parquet file to write: user, rank, item, title, score.")
+    k: int = Field(10, description="How many items.")
+    include_seen: bool = Field(False, description="Include items that are in the history already.")
+    checkpoint: Which = "newest"
+    fallback: Fallback = False
 
 
 def recommend(
@@ -43,24 +64,24 @@ def recommend(
     checkpoint: str = "newest",
     fallback: bool = False,
 ) -> list[dict[str, Any]]:
-    """[{"item": original id, "title": ..., "score": ...}, ...], best first, without items that were met already.
+    """Return [{"item": original id, "title": ..., "score": ...}, ...], best first, without items of the history.
 
     `history`: original ids or titles of items, oldest first. Or `users`: original ids of users, whose rows have "user"
-    and "rank" (from 1) as well. Both may also be one text with commas between the names. `checkpoint`, `fallback`: as
-    for `evaluate`.
+    and "rank" (from 1) as well. Either may be one text with commas between the names. `checkpoint`, `fallback`: as for
+    `evaluate`.
     """
     if (history is None) == (users is None):
         raise ConfigError("Recommend for a history or for users: give exactly one of the two.")
     model = _Recommender(run, k, include_seen, checkpoint, fallback)
     if history is not None:
-        met = np.array(model.items.find(history, "--history")) + 1
-        model.check_left(met, "outside this history")
-        return model.best(["given"], [met]).drop("user", "rank").to_dicts()
+        seen = np.array(model.items.find(history, "--history")) + 1
+        model.check_left(seen, "outside this history")
+        return model.best(["given"], [seen]).drop("user", "rank").to_dicts()
     assert users is not None
     names = model.users()
     rows = list(dict.fromkeys(names.find(users, "--users")))
     for row in rows:
-        model.check_left(model.history(row), f"that user {names.originals[row]} has not met")
+        model.check_left(model.history(row), f"that user {names.originals[row]} has not seen")
     return [line for _, frame in model.best_of_users(names.originals, rows) for line in frame.to_dicts()]
 
 
@@ -73,7 +94,7 @@ def recommend_all(
     checkpoint: str = "newest",
     fallback: bool = False,
 ) -> dict[str, Any]:
-    """The same for every user of the dataset, to a Parquet file with columns user, rank, item, title, score.
+    """Recommend for every user of the dataset, to a Parquet file with columns user, rank, item, title, score.
 
     Returns {"output": ..., "users": ..., "rows": ...}.
     """
@@ -85,14 +106,15 @@ def recommend_all(
         raise DataError(f"{output} exists. Choose another --output, or move it away.")
     model = _Recommender(run, k, include_seen, checkpoint, fallback)
     names = model.users().originals
-    written, short = 0, 0
+    num_rows = 0
+    num_short = 0  # users with fewer than K items left
 
     def frames(*_: object) -> Iterator[pl.DataFrame]:
-        nonlocal written, short
+        nonlocal num_rows, num_short
         with Progress("recommending", len(names), "users") as progress:
             for count, frame in model.best_of_users(names, range(len(names))):
-                written += frame.height
-                short += count - int((frame["rank"] == k).sum())
+                num_rows += frame.height
+                num_short += count - int((frame["rank"] == k).sum())
                 yield frame
                 progress.advance(count)
 
@@ -104,13 +126,13 @@ def recommend_all(
             raise ResourceError(
                 f"{output}: could not be written ({error}). Is the disk full? Free some space and run it again."
             ) from error
-    if short:
-        log.warning("%s users have fewer than %s items left that they have not met, and got those", f"{short:,}", k)
-    return {"output": str(output), "users": len(names), "rows": written}
+    if num_short:
+        log.warning("%s users have fewer than %s unseen items left, and got those", f"{num_short:,}", k)
+    return {"output": str(output), "users": len(names), "rows": num_rows}
 
 
 class _Recommender:
-    """A run's model on CPU, unsharded. The network is loaded when it is first asked: mistakes are told at once."""
+    """A run's model on CPU, unsharded. The network is loaded at the first use, after all checks of the arguments."""
 
     def __init__(self, run: str | Path, k: int, include_seen: bool, which: str, fallback: bool) -> None:
         check_which(which)
@@ -121,12 +143,16 @@ class _Recommender:
             )
         self._dataset = open_matching_dataset(self._config)
         assert isinstance(self._dataset.description, HistoriesDescription)
-        self._k, self._include_seen, self._which, self._fallback = k, include_seen, which, fallback
+        self._k = k
+        self._include_seen = include_seen
+        self._which = which
+        self._fallback = fallback
         self._num_items = self._dataset.description.num_items
-        self._items, self._offsets = self._dataset.array("items.npy"), self._dataset.array("offsets.npy")
+        self._items = self._dataset.array("items.npy")
+        self._offsets = self._dataset.array("offsets.npy")
         self.items = Names(self._dataset.path / "items.parquet", "item")
         self._batch_size = max(1, min(_HISTORIES_AT_ONCE, _SCORES_AT_ONCE // self._num_items))
-        self._network: Any = None
+        self._network: nn.Module | None = None
         if not 1 <= k <= self._num_items:
             raise ConfigError(f"--k {k}: there are {self._num_items} items; ask for 1 to {self._num_items}.")
 
@@ -134,64 +160,62 @@ class _Recommender:
         return Names(self._dataset.path / "users.parquet", "user")
 
     def history(self, user: int) -> np.ndarray:
-        """All of it, validation and test item too."""
+        """Return all items of a user, including those of validation and test."""
         return np.asarray(self._items[self._offsets[user] : self._offsets[user + 1]], dtype=np.int64)
 
-    def check_left(self, met: np.ndarray, whose: str) -> None:
-        left = self._num_items - len(np.unique(met))
+    def check_left(self, seen: np.ndarray, whose: str) -> None:
+        left = self._num_items - len(np.unique(seen))
         if not self._include_seen and self._k > left:
             raise ConfigError(
-                f"--k {self._k}: {left} items are left {whose}. Ask for no more, or for seen ones too: --include-seen."
+                f"--k {self._k}: {left} items are left {whose}. Ask for no more, or include seen ones: --include-seen."
             )
 
     def best_of_users(self, names: "pl.Series", rows: Sequence[int]) -> "Iterator[tuple[int, pl.DataFrame]]":
-        """In batches: the number of users, and what `best` says of them."""
+        """Yield the number of users and their best items, batch by batch."""
         for start in range(0, len(rows), self._batch_size):
             chosen = rows[start : start + self._batch_size]
             yield len(chosen), self.best(names.gather(list(chosen)), [self.history(row) for row in chosen])
 
     def best(self, names: "Sequence[str] | pl.Series", histories: list[np.ndarray]) -> "pl.DataFrame":
-        """user, rank, item, title, score of each history's best items; fewer than K where fewer are left."""
+        """Return user, rank, item, title and score of each history's best items; fewer than K if fewer are left."""
         import polars as pl
 
         best_scores, best_items = self._top(histories)
-        rows, places = np.isfinite(best_scores).nonzero()
-        items = best_items[rows, places]
+        rows, ranks = np.isfinite(best_scores).nonzero()
+        items = best_items[rows, ranks]
         return pl.DataFrame(
             {
                 "user": pl.Series(names, dtype=pl.String).gather(rows),
-                "rank": (places + 1).astype(np.int32),
+                "rank": (ranks + 1).astype(np.int32),
                 "item": self.items.originals.gather(items),
                 "title": self.items.titles.gather(items),
-                "score": best_scores[rows, places],
+                "score": best_scores[rows, ranks],
             }
         )
 
     def _top(self, histories: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Scores and numbers (from 0) of the best items, [B, K]; -inf for one that was met."""
+        """Return scores and item ids minus 1 of the best items, [B, K]; -inf for seen items."""
         import torch
 
         network = self._network = self._network or self._load()
         with torch.no_grad():
-            scores_BV = network(*self._network_inputs(histories))
+            scores_BV = network(*self.network_inputs(histories))
         if not self._include_seen:
             rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
             scores_BV[torch.from_numpy(rows), torch.from_numpy(np.concatenate(histories) - 1)] = float("-inf")
         best = scores_BV.topk(self._k)
         return best.values.numpy(), best.indices.numpy()
 
-    def _network_inputs(self, histories: list[np.ndarray]) -> "tuple[Tensor, ...]":
-        """The ends of the histories, one after the other; their lengths; last places; keys, for dropout alone."""
-        import torch
+    def network_inputs(self, histories: list[np.ndarray]) -> "HistoryInputs":
+        """Return what evaluation would give the network after these histories."""
+        from recmill.data.histories import ranking_inputs
 
-        window_rules = model_module(self._config).window_rules(self._config.model)
-        mask = np.empty(0, np.int64) if window_rules.get("asks_next") else np.array([self._num_items + 1])
-        ends = [np.append(history[-(window_rules["max_length"] - len(mask)) :], mask) for history in histories]
-        lengths_B = np.array([len(end) for end in ends])
-        inputs = np.concatenate(ends), lengths_B, np.cumsum(lengths_B) - 1, np.zeros_like(lengths_B)
-        return tuple(torch.from_numpy(values) for values in inputs)
+        lengths = np.array([len(history) for history in histories])
+        stops = np.cumsum(lengths)
+        items = np.concatenate(histories)
+        return ranking_inputs(items, stops - lengths, stops, window_rules(self._config), self._num_items)
 
-    def _load(self) -> Any:
+    def _load(self) -> "nn.Module":
         import torch
 
         from recmill.checkpoints import loading as checkpoint

@@ -1,28 +1,29 @@
-"""`recmill results`: what runs have reached, beside the best that can be, and where their files are."""
+"""`recmill results`: the metrics that runs have reached, beside the best that their data allows."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from recmill.commands.assemble import open_run
 from recmill.errors import CheckpointError, DataError, UserError
+from recmill.metrics.binary import Values
+from recmill.observe.run_dir import RunDirectory
 from recmill.schema import open_dataset
 
 
 @dataclass(frozen=True)
-class Reached:
+class RunReport:
     run: str
     model: str
-    state: str  # of status.json
-    values: dict[str, Any]
-    best: dict[str, float]  # known for synthetic data alone
+    state: str  # as in status.json
+    values: Values
+    best: dict[str, float]  # the best reachable values, known only for synthetic data
 
 
-def results(*runs: str | Path, split: str = "test") -> list[Reached]:
-    return [_reached(run, split) for run in runs]
+def results(*runs: str | Path, split: str = "test") -> list[RunReport]:
+    return [_report(run, split) for run in runs]
 
 
-def _reached(path: str | Path, split: str) -> Reached:
+def _report(path: str | Path, split: str) -> RunReport:
     run, config = open_run(path)
     state = run.read_status().get("state", "unknown")
     if not run.results_file.is_file():
@@ -30,22 +31,27 @@ def _reached(path: str | Path, split: str) -> Reached:
             f"{run.path}: no results yet (the run is {state}). "
             f"Train to the end: recmill train {run.config_file} --run {path}."
         )
-    values = run.read_results().get(split)
+    values = values_of_split(run, run.read_results(), split)
+    return RunReport(str(path), config.model_name, state, values, _best_reachable(config.settings.data.path, split))
+
+
+def values_of_split(run: RunDirectory, results: dict[str, Values], split: str) -> Values:
+    values = results.get(split)
     if not isinstance(values, dict):
         raise CheckpointError(
-            f"{run.results_file}: no metrics of split '{split}'. Remove it and train again to write it anew."
+            f"{run.results_file}: no metrics of split '{split}'. Remove it and train again to write a new one."
         )
-    return Reached(str(path), config.model_name, state, values, best_reachable(config.settings.data.path, split))
+    return values
 
 
 def best_of_run(run: str | Path, split: str) -> dict[str, float]:
+    """Return the best metrics that the run's data allows; empty if they are unknown."""
     _, config = open_run(run)
-    return best_reachable(config.settings.data.path, split)
+    return _best_reachable(config.settings.data.path, split)
 
 
-def best_reachable(data: str, split: str) -> dict[str, float]:
-    """Empty where it is not known, or where the dataset is no longer there."""
+def _best_reachable(data: str, split: str) -> dict[str, float]:
     try:
         return open_dataset(data).description.truth.get(split, {})
-    except DataError:
+    except DataError:  # the dataset is no longer there
         return {}

@@ -1,4 +1,4 @@
-"""`recmill train`: config + prepared dataset -> a run directory. On an existing one it goes on where it stopped."""
+"""`recmill train`: config + prepared dataset -> a run directory. An interrupted run resumes from its checkpoint."""
 
 import contextlib
 import logging
@@ -6,37 +6,85 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
 
 from recmill.commands.assemble import (
     build_sharded,
     build_source,
     check_same_config,
     check_same_data,
-    model_module,
     open_matching_dataset,
     open_trained_run,
+    table_specs,
     task_module,
 )
-from recmill.config import Config, differences, fingerprint, load_config, to_toml
+from recmill.commands.options import Fallback, Procs, Verify
+from recmill.commands.results import RunReport, values_of_split
+from recmill.config import Config, Section, differences, fingerprint, load_config, to_toml
 from recmill.errors import ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
 from recmill.launch.local import is_launched_with, job_directory, num_restarts, run_job
 from recmill.launch.signals import error_for, listening, stop_with_parent
 from recmill.launch.watchdog import Hang, beat, watching
+from recmill.metrics.binary import Values
 from recmill.observe.run_dir import RunDirectory, State, environment, versions
 from recmill.schema import Dataset
+from recmill.tables.spec import TableSpec
 
 if TYPE_CHECKING:
     from recmill.checkpoints.format import Position
+    from recmill.data.clicks import ClickSource
+    from recmill.data.histories import HistorySource
     from recmill.world import World
 
 log = logging.getLogger(__name__)
 
-Results = dict[str, dict[str, Any]]
+
+class Options(Section):
+    """The flags of `recmill train CONFIG`."""
+
+    run: str = Field(
+        description="Run directory; an interrupted run resumes from its newest checkpoint.",
+        json_schema_extra={"flags": ["--run", "--run-dir"]},  # torchrun takes '--run' for its own '--run-path'
+    )
+    procs: Procs = 1
+    overrides: list[str] = Field(
+        [],
+        description="Change a config key, like optim.dense.lr=0.02.",
+        json_schema_extra={"flags": ["--set"], "metavar": "KEY=VALUE"},
+    )
+    init_from: str | None = Field(
+        None,
+        description="A new run starts from the newest checkpoint of this one.",
+        json_schema_extra={"metavar": "RUN"},
+    )
+    allow_partial: bool = Field(
+        False, description="With --init-from: take the tables and layers that have the same size."
+    )
+    fallback: Fallback = False
+    verify: Verify = False
+
+
+class TrainResults(dict[str, dict[str, Any]]):
+    """The final metrics by split; `report` is how the run is shown beside others."""
+
+    def __init__(self, values: dict[str, dict[str, Any]], report: RunReport) -> None:
+        super().__init__(values)
+        self.report = report
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training starts if the run has no checkpoint of its own, and whether it may skip a corrupt one."""
+
+    init_from: str | None = None
+    allow_partial: bool = False
+    fallback: bool = False
 
 
 def train(
@@ -49,82 +97,98 @@ def train(
     init_from: str | Path | None = None,
     allow_partial: bool = False,
     fallback: bool = False,
-) -> Results:
+) -> TrainResults:
     """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ...}}.
 
-    A run that a signal stopped raises `recmill.errors.Preempted` or, by Ctrl-C, `Interrupted`.
+    A run that a signal stops raises `recmill.errors.Preempted` or, on Ctrl-C, `Interrupted`.
     `config`: a TOML file or the same as a mapping; `overrides`: ["optim.dense.lr=0.02", ...]; `procs`: processes on
-    this machine (under torchrun: what torchrun started); `verify`: also check every byte of the dataset. A new run
-    starts from the newest checkpoint of the run `init_from`; `allow_partial`: from what of it has the same size.
-    `fallback`: if the newest checkpoint is damaged, go on from the newest that is not.
+    this machine (under torchrun: those that torchrun started); `verify`: also check every byte of the dataset. A new
+    run starts from the newest checkpoint of the run `init_from`, with `allow_partial` from those tensors that have the
+    same size. `fallback`: if the newest checkpoint is corrupt, resume from the newest that is not.
     """
-    checked = _at_absolute_path(load_config(config, overrides))
+    checked = _with_absolute_path(load_config(config, overrides))
     if allow_partial and init_from is None:
         raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
-    run_directory = RunDirectory(Path(run).absolute())
-    _check_continuation(run_directory, checked)
+    directory = RunDirectory(Path(run).absolute())
+    saved = _saved_config(directory)
+    if saved is not None:
+        _check_same_run(directory, saved, checked)
     dataset = open_matching_dataset(checked, "digests" if verify else "sizes")
-    if _is_finished(run_directory, checked, dataset):
-        log.info("%s is finished: nothing to do", run_directory.path)
-        return run_directory.read_results()
-    arguments: dict[str, Any] = {
-        "config": checked.as_dict(),
-        "run": str(run_directory.path),
-        "init_from": None if init_from is None else str(open_trained_run(init_from)[0].path.absolute()),
-        "allow_partial": allow_partial,
-        "fallback": fallback,
-    }
-    section = checked.settings.train
-    wait_seconds = 3 * section.hang_seconds  # so that a hang is told by its stacks, not by a collective's timeout
+    if saved == checked and _is_finished(directory, dataset):
+        log.info("%s is finished: nothing to do", directory.path)
+        results = directory.read_results()
+    else:
+        earlier = None if init_from is None else str(open_trained_run(init_from)[0].path.absolute())
+        results = _launch(checked, directory, dataset, Start(earlier, allow_partial, fallback), procs)
+    if stopped := results.get("stopped"):
+        step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
+        raise error_for(name, f"Stopped at step {step:,} by {name}, which rank {rank} received.")
+    values = values_of_split(directory, results, "test")
+    best = dataset.description.truth.get("test", {})
+    return TrainResults(results, RunReport(str(run), checked.model_name, "done", values, best))
+
+
+def _launch(config: Config, run: RunDirectory, dataset: Dataset, start: Start, procs: int) -> dict[str, Any]:
+    """Train in this process, if a launcher started it, or in `procs` new ones."""
+    section = config.settings.train
+    wait_seconds = 3 * section.hang_seconds  # a hang is reported with its stacks before a collective times out
     if is_launched_with(procs):
         with listening(section.stop_signals):
             stop_with_parent()
             from recmill.world import joined_world
 
             with joined_world(section.device, wait_seconds) as world:
-                results = work(world, **arguments)
-        return _unless_stopped(results)
-    run_directory.path.mkdir(parents=True, exist_ok=True)
-    arguments |= {"device": section.device, "wait_seconds": wait_seconds, "stop_signals": section.stop_signals}
+                return _watched(world, config, run, start, dataset)
+    run.path.mkdir(parents=True, exist_ok=True)
+    arguments = {
+        "config": config.as_dict(),
+        "run": str(run.path),
+        "start": asdict(start),
+        "device": section.device,
+        "wait_seconds": wait_seconds,
+        "stop_signals": section.stop_signals,
+    }
     try:
-        return _unless_stopped(run_job("train", arguments, procs, section.max_restarts))
+        return run_job("train", arguments, procs, section.max_restarts)
     except UserError as error:
-        _note_failure(run_directory, error)
+        # The launcher knows the cause where rank 0 saw only a consequence. Another process may hold the lock.
+        with contextlib.suppress(UserError, OSError), run.locked():
+            _write_end(run, error)
         raise
 
 
-def work(world: "World", config: dict[str, Any], run: str, **start: Any) -> Results:
-    """What each process does, from an empty or interrupted run directory to its results, or to {"stopped": by what}."""
-    reach("train.begin")
-    checked, run_directory = load_config(config), RunDirectory(run)
-    section = checked.settings.train
+def work(world: "World", config: dict[str, Any], run: str, start: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train in one of the launcher's processes."""
+    return _watched(world, load_config(config), RunDirectory(run), Start(**(start or {})))
 
-    def note_hang(hang: Hang) -> None:
+
+def _watched(
+    world: "World", config: Config, run: RunDirectory, start: Start, dataset: Dataset | None = None
+) -> dict[str, Any]:
+    """Train with the run directory locked and a watchdog; write to status.json how it ends."""
+    reach("train.begin")
+    section = config.settings.train
+
+    def on_hang(hang: Hang) -> None:
         log.error("%s; see hang-rank-%d.txt", hang.told(), hang.rank)
         if world.is_main:
-            _note_end(run_directory, UserError(f"Hung: {hang.told()}."))
+            _write_end(run, UserError(f"Hung: {hang.told()}."))
 
-    hangs = watching(world.rank, section.hang_seconds, run_directory.path, job_directory(), note_hang)
-    with listening(section.stop_signals) as stop, run_directory.locked() if world.is_main else nullcontext():
+    watchdog = watching(world.rank, section.hang_seconds, run.path, job_directory(), on_hang)
+    with listening(section.stop_signals) as stop, run.locked() if world.is_main else nullcontext():
         try:
-            with hangs:
-                return _work(world, checked, run_directory, **start)
+            with watchdog:
+                return _work(world, config, run, start, dataset)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and stop.signal:
                 error = error_for(stop.signal, f"Ended at once by a signal after {stop.signal}.")
             if world.is_main:
-                _note_end(run_directory, error)
+                _write_end(run, error)
             raise error
 
 
-def _work(
-    world: "World",
-    config: Config,
-    run: RunDirectory,
-    init_from: str | None = None,
-    allow_partial: bool = False,
-    fallback: bool = False,
-) -> Results:
+def _work(world: "World", config: Config, run: RunDirectory, start: Start, dataset: Dataset | None) -> dict[str, Any]:
+    """Train from an empty or interrupted run directory to its results, or to {"stopped": ...}. All ranks take part."""
     from recmill.checkpoints import loading as checkpoint
     from recmill.checkpoints.format import Origin, Position
     from recmill.checkpoints.saver import Saver
@@ -133,45 +197,121 @@ def _work(
     from recmill.tables.first_values import fill_tables
     from recmill.tables.placement import as_text, placements
     from recmill.training.evaluate import evaluate_split
-    from recmill.training.loop import early_end, fit, steps_in_all
+    from recmill.training.loop import Sections, early_end, fit, total_steps
     from recmill.training.optim import build_optimizer
+    from recmill.training.parts import Parts
+    from recmill.training.precision import set_tf32
 
-    # The parts
+    # Build the parts
     beat("starting")
-    if world.device.type == "cpu" and config.settings.train.kernels == "auto":
-        threading.Thread(target=native).start()  # compiled, the first time, while the rest is loaded
+    settings = config.settings
+    if world.device.type == "cpu" and settings.train.kernels == "auto":
+        threading.Thread(target=native).start()  # the first time it compiles, while the rest is loaded
     world.broadcast(None)  # rank 0 holds the lock: now the others may log
     log_to_file(run.path, world.rank)
-    dataset = open_matching_dataset(config)
-    task, source = task_module(config), build_source(config, dataset, world.rank, world.size)
-    tables = model_module(config).tables(config.model, dataset.description)
+    set_tf32(settings.train)
+    dataset = dataset or open_matching_dataset(config)
+    source = build_source(config, dataset, world.rank, world.size)
+    tables = table_specs(config, dataset)
     model = build_sharded(config, dataset, world)
-    optimizer = build_optimizer(model, config.settings.optim)
-    placed = placements(model.plan, tables, config.settings.optim.tables.name)
-    _log_facts(world, config, dataset, tables, source)
+    optimizer = build_optimizer(model, settings.optim)
+    parts = Parts(model, task_module(config), source, world, settings.data.prefetch)
+    placed = placements(model.plan, tables, settings.optim.tables.name)
     if world.is_main:
+        _log_facts(world, config, dataset, tables, source)
         log.info("%s", as_text(placed, world.size))
 
+    # Find the checkpoint to start from
     beat("loading")
-
-    # Where to start: from a checkpoint, or from the seed
     origin = Origin(
         config=fingerprint(config),
         dataset=dataset.fingerprint,
-        seed=config.settings.train.seed,
-        global_batch_size=config.settings.train.global_batch_size,
+        seed=settings.train.seed,
+        global_batch_size=settings.train.global_batch_size,
         world_size=world.size,
         versions=versions(),
     )
-    found = checkpoint.found_for_all(run.checkpoints, "newest", world, fallback, tidy=True)
+    found = checkpoint.found_for_all(run.checkpoints, "newest", world, start.fallback, tidy=True)
     position = found.position if found else Position()
     if found:
         check_same_data(found, dataset)
         check_same_config(found, origin)
     earlier = None
-    if init_from and not found:
-        earlier = checkpoint.found_for_all(RunDirectory(init_from).checkpoints, "newest", world, fallback)
-    num_steps = steps_in_all(config.settings.train, source.batches_per_epoch)
+    if start.init_from and not found:
+        earlier = checkpoint.found_for_all(RunDirectory(start.init_from).checkpoints, "newest", world, start.fallback)
+    _check_steps(total_steps(settings.train, source.batches_per_epoch), position, config, run, dataset)
+
+    # Write what this run is, and load or initialize the model
+    if world.is_main:
+        run.write_status("running", step=position.step)  # first: with this file the directory counts as a run
+        write_text(run.config_file, to_toml(config))
+        write_json(run.path / "env.json", environment(world.size, str(world.device)))
+        write_json(run.path / "sharding.json", [asdict(table) for table in placed])
+        run.results_file.unlink(missing_ok=True)
+        run.forget_metrics_after(position.step if found else -1)
+    if found:
+        checkpoint.load(found, model, optimizer)
+        optimizer.set_optimizer_step(position.step)  # fused Adam needs FBGEMM's step count, which is in no state
+        log.info("resuming from step %s: %s", f"{position.step:,}", found.path)
+    else:
+        fill_tables(model, tables, settings.train.seed)
+        if earlier:
+            checkpoint.load(earlier, model, optimizer, start.allow_partial)
+            log.info("starting from step %s of another run: %s", f"{earlier.position.step:,}", earlier.path)
+    beat("loaded", position.step)
+    reach("train.loaded")
+
+    # Train
+    results: dict[str, Values] = {}
+
+    def evaluate(split: str, at: Position) -> None:
+        results[split] = evaluate_split(parts, split, parts.task.new_metrics(settings.eval))
+        if world.is_main:
+            run.append_metrics({"step": at.step, "epoch": at.epoch, "split": split, **results[split]})
+            log.info("step %s  %s  %s", f"{at.step:,}", split, _short(results[split]))
+
+    def validate(at: Position) -> Position:
+        evaluate("val", at)
+        return at.judged(world.broadcast(parts.task.headline(results["val"])))
+
+    def on_commit(step: int) -> None:
+        run.write_status("running", step=step)
+
+    saver = Saver(run.checkpoints, model, optimizer, origin, settings.checkpoint, world, on_commit)
+    started = time.monotonic()
+    if settings.eval.before_training and not position.step:
+        evaluate("val", position)
+    sections = Sections(settings.train, settings.optim, settings.eval, settings.checkpoint)
+    fitted = fit(parts, optimizer, sections, position, run, saver, validate)
+    at = fitted.position
+    if by := fitted.stopped_by:
+        if world.is_main:
+            run.write_status(by.state, step=at.step, rank=by.rank, reason=by.signal, restarts=num_restarts())
+            log.info("stopped at step %s by %s on rank %d", f"{at.step:,}", by.signal, by.rank)
+        return {"stopped": {"step": at.step, "rank": by.rank, "signal": by.signal}}
+    reach("train.end")
+
+    # Test and write the results
+    evaluate("test", at)
+    if settings.data.multi_hot.collect_frequencies:
+        _write_frequencies(run, source, at, world)
+    if world.is_main:
+        write_json(run.results_file, results)
+        end = early_end(at, settings.eval) or "all steps done"
+        facts = {
+            "end": end,
+            "best_step": at.best_step,
+            "best": at.best,
+            "seconds": round(time.monotonic() - started, 1),
+            "restarts": num_restarts(),
+            "dataset": dataset.fingerprint,
+        }
+        run.write_status("done", step=at.step, **facts)
+        log.info("finished at step %s: %s", f"{at.step:,}", end)
+    return results
+
+
+def _check_steps(num_steps: int, position: "Position", config: Config, run: RunDirectory, dataset: Dataset) -> None:
     if not num_steps:
         raise ConfigError(
             f"{dataset.path} has fewer rows for training than one train.global_batch_size of "
@@ -183,121 +323,62 @@ def _work(
             "train.max_steps. Raise them, or choose another --run."
         )
 
-    # From here on the run directory tells of this run
-    if world.is_main:
-        run.write_status("running", step=position.step)  # first: by this file the next start knows the directory
-        write_text(run.config_file, to_toml(config))
-        write_json(run.path / "env.json", environment(world.size, str(world.device)))
-        write_json(run.path / "sharding.json", [asdict(table) for table in placed])
-        run.results_file.unlink(missing_ok=True)
-        run.forget_metrics_after(position.step if found else -1)
-    if found:
-        checkpoint.load(found, model, optimizer)
-        optimizer.set_optimizer_step(position.step)  # FBGEMM's own count, which no state holds: fused Adam needs it
-        log.info("going on from step %s: %s", f"{position.step:,}", found.path)
-    else:
-        fill_tables(model, tables, config.settings.train.seed)
-        if earlier:
-            checkpoint.load(earlier, model, optimizer, allow_partial)
-            log.info("starting from step %s of another run: %s", f"{earlier.position.step:,}", earlier.path)
-    beat("loaded", position.step)
-    reach("train.loaded")
 
-    # The training
-    results: Results = {}
+def _log_facts(
+    world: "World", config: Config, dataset: Dataset, tables: list[TableSpec], source: "ClickSource | HistorySource"
+) -> None:
+    from recmill.data.histories import HistorySource
 
-    def report(split: str, at: Position) -> None:
-        metrics = task.new_metrics(config.settings.eval)
-        results[split] = evaluate_split(model, task, source, split, metrics, config.settings, world)
-        if world.is_main:
-            run.append_metrics({"step": at.step, "epoch": at.epoch, "split": split, **results[split]})
-            log.info("step %s  %s  %s", f"{at.step:,}", split, short(results[split]))
-
-    def validate(at: Position) -> Position:
-        report("val", at)
-        return at.judged(world.broadcast(task.headline(results["val"])))
-
-    def on_commit(step: int) -> None:
-        run.write_status("running", step=step)
-
-    saver = Saver(run.checkpoints, model, optimizer, origin, config.settings.checkpoint, world, on_commit)
-    started = time.monotonic()
-    if config.settings.eval.before_training and not position.step:
-        report("val", position)
-    fitted = fit(model, optimizer, task, source, config.settings, world, run, position, validate, saver)
-    at = fitted.position
-    if by := fitted.stopped_by:
-        if world.is_main:
-            run.write_status(by.state, step=at.step, rank=by.rank, reason=by.signal, restarts=num_restarts())
-            log.info("stopped at step %s by %s on rank %d", f"{at.step:,}", by.signal, by.rank)
-        return {"stopped": {"step": at.step, "rank": by.rank, "signal": by.signal}}
-    reach("train.end")
-
-    # The results
-    report("test", at)
-    if config.settings.data.multi_hot.collect_frequencies:
-        _write_frequencies(run, source, at, world)
-    if world.is_main:
-        write_json(run.results_file, results)
-        seconds = round(time.monotonic() - started, 1)
-        end = early_end(at, config.settings.eval) or "all steps done"
-        best = {"best_step": at.best_step, "best": at.best}
-        facts = {**best, "seconds": seconds, "restarts": num_restarts(), "dataset": dataset.fingerprint}
-        run.write_status("done", step=at.step, end=end, **facts)
-        log.info("the end at step %s: %s", f"{at.step:,}", end)
-    return results
+    rows = sum(table.rows for table in tables)
+    megabytes = sum(4 * table.rows * table.dim for table in tables) / 1e6
+    log.info(
+        f"{config.model_name} on {dataset.path}: {len(tables)} tables, {rows:,} rows, {megabytes:,.1f} MB; "
+        f"{source.batches_per_epoch:,} batches of {config.settings.train.global_batch_size:,} per epoch; "
+        f"{world.size} process(es) on {world.device}"
+    )
+    if isinstance(source, HistorySource) and source.batches_per_epoch:
+        log.info("%s", source.window_facts())
+    if config.settings.data.train_on_validation:
+        log.warning(
+            "validation items are trained on: validation metrics measure memorization here; use the test metrics"
+        )
 
 
-def _write_frequencies(run: RunDirectory, source: Any, at: "Position", world: "World") -> None:
-    """How often each id was trained on: by feature, [table rows], before and after companions came to it."""
-    import numpy as np
-
-    counts = [world.sum_counts(part) for part in source.id_counts(at.epoch, at.batch)]
-    if world.is_main:
-        np.savez_compressed(run.path / "frequencies.npz", **source.frequencies(counts))
-
-
-def short(values: Mapping[str, Any]) -> str:
+def _short(values: Values) -> str:
     shown = (f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
     return "  ".join(shown)
 
 
-def _log_facts(world: "World", config: Config, dataset: Dataset, tables: Sequence[Any], source: Any) -> None:
-    if not world.is_main:
-        return
-    values = sum(table.rows * table.dim for table in tables)
-    log.info(
-        "%s on %s: %d tables, %s rows, %s MB; %s batches of %s per epoch; %d process(es) on %s",
-        config.model_name,
-        dataset.path,
-        len(tables),
-        f"{sum(table.rows for table in tables):,}",
-        f"{values * 4 / 1e6:,.1f}",
-        f"{source.batches_per_epoch:,}",
-        f"{config.settings.train.global_batch_size:,}",
-        world.size,
-        world.device,
-    )
-    if dataset.description.kind == "histories" and source.batches_per_epoch:
-        log.info("%s", source.window_facts())
-    if config.settings.data.train_on_validation:
-        log.warning("validation's items are trained on: its numbers tell what is remembered. Look at the test's.")
+def _write_frequencies(
+    run: RunDirectory, source: "ClickSource | HistorySource", at: "Position", world: "World"
+) -> None:
+    """Write how often each id was trained on, by feature, before and after multi-hot ids were added."""
+    import numpy as np
+
+    from recmill.data.clicks import ClickSource
+
+    assert isinstance(source, ClickSource)
+    counts = [world.sum_counts(part) for part in source.id_counts(at.epoch, at.batch)]
+    if world.is_main:
+        np.savez_compressed(run.path / "frequencies.npz", **source.frequencies(counts))  # type: ignore[arg-type]
 
 
-def _at_absolute_path(config: Config) -> Config:
-    """The saved config must mean the same from any directory."""
-    values = config.as_dict()
-    values["data"]["path"] = str(Path(config.settings.data.path).absolute())
-    return load_config(values)
+def _with_absolute_path(config: Config) -> Config:
+    """Make the data path absolute, so that the saved config means the same in any working directory."""
+    data = config.settings.data
+    data = data.model_copy(update={"path": str(Path(data.path).absolute())})
+    return replace(config, settings=config.settings.model_copy(update={"data": data}))
 
 
-def _check_continuation(run: RunDirectory, config: Config) -> None:
+def _saved_config(run: RunDirectory) -> Config | None:
+    """Return the config of a run that has a checkpoint; raise if the directory holds something else."""
     if foreign := run.foreign_file():
         raise ConfigError(f"{run.path} is not a run directory: it holds {foreign}. Choose another --run.")
-    if not run.config_file.is_file() or not run.has_checkpoint():
-        return
-    changed = differences(load_config(run.config_file), config)
-    if changed:
+    return load_config(run.config_file) if run.config_file.is_file() and run.has_checkpoint() else None
+
+
+def _check_same_run(run: RunDirectory, saved: Config, config: Config) -> None:
+    if changed := differences(saved, config):
         raise ConfigError(
             f"{run.path} was started with another config:\n"
             + "\n".join(f"  {line}" for line in changed)
@@ -305,34 +386,23 @@ def _check_continuation(run: RunDirectory, config: Config) -> None:
         )
 
 
-def _is_finished(run: RunDirectory, config: Config, dataset: Dataset) -> bool:
-    """Exactly this config, on exactly this data, to its end."""
+def _is_finished(run: RunDirectory, dataset: Dataset) -> bool:
     status = run.read_status()
     is_done = status.get("state") == "done" and status.get("dataset") == dataset.fingerprint
-    return is_done and run.results_file.is_file() and run.has_checkpoint() and load_config(run.config_file) == config
+    return is_done and run.results_file.is_file()
 
 
-def _unless_stopped(results: Results) -> Results:
-    if stopped := results.get("stopped"):
-        step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
-        raise error_for(name, f"Stopped at step {step:,} by {name}, which rank {rank} received.")
-    return results
-
-
-def _note_failure(run: RunDirectory, error: UserError) -> None:
-    """By the parent, which knows the cause where rank 0 saw a consequence; not if another process is at work there."""
-    with contextlib.suppress(UserError, OSError), run.locked():
-        _note_end(run, error)
-
-
-def _note_end(run: RunDirectory, error: BaseException) -> None:
-    """A run that had ended before this one began stays what it was."""
-    with contextlib.suppress(UserError, OSError):  # a full disk, say: the error itself is what matters
+def _write_end(run: RunDirectory, error: BaseException) -> None:
+    """Write the error to status.json, unless the run had ended before this attempt."""
+    with contextlib.suppress(UserError, OSError):  # for example a full disk: the error itself matters more
         before = run.read_status()
         if before.get("state") in ("done", "preempted", "interrupted"):
             return
-        state: State = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        state = "preempted" if isinstance(error, Preempted) else state
+        state: State = "failed"
+        if isinstance(error, Preempted):
+            state = "preempted"
+        elif isinstance(error, Interrupted | KeyboardInterrupt):
+            state = "interrupted"
         reason = getattr(error, "signal", "") or str(error)
         restarts = max(getattr(error, "restarts", 0), num_restarts())
         rank = getattr(error, "rank", None)

@@ -43,6 +43,19 @@ class Limits:
 EVERYTHING = Limits()
 
 
+@dataclass(frozen=True)
+class Batching:
+    """How a source makes batches: order, sizes, and which rank of how many it serves."""
+
+    order: str
+    seed: int
+    train_batch_size: int
+    eval_batch_size: int
+    rank: int
+    size: int
+    limits: Limits = EVERYTHING
+
+
 def mixed_within_batches(positions: np.ndarray, samples: int, global_batch_size: int, *key: int | str) -> np.ndarray:
     """Of one global batch: each stays in it, at a place that depends on the key and the batch alone."""
     batch = int(positions[0]) // global_batch_size

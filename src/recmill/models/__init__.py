@@ -1,1 +1,4 @@
-"""What can be trained: each model's Config, its tables, and how its network is built. No torch at import."""
+"""Models: each module declares its Config, its embedding tables and how to build its network. No torch at import.
+
+The functions of a model are those of `recmill.protocols.ModelModule`.
+"""

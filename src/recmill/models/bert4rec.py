@@ -1,15 +1,17 @@
-"""BERT4Rec: the next item from both sides of a history (Sun et al., 2019).
+"""BERT4Rec: predict masked items of a history from the items on both sides (Sun et al., 2019).
 
-Differs from the paper: pre-norm blocks, by default an output layer of its own instead of the item table's
-transpose (`head`), hidden items are always replaced by the mask (`mask_random`, `mask_keep`), no dropout of attention
+Differences from the paper: pre-norm blocks; by default a separate output layer instead of the transposed item table
+(`head`); by default masked items are always replaced by the mask (`mask_random`, `mask_keep`); no dropout of attention
 weights.
 """
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveInt, model_validator
 
-from recmill.models.sequence_model import SequenceModelConfig, item_table, network, windows
+from recmill.data.windows import WindowRules
+from recmill.models.sequence_model import KIND, TASK, SequenceModelConfig, item_table, network, sliding_window
 from recmill.schema import HistoriesDescription
 from recmill.tables.spec import TableSpec
 
@@ -17,35 +19,34 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-TASK = "next_item"
-KIND = "histories"  # of dataset
+__all__ = ["KIND", "TASK", "Config", "build", "tables", "window_rules"]
 
 
 class Config(SequenceModelConfig):
-    mask_prob: float = Field(0.2, gt=0.0, le=1.0, description="Share of a window's items that are hidden.")
+    mask_prob: float = Field(0.2, gt=0.0, le=1.0, description="Share of a window's items that are masked.")
     mask_last_only: float = Field(
-        0.1, ge=0.0, le=1.0, description="Share of windows where just the last item is hidden, as at evaluation."
+        0.1, ge=0.0, le=1.0, description="Share of windows in which only the last item is masked, as in evaluation."
     )
     mask_last_anywhere: bool = Field(
-        False, description="Cut these windows at a random place first, so that every item is a last one at times."
+        False, description="Shorten these windows to a random length first, so that any item can be the last."
     )
     mask_last_too: bool = Field(
-        False, description="In other windows, hide a history's last training item always, beside those of mask_prob."
+        False, description="In the other windows, always mask a history's last training item as well."
     )
     mask_random: float = Field(
-        0.0, ge=0.0, le=1.0, description="Share of hidden items in whose place a random item is seen, not the mask."
+        0.0, ge=0.0, le=1.0, description="Share of masked items that are replaced by a random item instead of the mask."
     )
     mask_keep: float = Field(
-        0.0, ge=0.0, le=1.0, description="Share of hidden items that are seen as they are, and asked for all the same."
+        0.0, ge=0.0, le=1.0, description="Share of masked items that stay visible, and are still predicted."
     )
-    dupe_factor: PositiveInt = Field(1, description="Copies of each window in an epoch, each with masks of its own.")
+    dupe_factor: PositiveInt = Field(1, description="Copies of each window in an epoch, each with its own masks.")
 
     @model_validator(mode="after")
     def shares_fit_together(self) -> "Config":
         if self.mask_random + self.mask_keep > 1:
             raise ValueError(
-                f"model.mask_random = {self.mask_random} and model.mask_keep = {self.mask_keep} are more than all of "
-                "the hidden items. Make them 1 or less together."
+                f"model.mask_random = {self.mask_random} and model.mask_keep = {self.mask_keep} add up to more than "
+                "all masked items. Make their sum 1 or less."
             )
         if self.mask_last_anywhere and not self.mask_last_only:
             raise ValueError("model.mask_last_anywhere without model.mask_last_only does nothing. Set both.")
@@ -57,17 +58,17 @@ def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]
     return item_table(config, description.num_items + 2)
 
 
-def window_rules(config: Config) -> dict[str, Any]:
-    """How training examples are made; the fields of `data.histories.Masking`."""
-    return windows(config) | {
-        "probability": config.mask_prob,
-        "last_only": config.mask_last_only,
-        "last_anywhere": config.mask_last_anywhere,
-        "last_too": config.mask_last_too,
-        "random": config.mask_random,
-        "kept": config.mask_keep,
-        "copies": config.dupe_factor,
-    }
+def window_rules(config: Config) -> WindowRules:
+    return replace(
+        sliding_window(config),
+        probability=config.mask_prob,
+        last_only=config.mask_last_only,
+        last_anywhere=config.mask_last_anywhere,
+        last_too=config.mask_last_too,
+        random=config.mask_random,
+        kept=config.mask_keep,
+        copies=config.dupe_factor,
+    )
 
 
 def build(config: Config, description: HistoriesDescription, device: "torch.device") -> "nn.Module":

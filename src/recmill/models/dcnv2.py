@@ -1,13 +1,13 @@
-"""DCN V2 on DLRM's frame: low-rank cross layers instead of dot products (Wang et al., 2021; MLPerf's DLRM-DCNv2).
+"""DCN V2: DLRM with low-rank cross layers instead of dot products (Wang et al., 2021; MLPerf's DLRM-DCNv2).
 
-As in TorchRec's DLRM_DCN the layers are stacked (crosses, then the top MLP) and have no experts.
+As in TorchRec's DLRM_DCN, cross layers and top MLP are stacked, and there are no experts.
 """
 
 from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveInt
 
-from recmill.models.click_model import ClickModelConfig, tables
+from recmill.models.click_model import KIND, TASK, ClickModelConfig, tables
 from recmill.schema import ClicksDescription
 
 if TYPE_CHECKING:
@@ -16,17 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
-TASK = "ctr"
-KIND = "clicks"  # of dataset
-
 
 class Config(ClickModelConfig):
-    num_cross_layers: PositiveInt = Field(3, description="Cross layers: products of up to so many + 1 inputs.")
+    num_cross_layers: PositiveInt = Field(
+        3, description="Number of cross layers: N of them multiply up to N + 1 inputs."
+    )
     cross_rank: PositiveInt = Field(512, description="Rank of each cross layer's matrix.")
 
 
 def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
-    """Tables on `device` ('meta': only declared), all else in memory."""
+    """Build the network with its tables on `device` ('meta' declares them only) and its layers in memory."""
     from recmill.nn.click_network import ClickNetwork
     from recmill.nn.interactions import CrossInteraction
 

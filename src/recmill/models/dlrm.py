@@ -1,14 +1,14 @@
 """DLRM: click-through rate from dense and sparse features (Naumov et al., 2019).
 
-As in TorchRec's version, layers start with torch's own initialisation unless `init` says otherwise. With
-`interaction_itself` the products come in rows of the upper triangle; OneFlow's come in those of the lower one.
+As in TorchRec's version, layers start with torch's initialization unless `init` says otherwise. With
+`interaction_itself` the products are ordered by rows of the upper triangle; OneFlow orders them by the lower one.
 """
 
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveInt
 
-from recmill.models.click_model import ClickModelConfig, tables
+from recmill.models.click_model import KIND, TASK, ClickModelConfig, tables
 from recmill.schema import ClicksDescription
 
 if TYPE_CHECKING:
@@ -17,22 +17,19 @@ if TYPE_CHECKING:
 
 __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
-TASK = "ctr"
-KIND = "clicks"  # of dataset
-
 
 class Config(ClickModelConfig):
-    interaction_itself: bool = Field(False, description="Also each vector's dot product with itself.")
+    interaction_itself: bool = Field(False, description="Include the dot product of each vector with itself.")
     init: Literal["torch", "dlrm"] = Field(
-        "torch", description="How layers start: as torch's do (TorchRec), or normal (original DLRM, OneFlow)."
+        "torch", description="Initial layer weights: torch's default (TorchRec), or normal (original DLRM, OneFlow)."
     )
     pad_to_multiple_of: PositiveInt = Field(
-        16, description="Zeros fill up the input of both MLPs to a multiple: even rows are faster. Changes no result."
+        16, description="Pad the input of both MLPs with zeros to a multiple of this; faster, with the same result."
     )
 
 
 def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
-    """Tables on `device` ('meta': only declared), all else in memory."""
+    """Build the network with its tables on `device` ('meta' declares them only) and its layers in memory."""
     from recmill.nn.click_network import ClickNetwork
     from recmill.nn.interactions import DotInteraction
 

@@ -1,10 +1,10 @@
-"""DLRM whose dot products are those of learnt mixtures of all vectors (TorchRec's DLRM_Projection)."""
+"""DLRM with dot products between learned projections of all vectors (TorchRec's DLRM_Projection)."""
 
 from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveInt
 
-from recmill.models.click_model import ClickModelConfig, tables
+from recmill.models.click_model import KIND, TASK, ClickModelConfig, tables
 from recmill.schema import ClicksDescription
 
 if TYPE_CHECKING:
@@ -13,16 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
-TASK = "ctr"
-KIND = "clicks"  # of dataset
-
 
 class Config(ClickModelConfig):
     branch1_mlp: list[PositiveInt] = Field(
-        [128, 128], min_length=1, description="Layers over all vectors; the last is a multiple of embedding_dim."
+        [128, 128], min_length=1, description="Layer widths over all vectors; the last is a multiple of embedding_dim."
     )
     branch2_mlp: list[PositiveInt] = Field(
-        [128, 128], min_length=1, description="The same for the other side of the dot products."
+        [128, 128], min_length=1, description="The same for the other factor of the dot products."
     )
 
     def contradictions(self) -> list[str]:
@@ -31,13 +28,13 @@ class Config(ClickModelConfig):
             if sizes[-1] % self.embedding_dim:
                 problems.append(
                     f"model.{key} ends with {sizes[-1]}, which is not a multiple of model.embedding_dim = "
-                    f"{self.embedding_dim}: it is cut into vectors of that width."
+                    f"{self.embedding_dim}. Make it one: it is split into vectors of that width."
                 )
         return problems
 
 
 def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
-    """Tables on `device` ('meta': only declared), all else in memory."""
+    """Build the network with its tables on `device` ('meta' declares them only) and its layers in memory."""
     from recmill.nn.click_network import ClickNetwork
     from recmill.nn.interactions import ProjectionInteraction
 

@@ -1,15 +1,17 @@
-"""SASRec: the next item after every place of a history, from what was before it (Kang & McAuley, 2018).
+"""SASRec: predict the next item at every position of a history, from the items before it (Kang & McAuley, 2018).
 
-As in later work it learns by cross-entropy over the whole catalogue (Klenitskiy & Vasilev, 2023) or from hundreds of
-negatives (gSASRec: Petrov & Macdonald, 2023), not from one per item. Differs from the paper: GELU and four times the
+As in later work, the loss is cross-entropy over the whole catalogue (Klenitskiy & Vasilev, 2023) or uses hundreds of
+negatives (gSASRec: Petrov & Macdonald, 2023), not one per item. Differences from the paper: GELU and four times the
 width in the feed-forward layers, no dropout of attention weights.
 """
 
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from recmill.models.sequence_model import SequenceModelConfig, item_table, network, windows
+from recmill.data.windows import WindowRules
+from recmill.models.sequence_model import KIND, TASK, SequenceModelConfig, item_table, network, sliding_window
 from recmill.schema import HistoriesDescription
 from recmill.tables.spec import TableSpec
 
@@ -17,21 +19,22 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-TASK = "next_item"
-KIND = "histories"  # of dataset
+__all__ = ["KIND", "TASK", "Config", "build", "tables", "window_rules"]
 
 
 class Config(SequenceModelConfig):
     loss: Literal["softmax", "gbce"] = Field(
-        "softmax", description="Cross-entropy over the catalogue, or gBCE over the answer and sampled negatives."
+        "softmax", description="Cross-entropy over the catalogue, or gBCE over the target and sampled negatives."
     )
-    num_negatives: PositiveInt = Field(256, description="Random items that a batch is compared with (gbce).")
+    num_negatives: PositiveInt = Field(
+        256, description="Random items that every target of a batch is compared with (gbce)."
+    )
     gbce_t: float = Field(0.75, ge=0.0, le=1.0, description="Calibration: 0 is plain binary cross-entropy (gbce).")
 
     @model_validator(mode="after")
     def loss_keys_fit_together(self) -> "Config":
-        fields, sampled = type(self).model_fields, ("num_negatives", "gbce_t")
-        useless = [key for key in sampled if getattr(self, key) != fields[key].default]
+        fields = type(self).model_fields
+        useless = [key for key in ("num_negatives", "gbce_t") if getattr(self, key) != fields[key].default]
         if self.loss == "softmax" and useless:
             raise ValueError(f"model.{useless[0]} has no meaning for model.loss = 'softmax'. Remove it, or use 'gbce'.")
         if self.loss == "gbce" and self.label_smoothing:
@@ -44,10 +47,9 @@ def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]
     return item_table(config, description.num_items + 1)
 
 
-def window_rules(config: Config) -> dict[str, Any]:
-    """How training examples are made; the fields of `data.histories.Masking`."""
+def window_rules(config: Config) -> WindowRules:
     negatives = config.num_negatives if config.loss == "gbce" else 0
-    return windows(config) | {"probability": 0.0, "last_only": 0.0, "asks_next": True, "negatives": negatives}
+    return replace(sliding_window(config), asks_next=True, negatives=negatives)
 
 
 def build(config: Config, description: HistoriesDescription, device: "torch.device") -> "nn.Module":

@@ -1,10 +1,11 @@
-"""What the sequence models declare alike. No plug-in."""
+"""What all sequence models share: config keys, the item table, windows and the network. Not a model itself."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from recmill.config.sections import Section
+from recmill.data.windows import WindowRules
 from recmill.schema import HistoriesDescription
 from recmill.tables.spec import TableSpec
 
@@ -12,24 +13,30 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+TASK = "next_item"
+KIND = "histories"  # of the dataset
+
 
 class SequenceModelConfig(Section):
     embedding_dim: PositiveInt = Field(64, multiple_of=4, description="Width of items and layers; a multiple of 4.")
     num_layers: PositiveInt = Field(2, description="Transformer blocks.")
     num_heads: PositiveInt = Field(2, description="Attention heads; embedding_dim is a multiple of it.")
-    max_length: int = Field(50, ge=2, description="Items of a history that the model sees at once.")
-    dropout: float = Field(0.1, ge=0.0, lt=1.0, description="Share of activations dropped in training.")
+    max_length: int = Field(50, ge=2, description="Most recent items of a history that the model sees at once.")
+    dropout: float = Field(0.1, ge=0.0, lt=1.0, description="Share of activations that are dropped in training.")
     head: Literal["linear", "tied"] = Field(
-        "linear", description="Output weights of an item: a layer's own, or the item's row of the table."
+        "linear", description="Output weights of an item: a separate linear layer, or the item's row of the table."
     )
-    label_smoothing: float = Field(0.0, ge=0.0, lt=1.0, description="Share of a target that goes to all items alike.")
+    label_smoothing: float = Field(
+        0.0, ge=0.0, lt=1.0, description="Share of a target's probability that is spread evenly over all items."
+    )
     norm: Literal["place", "window"] = Field(
-        "place", description="Layer normalization of each place, or of a whole window, as TorchRec's example has it."
+        "place",
+        description="Layer normalization of each position, or of all positions of a window (TorchRec's example).",
     )
     sliding_step: int | float = Field(
         0,
         ge=0,
-        description="Items between a long history's windows; below 1: a share of max_length; 0: no overlap.",
+        description="Items between the windows of a long history; below 1: a share of max_length; 0: no overlap.",
     )
 
     @model_validator(mode="after")
@@ -57,12 +64,12 @@ def item_table(config: SequenceModelConfig, rows: int) -> list[TableSpec]:
     return [TableSpec("item", "item", rows, config.embedding_dim, init_bound=0.05)]
 
 
-def windows(config: SequenceModelConfig) -> dict[str, Any]:
-    """Fields of `data.histories.Masking` that say how histories are cut."""
+def sliding_window(config: SequenceModelConfig) -> WindowRules:
+    """Return the rules that cut histories into windows, without masks."""
     step = config.sliding_step
     if 0 < step < 1:
         step = max(1, int(step * config.max_length))
-    return {"max_length": config.max_length, "step": int(step) or config.max_length}
+    return WindowRules(config.max_length, int(step) or config.max_length, probability=0.0, last_only=0.0)
 
 
 def network(

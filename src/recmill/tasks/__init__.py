@@ -1,1 +1,1 @@
-"""What a model learns: its loss and its metrics."""
+"""Tasks: what a model learns. Each module has the functions of `recmill.protocols.TaskModule`."""

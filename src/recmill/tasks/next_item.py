@@ -1,6 +1,9 @@
-"""Next item: cross-entropy over the catalogue where an item is asked for; HR, NDCG and MRR by named protocol."""
+"""Next item: cross-entropy over the catalogue at each query; HR, NDCG and MRR by ranking protocol.
 
-from collections.abc import Iterator
+Shape letters: B users, V items, C candidates.
+"""
+
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -12,55 +15,57 @@ from recmill.metrics.binary import Values
 from recmill.metrics.ranking import Popularity, RankingMetrics, sampled
 
 
-def loss_sum(loss: Tensor, batch: SequenceBatch) -> Tensor:
-    """Sum over this rank's queries, as the network makes it; the caller divides by the weight of the global batch."""
-    return loss
+def loss_sum(network: Callable[..., Tensor], batch: SequenceBatch) -> Tensor:
+    """Return the loss that the network computes itself, because the logits of all queries would not fit."""
+    return network(*batch.inputs())
 
 
 def new_metrics(section: EvalSection, resamples: int = 0, train_counts: np.ndarray | None = None) -> RankingMetrics:
-    """`resamples`: of the users, for intervals; `train_counts`: of the items, for the popularity baseline."""
+    """Create ranking metrics; `resamples` of the users give intervals, `train_counts` add the popularity baseline."""
     popularity = None if train_counts is None else Popularity(train_counts)
     return RankingMetrics(list(section.protocols), list(section.ks), resamples, popularity)
 
 
 def headline(values: Values) -> float | None:
-    """What the best checkpoint is chosen by, higher is better: NDCG of the first protocol at the last cut-off."""
+    """Return NDCG of the first protocol at the last cut-off."""
     first = next(iter(values)).split("/")[0]
     value = [value for name, value in values.items() if name.startswith(f"{first}/ndcg@")][-1]
     return value if isinstance(value, float) else None
 
 
 def update(metrics: RankingMetrics, logits_BV: Tensor, batch: RankingBatch) -> None:
-    real = batch.weights_M > 0
+    is_real = batch.weights_M > 0
     answers_B1 = batch.answers_M[:, None] - 1
     target_B1 = logits_BV.gather(1, answers_B1)
     for protocol, negatives_BC in _negatives(metrics, batch):
         others_BC = logits_BV.gather(1, negatives_BC - 1)
-        metrics.update(protocol, (~(others_BC < target_B1)).sum(1)[real].cpu().numpy())
+        metrics.update(protocol, (~(others_BC < target_B1)).sum(1)[is_real].cpu().numpy())
     if "full" in metrics.protocols:
-        metrics.update("full", full_ranks(logits_BV, target_B1, answers_B1, batch)[real].cpu().numpy())
+        metrics.update("full", full_ranks(logits_BV, target_B1, answers_B1, batch)[is_real].cpu().numpy())
     if metrics.popularity and metrics.of_popularity:
         _rank_by_popularity(metrics.popularity, metrics.of_popularity, batch)
 
 
-def _rank_by_popularity(popularity: Popularity, metrics: RankingMetrics, batch: RankingBatch) -> None:
-    """The same answers among the same candidates."""
-    real, answers = (batch.weights_M > 0).cpu().numpy(), batch.answers_M.cpu().numpy()
-    for protocol, negatives_BC in _negatives(metrics, batch):
-        metrics.update(protocol, popularity.ranks_among(answers, negatives_BC.cpu().numpy())[real])
-    if "full" in metrics.protocols:
-        seen = batch.seen_rows.cpu().numpy(), batch.seen_items.cpu().numpy()
-        metrics.update("full", popularity.full_ranks(answers, *seen)[real])
-
-
-def _negatives(metrics: RankingMetrics, batch: RankingBatch) -> Iterator[tuple[str, Tensor]]:
-    names = sampled(metrics.protocols)
-    return zip(names, batch.negatives_BC.chunk(max(len(names), 1), dim=1), strict=False)
-
-
 def full_ranks(logits_BV: Tensor, target_B1: Tensor, answers_B1: Tensor, batch: RankingBatch) -> Tensor:
-    """Other items of the whole catalogue, not met before, that score at least as high as the target."""
+    """Count the items that the user has not seen and that score at least as high as the target."""
     beats_BV = ~(logits_BV < target_B1)  # so a NaN counts against the model
     beats_BV[batch.seen_rows, batch.seen_items - 1] = False
     beats_BV.scatter_(1, answers_B1, torch.zeros_like(answers_B1, dtype=torch.bool))
     return beats_BV.sum(1)
+
+
+def _rank_by_popularity(popularity: Popularity, metrics: RankingMetrics, batch: RankingBatch) -> None:
+    """Rank the same targets among the same candidates by popularity."""
+    is_real = (batch.weights_M > 0).cpu().numpy()
+    answers = batch.answers_M.cpu().numpy()
+    for protocol, negatives_BC in _negatives(metrics, batch):
+        metrics.update(protocol, popularity.ranks_among(answers, negatives_BC.cpu().numpy())[is_real])
+    if "full" in metrics.protocols:
+        ranks = popularity.full_ranks(answers, batch.seen_rows.cpu().numpy(), batch.seen_items.cpu().numpy())
+        metrics.update("full", ranks[is_real])
+
+
+def _negatives(metrics: RankingMetrics, batch: RankingBatch) -> Iterator[tuple[str, Tensor]]:
+    """Yield each sampled protocol with its candidates."""
+    names = sampled(metrics.protocols)
+    return zip(names, batch.negatives_BC.chunk(max(len(names), 1), dim=1), strict=False)

@@ -1,1 +1,1 @@
-"""Sharding, optimizers, the loop, evaluation and checkpoints."""
+"""Training: `loop.fit` is the training loop, `step.Step` one step, `evaluate.evaluate_split` exact evaluation."""

@@ -1,4 +1,4 @@
-"""Is what we have still a model: finite numbers, and the same on every rank."""
+"""Checks that the model is still sound: finite numbers, and equal replicas on every rank."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from recmill.world import World
 
 
 def first_bad_tensor(model: nn.Module) -> str | None:
-    """In the order of the model's parameters, each with its gradient; of tables this rank's pieces."""
+    """Name the first parameter or gradient on this rank that is not finite."""
     for name, parameter in model.named_parameters():
         if not is_finite(parameter.detach()):
             return f"parameter {name}"
@@ -21,27 +21,27 @@ def first_bad_tensor(model: nn.Module) -> str | None:
 
 
 def is_finite(values: Tensor) -> bool:
-    """By the sum first: it needs no memory, and only if it overflows does it take more."""
+    """Check the sum first, which needs no memory; look at every value only if the sum overflows."""
     if not values.is_floating_point():
         return True
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def check_replicas(model: nn.Module, step: int, world: World) -> None:
-    """An error if a parameter that every rank holds whole is not the same, to the bit, on all. All ranks take part."""
+    """Raise if a parameter that is replicated on every rank differs between ranks in any bit. All ranks take part."""
     if world.size == 1:
         return
     replicas = {key: value for key, value in model.state_dict().items() if not isinstance(value, ShardedTensor)}
-    mine = {key: _digest(value) for key, value in replicas.items()}
-    everyone: list[dict[str, str]] = [{}] * world.size
-    dist.all_gather_object(everyone, mine)
-    for key in mine:
-        others = [rank for rank, digests in enumerate(everyone) if digests[key] != everyone[0][key]]
+    digests = {key: _digest(value) for key, value in replicas.items()}
+    by_rank: list[dict[str, str]] = [{}] * world.size
+    dist.all_gather_object(by_rank, digests)
+    for key in digests:
+        others = [f"rank {rank}" for rank, theirs in enumerate(by_rank) if theirs[key] != by_rank[0][key]]
         if others:
             raise UserError(
-                f"After step {step:,} {key} is not the same on all ranks: rank 0 differs from "
-                f"{', '.join(f'rank {rank}' for rank in others)}. A machine computes wrongly, or something else "
-                "changed the model. The checkpoints on disk are from before: go on from them on other hardware."
+                f"After step {step:,} {key} is not the same on all ranks: rank 0 differs from {', '.join(others)}. "
+                "A machine computes wrongly, or something else changed the model. The checkpoints on disk are older "
+                "than this check: resume from them on other hardware."
             )
 
 

@@ -1,4 +1,4 @@
-"""One optimizer over everything: the tables' own, fused or replicated, and an ordinary one for the dense layers."""
+"""One optimizer for all parameters: the tables' own, fused or replicated, and a torch optimizer for dense layers."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ _DENSE: dict[str, Any] = {
 
 
 def build_optimizer(model: DistributedModelParallel, settings: OptimSection) -> CombinedOptimizer:
-    """The fused part already ran when backward ends; `step()` does the rest."""
+    """Combine all optimizers. Fused table updates happen during backward; `step()` does the others."""
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     replicated = {key: parameters.pop(key) for key in _replicated_keys(model) if key in parameters}
     dense = settings.dense
     make = _DENSE[dense.name]
-    # One pass over all parameters: 3.5 (SGD) to 9 (Adam) times faster on CPU. Adagrad has it for CPU alone.
+    # One pass over all parameters: 3.5 (SGD) to 9 (Adam) times faster on CPU. torch fuses Adagrad only on CPU.
     is_fused = dense.name != "adagrad" or next(iter(parameters.values())).device.type == "cpu"
     options: dict[str, Any] = {"lr": dense.lr, "weight_decay": dense.weight_decay, "fused": is_fused}
     if dense.eps:
@@ -37,7 +37,7 @@ def build_optimizer(model: DistributedModelParallel, settings: OptimSection) -> 
 
 
 def _replicated_keys(model: DistributedModelParallel) -> list[str]:
-    """data_parallel tables are ordinary parameters to TorchRec: without care the dense optimizer would take them."""
+    """List the tables that TorchRec treats as ordinary parameters; the dense optimizer must not take them."""
     return [
         f"{path}.{collection}.{table}.weight"
         for path, module_plan in model.plan.plan.items()
@@ -48,7 +48,7 @@ def _replicated_keys(model: DistributedModelParallel) -> list[str]:
 
 
 def clip_dense_gradients(optimizer: CombinedOptimizer, dense: DenseOptim) -> None:
-    """To `clip_grad_norm` in all; the same on every rank, because gradients are averaged by then."""
+    """Clip the norm of all dense gradients together; they are averaged already, so all ranks do the same."""
     if dense.clip_grad_norm:
         torch.nn.utils.clip_grad_norm_(dense_parameters(optimizer), dense.clip_grad_norm)
 
@@ -59,7 +59,7 @@ def dense_parameters(optimizer: CombinedOptimizer) -> list[nn.Parameter]:
 
 
 def set_learning_rates(optimizer: CombinedOptimizer, optim: OptimSection, step: int) -> dict[str, float]:
-    """For the step after `step` finished ones. FBGEMM's kernels read theirs in `zero_grad()`, before backward."""
+    """Set the rates of the step after `step` finished ones. FBGEMM reads its rate in `zero_grad()`, before backward."""
     rates = {
         "tables": learning_rate(optim.schedule, optim.tables.lr, step),
         "dense": learning_rate(optim.schedule, optim.dense.lr, step),

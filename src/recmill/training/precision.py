@@ -1,4 +1,4 @@
-"""Mixed precision: what the hardware is good for, and how the loss is scaled so that float16 gradients survive."""
+"""Mixed precision: which types the hardware is fast at, and loss scaling, so that float16 gradients do not vanish."""
 
 import logging
 from dataclasses import replace
@@ -21,8 +21,16 @@ _FAST_ON_CPU = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "sve_bf16"),
     "float16": ("avx512_fp16", "amx_fp16"),
 }
-# torch's GradScaler has the same numbers.
-_FIRST_SCALE, _GROWTH, _BACKOFF, _STEPS_TO_GROW = 2.0**16, 2.0, 0.5, 2000
+# The defaults of torch's GradScaler.
+_FIRST_SCALE = 2.0**16
+_GROWTH = 2.0
+_BACKOFF = 0.5
+_STEPS_TO_GROW = 2000
+
+
+def set_tf32(train: TrainSection) -> None:
+    """Let GPUs round the inputs of float32 products, or not. This is a setting of the whole process."""
+    torch.backends.cuda.matmul.allow_tf32 = train.tf32
 
 
 def usable_dtype(train: TrainSection, world: World) -> torch.dtype:
@@ -51,27 +59,27 @@ def _why_off(precision: str, device: torch.device) -> str | None:
 
 
 class LossScale:
-    """Keeps float16 gradients from vanishing, and leaves out the steps where they overflow.
+    """Scales the loss so that float16 gradients do not vanish, and skips the steps in which they overflow.
 
-    FBGEMM's kernels update their rows *in* backward, when later gradients are not known yet. So backward stops at the
-    tables' outputs; only if all gradients of all ranks are finite does it go on into the tables, unscaled. A step that
-    is left out changes neither dense layers nor tables nor any optimizer's state.
+    FBGEMM updates table rows *during* backward, when later gradients are not known yet. Backward therefore stops at the
+    tables' outputs, and continues into the tables, unscaled, only if all gradients of all ranks are finite. A skipped
+    step changes neither dense layers nor tables nor the state of any optimizer.
     """
 
     def __init__(self, model: nn.Module, setting: float, start: Position) -> None:
         self._is_static = setting > 0
         self.value = setting or start.loss_scale or _FIRST_SCALE
         self._steps = start.steps_at_scale
-        self._outputs: list[tuple[Tensor, Tensor]] = []  # of the tables, and as the dense layers see them
+        self._outputs: list[tuple[Tensor, Tensor]] = []  # of the tables, and the copies that the dense layers see
         for module in model.modules():
             if isinstance(module, ShardedModule):
                 module.register_forward_hook(self._watch)
 
-    def noted(self, position: Position) -> Position:
+    def recorded_in(self, position: Position) -> Position:
         return replace(position, loss_scale=self.value, steps_at_scale=self._steps)
 
     def finish_backward(self, dense: list[nn.Parameter], world: World) -> bool:
-        """After backward of the scaled loss: unscale and go on into the tables, or False. All ranks take part."""
+        """Unscale gradients and continue backward into the tables; False if they overflowed. All ranks take part."""
         outputs, self._outputs = self._outputs, []
         gradients = [weight.grad for weight in dense if weight.grad is not None]
         gradients += [seen.grad for _, seen in outputs if seen.grad is not None]
@@ -88,31 +96,34 @@ class LossScale:
         if bad_ranks and self._is_static:
             raise UserError(
                 f"float16 gradients overflowed on {bad_ranks} of {world.size} rank(s) with train.loss_scale = "
-                f"{self.value:g}. The checkpoints on disk are from before. Use a smaller one, or 0, into another --run."
+                f"{self.value:g}. The checkpoints on disk are older. Use a smaller one, or 0, into another --run."
             )
         if bad_ranks:
-            self.value, self._steps = self.value * _BACKOFF, 0
+            self.value *= _BACKOFF
+            self._steps = 0
             if world.is_main:
-                log.info("float16 gradients overflowed: step left out, loss scale now %g", self.value)
+                log.info("float16 gradients overflowed: step skipped, loss scale now %g", self.value)
             return
         self._steps += 1
         if self._steps == _STEPS_TO_GROW and not self._is_static:
-            self.value, self._steps = self.value * _GROWTH, 0
+            self.value *= _GROWTH
+            self._steps = 0
 
-    def _watch(self, tables: nn.Module, inputs: Any, output: Any) -> Any:
+    def _watch(self, tables: nn.Module, inputs: object, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return output
         if isinstance(output, KeyedTensor):
-            return self._cut(output)
-        output.callbacks.append(self._cut)  # it comes when the ranks have exchanged it
+            return self._detached(output)
+        output.callbacks.append(self._detached)  # runs when the ranks have exchanged the rows
         return output
 
-    def _cut(self, output: Any) -> Any:
+    def _detached(self, output: Any) -> Any:
         if isinstance(output, KeyedTensor):
             return KeyedTensor(output.keys(), output.length_per_key(), self._seen(output.values()))
         return {name: JaggedTensor(self._seen(rows.values()), lengths=rows.lengths()) for name, rows in output.items()}
 
     def _seen(self, output: Tensor) -> Tensor:
+        """Return a detached copy of a table's output for the dense layers, and remember both."""
         seen = output.detach().requires_grad_()
         self._outputs.append((output, seen))
         return seen

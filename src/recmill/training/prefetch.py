@@ -1,43 +1,46 @@
-"""Batches prepared in the background, a few ahead of the loop that uses them."""
+"""Prepare batches in the background, a few ahead of the loop that uses them."""
 
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+
+from recmill.protocols import Batch
 
 T = TypeVar("T")
 
 
-def pinned(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """In memory that a GPU copies from while it works; as they are for the CPU."""
+def pinned(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches, for a GPU in page-locked memory, from which it can copy while it computes."""
     if device.type != "cuda":
         yield from batches
         return
-    torch.cuda.set_device(device)  # each thread has its own; all ranks' would be GPU 0
+    torch.cuda.set_device(device)  # the current device belongs to the thread; its default is GPU 0 on every rank
     for batch in batches:
         yield batch.pin_memory()
 
 
 @contextmanager
 def prefetched(batches: Iterator[T], ahead: int) -> Iterator[Iterator[T]]:
-    """The same batches in the same order, and the same error in the same place; 0 ahead: no thread.
+    """Yield the same batches in the same order, prepared `ahead` by a thread; 0 uses none.
 
-    The one thread ends with the block: it finishes the batch that it is at, the rest is never begun.
+    An error of the iterator is raised where the batch would have come. The thread ends with the block: it finishes the
+    batch that it is preparing and begins no other.
     """
     if not ahead:
         yield batches
         return
-    end: Any = object()
+    end = object()
     with ThreadPoolExecutor(1, "prefetch") as thread:
 
         def ready() -> Iterator[T]:
             waiting = deque(thread.submit(next, batches, end) for _ in range(ahead))
             while (batch := waiting.popleft().result()) is not end:
                 waiting.append(thread.submit(next, batches, end))
-                yield batch
+                yield batch  # type: ignore[misc]  # not `end`
 
         try:
             yield ready()

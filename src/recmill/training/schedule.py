@@ -1,4 +1,4 @@
-"""The learning rate of a step: a pure function of the config, so that a resumed run needs no state for it."""
+"""Learning rate schedules: pure functions of config and step, so a resumed run needs no state."""
 
 from recmill.config.sections import Schedule
 
@@ -6,7 +6,7 @@ _MLPERF_LOWEST = 1e-7
 
 
 def learning_rate(schedule: Schedule, base: float, step: int) -> float:
-    """Of the step after `step` finished ones, for an optimizer whose own rate is `base`."""
+    """Return the rate of the step after `step` finished ones; `base` is the optimizer's own rate."""
     if schedule.name == "mlperf":
         return _mlperf(schedule, base, step + 1)
     if schedule.name == "oneflow":
@@ -19,12 +19,12 @@ def learning_rate(schedule: Schedule, base: float, step: int) -> float:
 
 
 def _mlperf(schedule: Schedule, base: float, count: int) -> float:
-    """LRPolicyScheduler of the DLRM reference; `count` is 1 at the first step. W warmup, S decay start, D decay steps:
+    """Follow the DLRM reference's LRPolicyScheduler. W warmup steps, S decay start, D decay steps; first `count` is 1.
 
     count < W:            base * (1 - (W - count) / W)
     S <= count < S + D:   max(1e-7, base * ((D - (count - S)) / D)^2)
-    otherwise:            the last value before, if D > 0 (so between warmup and decay base * (W - 1) / W), else base.
-    Where there is no value before (W = 0), the reference crashes; here it is base.
+    otherwise:            if D > 0 the previous value (between warmup and decay: base * (W - 1) / W), else base
+    Without a previous value (W = 0) the reference crashes; here the rate is base.
     """
     warmup, start, steps = schedule.warmup_steps, schedule.decay_start_step, schedule.decay_steps
     if count < warmup:
@@ -38,7 +38,7 @@ def _mlperf(schedule: Schedule, base: float, count: int) -> float:
 
 
 def _oneflow(schedule: Schedule, base: float, step: int) -> float:
-    """LinearLR from 0, then PolynomialLR of power 2 from the milestone S on; `step` is 0 at the first step.
+    """Follow OneFlow: LinearLR from 0, then PolynomialLR of power 2 from milestone S on. The first `step` is 0.
 
     step < W:   base * step / W          (the first step changes nothing)
     step < S:   base
@@ -53,7 +53,7 @@ def _oneflow(schedule: Schedule, base: float, step: int) -> float:
 
 
 def _linear(schedule: Schedule, base: float, step: int) -> float:
-    """Up to `base` in W steps, the first of them base / W; from the milestone S on down to end_lr in D steps."""
+    """Rise to `base` in W steps, beginning with base / W; from milestone S on fall to end_lr in D steps."""
     if step < schedule.warmup_steps:
         return base * (step + 1) / schedule.warmup_steps
     if step < schedule.decay_start_step or not schedule.decay_steps:

@@ -1,0 +1,19 @@
+"""What training and evaluation work on."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from recmill.protocols import BatchSource, TaskModule
+from recmill.world import World
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model, its task and its data, on this rank."""
+
+    model: nn.Module  # sharded
+    task: TaskModule
+    source: BatchSource
+    world: World
+    prefetch: int  # batches prepared ahead of their use; 0 uses no thread

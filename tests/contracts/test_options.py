@@ -1,0 +1,39 @@
+"""The flags of a command are the keyword arguments of its Python function, with the same defaults."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from recmill.commands import evaluate, recommend, train
+from recmill.config import Section
+
+
+@pytest.mark.parametrize(
+    ("options", "functions", "extra"),
+    [
+        (train.Options, [train.train], set[str]()),
+        (evaluate.Options, [evaluate.evaluate, evaluate._checked_ranking], set[str]()),
+        (recommend.Options, [recommend.recommend, recommend.recommend_all], {"is_for_all"}),  # chooses the function
+    ],
+    ids=["train", "evaluate", "recommend"],
+)
+def test_options_have_the_names_and_defaults_of_the_keyword_arguments(
+    options: type[Section], functions: list[Callable[..., Any]], extra: set[str]
+) -> None:
+    positional = {"config", "dataset"}  # arguments of the command line, or internal ones
+    expected: dict[str, Any] = {}
+    for function in functions:
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD and name not in positional:
+                expected[name] = parameter.default
+    if "run" not in options.model_fields:
+        del expected["run"]
+    found = {name: field.default for name, field in options.model_fields.items()}
+    assert found.keys() - expected.keys() == extra
+    assert expected.keys() <= found.keys()
+    for name, default in expected.items():
+        if default is not inspect.Parameter.empty:
+            assert found[name] == (list(default) if isinstance(default, tuple) else default), name
+    assert all(field.description for field in options.model_fields.values())
