@@ -22,7 +22,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recmill.config.sections import CheckpointSection
 from recmill.errors import ResourceError, UserError, as_user_error
 from recmill.failpoints import reach
-from recmill.observe.run_dir import available_memory_bytes, now
+from recmill.hardware.memory import available_memory_bytes
+from recmill.observe.run_dir import now
 from recmill.schema import digest
 from recmill.training import saved
 from recmill.training.checkpoint import state_of
