@@ -5,13 +5,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from recmill import prepare
 
-from .mixed_precision import MixedPrecision
+if TYPE_CHECKING:
+    from .mixed_precision import MixedPrecision
 
 REPO = Path(__file__).parent.parent
 
@@ -102,8 +103,10 @@ def known_environment() -> None:
 
 
 @pytest.fixture
-def mixed(record_property: Callable[[str, object], None]) -> MixedPrecision:
+def mixed(record_property: Callable[[str, object], None]) -> "MixedPrecision":
     """bfloat16 and float16, in child processes."""
+    from .mixed_precision import MixedPrecision  # loads torch, which most tests of data do without
+
     return MixedPrecision(record_property)
 
 

@@ -79,7 +79,10 @@ def test_overlapped_steps_equal_plain_ones(procs: int, dlrm: Config, tmp_path: P
 def test_overlapped_float16_steps_equal_plain_ones(dlrm: Config, tmp_path: Path, mixed: MixedPrecision) -> None:
     """Or float32 ones, on a CPU that cannot multiply float16 at all."""
     dlrm["train"] |= {"precision": "float16", "max_steps": 6}
-    assert train_with(dlrm, tmp_path, 2, group=mixed.group("float16"), a="plain", b="overlapped") == {"a": [0, 0], "b": [6, 6]}
+    assert train_with(dlrm, tmp_path, 2, group=mixed.group("float16"), a="plain", b="overlapped") == {
+        "a": [0, 0],
+        "b": [6, 6],
+    }
     assert_same_run(tmp_path / "b", tmp_path / "a")
     assert ("is off" in (tmp_path / "a" / "log.txt").read_text()) is not mixed.works("float16")
 

@@ -207,7 +207,9 @@ def test_a_compiler_that_fails_is_told(
 def copying_compiler(library: ctypes.CDLL, tmp_path: Path) -> Path:
     """Copies the library that the real compiler made: the last argument says where to."""
     compiler = tmp_path / "g++"
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\ncp {library._name} "$last"\n')
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\ncp {library._name} "$last"\n'
+    )
     compiler.chmod(0o755)
     return compiler
 
@@ -222,7 +224,9 @@ def test_kernels_that_this_cpu_cannot_run_are_refused_and_not_tried_again(
         native_module._compiled_or_none.cache_clear()
         caplog.clear()
         assert native() is None
-        assert "cannot be used here: a trial run was killed by SIGILL: this CPU, or its hypervisor, lacks" in caplog.text
+        assert (
+            "cannot be used here: a trial run was killed by SIGILL: this CPU, or its hypervisor, lacks" in caplog.text
+        )
         assert "Set train.kernels=torch" in caplog.text
         monkeypatch.delenv("RECMILL_FAIL", raising=False)  # it would work now, but what is known is not tried again
     (kept,) = (tmp_path / ".cache" / "recmill").iterdir()
