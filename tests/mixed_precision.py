@@ -51,5 +51,5 @@ def _child(finding: Finding, body: Callable[..., Any], *arguments: Any, **option
     if finding.max_isa:
         os.environ[VARIABLE] = finding.max_isa  # nothing was multiplied here yet
     if finding.ratio is not None:
-        precision._verdict = lambda name, world: (True, "as the test wants it")
+        precision._verdict = lambda precision, world: (True, "as the test wants it")
     return body(*arguments, **options)

@@ -47,6 +47,13 @@ def test_libraries_that_do_not_fit_together_are_found_by_a_real_operation(monkey
     assert check.remedy == doctor.mend()
 
 
+def test_an_operation_that_kills_its_process_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_FBGEMM_PROBE", "import os; os.kill(os.getpid(), 4)")
+    (check,) = doctor._real_operations()
+    assert (check.found, check.is_good) == ("killed by SIGILL", False)
+    assert not doctor.would_work([check])
+
+
 def test_a_missing_compiler_costs_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     check = doctor._compiler()

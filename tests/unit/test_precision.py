@@ -98,7 +98,7 @@ def test_float32_is_not_probed_and_tf32_is_for_gpus(
 
 
 def dtypes_if_one_rank_cannot(off: int) -> list[str] | None:
-    precision._verdict = lambda name, world: (world.rank != off, f"says rank {world.rank}")
+    precision._verdict = lambda precision, world: (world.rank != off, f"says rank {world.rank}")
     with joined_world("cpu") as world:
         return world.gather(str(usable_dtype(TrainSection(precision="bfloat16"), world)))
 
@@ -160,7 +160,7 @@ def test_scaling_by_a_power_of_two_changes_no_bit(
     tables: dict[str, str], dlrm: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, where nothing overflows: what is scaled must be unscaled, before clipping, in tables as well."""
-    monkeypatch.setattr(precision, "_verdict", lambda name, world: (True, ""))
+    monkeypatch.setattr(precision, "_verdict", lambda precision, world: (True, ""))
     dlrm |= {"sharding": {"mode": tables["mode"]}}
     dlrm |= {"optim": {"tables": {"name": tables["name"]}, "dense": {"name": "sgd", "lr": 0.5, "clip_grad_norm": 0.05}}}
     with joined_world("cpu") as world:

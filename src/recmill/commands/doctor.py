@@ -1,5 +1,6 @@
 """`recmill doctor`: what is installed, does it fit together, what to run if not."""
 
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -94,11 +95,13 @@ def _version(package: str, wanted: str) -> Check:
 
 def _real_operations() -> list[Check]:
     # In a process of its own: libraries that do not fit together may end it without an exception.
-    probe = subprocess.run([sys.executable, "-P", "-c", _FBGEMM_PROBE], capture_output=True, text=True, check=False)
-    if probe.returncode:
-        reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    done = subprocess.run([sys.executable, "-P", "-c", _FBGEMM_PROBE], capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        if done.returncode < 0:
+            reason = f"killed by {signal.Signals(-done.returncode).name}"
         return [Check("FBGEMM operation", reason, is_good=False, remedy=mend())]
-    gpu = probe.stdout.strip()
+    gpu = done.stdout.strip()
     try:
         run_job("doctor", {"device": "cpu"}, procs=2)
         exchange = Check("gloo all-to-all", "2 processes exchanged values")

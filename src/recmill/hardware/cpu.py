@@ -3,10 +3,13 @@
 import os
 import platform
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
 COMPILERS = ("g++", "c++", "clang++")
+# Signals by which a process ends that does what this CPU cannot do. Others (SIGKILL, say) come from outside.
+FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT)
 
 
 def num_cores() -> int:

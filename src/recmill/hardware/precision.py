@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from recmill.hardware.cpu import cache_folder, instruction_sets
+from recmill.hardware.cpu import FAULTS, cache_folder, instruction_sets
 
 Dtype = Literal["bfloat16", "float16"]
 
@@ -30,7 +30,6 @@ _LOWER_ISAS: dict[Dtype, tuple[str, ...]] = {
     "bfloat16": ("AVX512_CORE_BF16", "AVX512_CORE", "AVX2"),
     "float16": ("AVX512_CORE_FP16", "AVX512_CORE", "AVX2"),
 }
-_FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT)
 _MAX_SECONDS = 60.0
 # What else decides which code oneDNN and torch choose, and what tests simulate.
 _ENVIRONMENT = ("ONEDNN_", "DNNL_", "MKL_", "ATEN_", "RECMILL_FAIL")
@@ -83,7 +82,7 @@ def probe(dtype: Dtype, threads: int) -> Finding:
         return handed
     folder = cache_folder()
     kept = folder / f"precision-{_digest(dtype, threads)}.json" if folder else None
-    if kept and kept.is_file() and (known := _parsed(kept.read_text(encoding="utf-8", errors="replace"), dtype)):
+    if kept and (known := _parsed(_read(kept), dtype)):
         return known
     finding, is_certain = _search(dtype, threads)
     if kept and is_certain:
@@ -98,10 +97,11 @@ def _search(dtype: Dtype, threads: int) -> tuple[Finding, bool]:
         return Finding(dtype, ratio, problem=problem), is_certain
     is_set = any(name in os.environ for name in (VARIABLE, "DNNL_MAX_CPU_ISA"))
     for isa in () if is_set else _LOWER_ISAS[dtype]:
-        ratio, _, _ = _run(dtype, threads, isa)
+        ratio, _, is_known = _run(dtype, threads, isa)
+        is_certain = is_certain and is_known
         if ratio is not None:
             return Finding(dtype, ratio, isa, problem), True
-    return Finding(dtype, problem=problem), True
+    return Finding(dtype, problem=problem), is_certain
 
 
 def _run(dtype: Dtype, threads: int, isa: str) -> tuple[float | None, str, bool]:
@@ -115,11 +115,12 @@ def _run(dtype: Dtype, threads: int, isa: str) -> tuple[float | None, str, bool]
     except subprocess.TimeoutExpired:
         return None, f"gives no result within {_MAX_SECONDS:.0f} s", False
     if done.returncode < 0:
-        return None, f"is killed by {signal.Signals(-done.returncode).name}", -done.returncode in _FAULTS
+        return None, f"is killed by {signal.Signals(-done.returncode).name}", -done.returncode in FAULTS
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return None, f"fails ({reason})", False
-    answer = json.loads(done.stdout.splitlines()[-1])
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]  # ONEDNN_VERBOSE prints others
+    answer = json.loads(line)
     return answer.get("ratio"), answer.get("problem", ""), True
 
 
@@ -141,6 +142,13 @@ def _parsed(text: str, dtype: Dtype) -> Finding | None:
     except (ValueError, TypeError):
         return None
     return finding if finding.dtype == dtype and isinstance(finding.ratio, float | None) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _write(path: Path, finding: Finding) -> None:

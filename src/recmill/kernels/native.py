@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recmill.hardware.cpu import COMPILERS, cache_folder, cxx_compiler, instruction_sets
+from recmill.hardware.cpu import COMPILERS, FAULTS, cache_folder, cxx_compiler, instruction_sets
 from recmill.kernels import COST_WITHOUT
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def _fault(library: Path) -> str | None:
     try:
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
     except subprocess.CalledProcessError as error:
-        if error.returncode > 0:
+        if -error.returncode not in FAULTS:
             raise
         name = signal.Signals(-error.returncode).name
         return f"a trial run was killed by {name}: this CPU, or its hypervisor, lacks an instruction that it lists"
