@@ -33,16 +33,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from recmill import prepare
+from recmill.checkpoints import format as saved
+from recmill.checkpoints import loading as checkpoint
+from recmill.checkpoints.format import Origin, Position
+from recmill.checkpoints.saver import Saver
 from recmill.commands.assemble import build_sharded, build_source, model_module, open_matching_dataset, task_module
 from recmill.config import load_config
 from recmill.config.sections import CheckpointSection
 from recmill.observe.log import quiet_libraries
-from recmill.training import checkpoint, saved
+from recmill.tables.first_values import fill_tables
 from recmill.training.optim import build_optimizer
-from recmill.training.saved import Origin, Position
-from recmill.training.saver import Saver
 from recmill.training.step import Step
-from recmill.training.tables import fill_tables
 from recmill.world import joined_world
 
 DIM, TABLES = 128, 8
@@ -78,9 +79,9 @@ def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
     with joined_world("cpu") as world:
         dataset = open_matching_dataset(config)
         model = build_sharded(config, dataset, world)
-        optimizer = build_optimizer(model, config.run.optim)
-        fill_tables(model, model_module(config).tables(config.model, dataset.about), 1)
-        step = Step(model, optimizer, task_module(config), config.run, world, Position())
+        optimizer = build_optimizer(model, config.settings.optim)
+        fill_tables(model, model_module(config).tables(config.model, dataset.description), 1)
+        step = Step(model, optimizer, task_module(config), config.settings, world, Position())
         batch = next(build_source(config, dataset, 0, 1).train_batches(0, 0))
         step(batch, 1.0 / touched)
         state = checkpoint.state_of(model, optimizer)

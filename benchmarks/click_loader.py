@@ -31,9 +31,9 @@ def ours(path: Path, order: str) -> Iterator[int]:
 def torchrec(path: Path) -> Iterator[int]:
     from torchrec.datasets.criteo import InMemoryBinaryCriteoIterDataPipe
 
-    about: Any = open_dataset(path).about
-    files = [[str(path / name)] for name in about.day_files("day_0")]
-    rows = [feature.rows for feature in about.sparse]
+    description: Any = open_dataset(path).description
+    files = [[str(path / name)] for name in description.day_files("day_0")]
+    rows = [feature.rows for feature in description.sparse]
     pipe = InMemoryBinaryCriteoIterDataPipe("train", *files, BATCH_SIZE, 0, 1, mmap_mode=True, hashes=rows)
     yield from (len(batch.labels) for batch in pipe)
 

@@ -24,10 +24,10 @@ def points(run: Path, split: str, metric: str) -> list[tuple[float, float]]:
     return found
 
 
-def ticks(low: float, high: float, about: int) -> list[float]:
+def ticks(low: float, high: float, description: int) -> list[float]:
     """Round numbers between the two."""
     steps = (size * 10.0**power for power in range(-4, 4) for size in (1, 2, 5))
-    step = next(step for step in steps if (high - low) / step <= about)
+    step = next(step for step in steps if (high - low) / step <= description)
     first = -(-low // step)
     return [number * step for number in range(int(first), int(high / step) + 1)]
 

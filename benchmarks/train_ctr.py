@@ -71,9 +71,9 @@ def write_rows(path: Path, rows: int, cap: int) -> list[int]:
 def table_sizes(data: Path) -> list[int]:
     from recmill.schema import ClicksDescription, open_dataset
 
-    about = open_dataset(data).about
-    assert isinstance(about, ClicksDescription)
-    return [feature.rows for feature in about.sparse]
+    description = open_dataset(data).description
+    assert isinstance(description, ClicksDescription)
+    return [feature.rows for feature in description.sparse]
 
 
 def forever(step: Any, shape: Shape, times: Path) -> None:

@@ -105,7 +105,7 @@ class Ours:
     def windows(self) -> Windows:
         """Cut as ours are: from a history's end backwards without overlap, its last two items left out."""
         dataset = open_dataset(self.data)
-        assert isinstance(dataset.about, HistoriesDescription)
+        assert isinstance(dataset.description, HistoriesDescription)
         items, offsets = np.asarray(dataset.array("items.npy")), np.asarray(dataset.array("offsets.npy"))
         answer = int(self.model == "sasrec")  # one more item than the model sees
         parts = [
@@ -114,7 +114,7 @@ class Ours:
             for stop in range(end, begin + answer, -self.max_length)
         ]
         ends = np.cumsum([0] + [len(part) for part in parts])
-        return Windows(self.setting, dataset.about.num_items, np.concatenate(parts), ends)
+        return Windows(self.setting, dataset.description.num_items, np.concatenate(parts), ends)
 
     def batches(self) -> Iterator[BatchShape]:
         """Of step 1, 2, ... of the run."""

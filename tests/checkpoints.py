@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from recmill.checkpoints.format import Checkpoint, verified
+from recmill.checkpoints.incremental import apply_changes, is_rows
+from recmill.checkpoints.safe_reader import SafeReader
 from recmill.commands.checkpoint import list_checkpoints
-from recmill.training.row_changes import apply_changes, is_rows
-from recmill.training.safe_reader import SafeReader
-from recmill.training.saved import Checkpoint, verified
 
 
 def newest(run: Path) -> Checkpoint:
@@ -29,7 +29,10 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
     def read(path: Path) -> dict[str, torch.Tensor]:
         described = SafeReader(path).read_metadata().state_dict_metadata
-        state = {key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in described.items()}
+        state = {
+            key: torch.empty(description.size, dtype=description.properties.dtype)
+            for key, description in described.items()
+        }
         dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
         return state
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 
-from recmill.training.safe_reader import SafeReader
+from recmill.checkpoints.safe_reader import SafeReader
 
 GONE_SECONDS = 60.0  # after a kill no process of the job may be there any longer
 STUCK_SECONDS = 180.0  # without a step, a save or an end

@@ -15,17 +15,17 @@ MODELS = {
     "sasrec": "recmill.models.sasrec",
 }
 DATASETS = {
-    "criteo": "recmill.datasets.criteo",
-    "movielens": "recmill.datasets.movielens",
-    "goodreads": "recmill.datasets.goodreads",
-    "histories": "recmill.datasets.own_histories",
-    "synthetic-clicks": "recmill.datasets.synthetic_clicks",
-    "synthetic-histories": "recmill.datasets.synthetic_histories",
-    "random-clicks": "recmill.datasets.random_clicks",
-    "random-histories": "recmill.datasets.random_histories",
+    "criteo": "recmill.datasets.criteo.steps",
+    "movielens": "recmill.datasets.histories.movielens",
+    "goodreads": "recmill.datasets.histories.goodreads",
+    "histories": "recmill.datasets.histories.own",
+    "synthetic-clicks": "recmill.datasets.synthetic.clicks",
+    "synthetic-histories": "recmill.datasets.synthetic.histories",
+    "random-clicks": "recmill.datasets.synthetic.random_clicks",
+    "random-histories": "recmill.datasets.synthetic.random_histories",
 }
 STORES = {
-    "device_mem": "recmill.stores.device_mem",
+    "device_mem": "recmill.tables.stores.device_mem",
 }
 TASKS = {
     "ctr": "recmill.tasks.ctr",

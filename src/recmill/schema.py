@@ -5,7 +5,6 @@ in TorchRec's npy layout or in Parquet) and `histories` (one run of items per us
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ from numpy.lib import format as npy_format
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from recmill.errors import DataError
+from recmill.files.digests import digest
 
 DESCRIPTION_FILE = "dataset.json"
 SPLITS = ("train", "val", "test")
@@ -117,26 +117,15 @@ _ADAPTER: TypeAdapter[Description] = TypeAdapter(Annotated[Description, Field(di
 
 @dataclass(frozen=True)
 class Dataset:
-    """A checked dataset: `path` is its directory, `about` what its description says."""
+    """A checked dataset: `path` is its directory, `description` what dataset.json says."""
 
     path: Path
-    about: Description
+    description: Description
     fingerprint: str  # digest of dataset.json, which holds the digests of all the files
 
     def array(self, file: str) -> np.ndarray:
         """Memory-mapped: nothing is read before it is used."""
         return np.load(self.path / file, mmap_mode="r", allow_pickle=False)
-
-
-@dataclass(frozen=True)
-class TableSpec:
-    """An embedding table as a model declares it. Rows start uniform in [-init_bound, init_bound]."""
-
-    name: str
-    feature: str
-    rows: int
-    dim: int
-    init_bound: float
 
 
 def open_dataset(path: str | Path, verify: Literal["sizes", "digests"] = "sizes") -> Dataset:
@@ -155,7 +144,7 @@ def open_dataset(path: str | Path, verify: Literal["sizes", "digests"] = "sizes"
             f"(it is written last). Move it away, then prepare it again: recmill prepare NAME --output {path}."
         ) from None
     try:
-        about = _ADAPTER.validate_json(text)
+        description = _ADAPTER.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -163,14 +152,14 @@ def open_dataset(path: str | Path, verify: Literal["sizes", "digests"] = "sizes"
             f"{description_file}: '{place}': {first['msg']}. Prepare the dataset again: "
             f"recmill prepare NAME --output {path} --overwrite."
         ) from None
-    dataset = Dataset(path, about, fingerprint=xxhash.xxh3_128_hexdigest(text))
+    dataset = Dataset(path, description, fingerprint=xxhash.xxh3_128_hexdigest(text))
     problems = _file_problems(dataset)
     if verify == "digests" and not problems:
         problems = _digest_problems(dataset)
     if not problems:
-        problems = _clicks_problems(dataset) if about.kind == "clicks" else _histories_problems(dataset)
-    if not problems and verify == "digests" and about.kind == "clicks":
-        from recmill.stored import id_problems  # which itself needs to know what a Dataset is
+        problems = _clicks_problems(dataset) if description.kind == "clicks" else _histories_problems(dataset)
+    if not problems and verify == "digests" and description.kind == "clicks":
+        from recmill.data.click_rows import id_problems  # which itself needs to know what a Dataset is
 
         problems = id_problems(dataset)
     if problems:
@@ -179,20 +168,13 @@ def open_dataset(path: str | Path, verify: Literal["sizes", "digests"] = "sizes"
     return dataset
 
 
-def digest(path: Path, on_block: Callable[[], None] = lambda: None) -> str:
-    state = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            state.update(block)
-            on_block()
-    return state.hexdigest()
-
-
 def _file_problems(dataset: Dataset) -> list[str]:
-    problems = [f"{DESCRIPTION_FILE}: '{n}' is not the name of a file in here" for n in dataset.about.files if "/" in n]
+    problems = [
+        f"{DESCRIPTION_FILE}: '{n}' is not the name of a file in here" for n in dataset.description.files if "/" in n
+    ]
     if problems:
         return problems
-    for name, info in dataset.about.files.items():
+    for name, info in dataset.description.files.items():
         file = dataset.path / name
         if not file.is_file():
             problems.append(f"{name}: missing")
@@ -204,17 +186,17 @@ def _file_problems(dataset: Dataset) -> list[str]:
 def _digest_problems(dataset: Dataset) -> list[str]:
     return [
         f"{name}: its content changed (xxh3 {found}, expected {info.xxh3})"
-        for name, info in dataset.about.files.items()
+        for name, info in dataset.description.files.items()
         if (found := digest(dataset.path / name)) != info.xxh3
     ]
 
 
 def _npy_problem(dataset: Dataset, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> list[str]:
     """The header must agree with what the description says of this file."""
-    if name not in dataset.about.files:
+    if name not in dataset.description.files:
         return []  # reported already
-    if dataset.about.files[name].rows != shape[0]:
-        return [f"{name}: {dataset.about.files[name].rows:,} rows listed, expected {shape[0]:,}"]
+    if dataset.description.files[name].rows != shape[0]:
+        return [f"{name}: {dataset.description.files[name].rows:,} rows listed, expected {shape[0]:,}"]
     try:
         with (dataset.path / name).open("rb") as file:
             version = npy_format.read_magic(file)
@@ -228,17 +210,19 @@ def _npy_problem(dataset: Dataset, name: str, shape: tuple[int, ...], dtypes: tu
 
 
 def _clicks_problems(dataset: Dataset) -> list[str]:
-    about = dataset.about
-    assert isinstance(about, ClicksDescription)
+    description = dataset.description
+    assert isinstance(description, ClicksDescription)
     problems = []
-    if not about.splits.get("train"):
+    if not description.splits.get("train"):
         problems.append(f"{DESCRIPTION_FILE}: no rows for split train")
-    if about.multi_hot and len(about.multi_hot) != len(about.sparse):
-        problems.append(f"{DESCRIPTION_FILE}: {len(about.multi_hot)} multi-hot sizes, {len(about.sparse)} features")
-    names = [*about.dense, *(feature.name for feature in about.sparse)]
+    if description.multi_hot and len(description.multi_hot) != len(description.sparse):
+        problems.append(
+            f"{DESCRIPTION_FILE}: {len(description.multi_hot)} multi-hot sizes, {len(description.sparse)} features"
+        )
+    names = [*description.dense, *(feature.name for feature in description.sparse)]
     for name in sorted({n for n in names if names.count(n) > 1 or "." in n or not n}):
         problems.append(f"{DESCRIPTION_FILE}: feature name '{name}' occurs twice, is empty or has a dot in it")
-    ranges = sorted((r.day, r.start, r.stop) for part in about.splits.values() for r in part)
+    ranges = sorted((r.day, r.start, r.stop) for part in description.splits.values() for r in part)
     problems += [
         f"{DESCRIPTION_FILE}: {day}: rows {start} to {stop} are no rows" for day, start, stop in ranges if start >= stop
     ]
@@ -246,35 +230,35 @@ def _clicks_problems(dataset: Dataset) -> list[str]:
         if day == next_day and start < stop:
             problems.append(f"{DESCRIPTION_FILE}: {day}: row {start:,} is in two splits, or twice in one")
     days: dict[str, int] = {}
-    for day_range in (r for ranges in about.splits.values() for r in ranges):
+    for day_range in (r for ranges in description.splits.values() for r in ranges):
         days[day_range.day] = max(day_range.stop, days.get(day_range.day, 0))
     for day, stop in days.items():
-        names = about.day_files(day)
-        info = about.files.get(names[-1])
+        names = description.day_files(day)
+        info = description.files.get(names[-1])
         rows = info.rows if info else stop
         if stop > rows:
             problems.append(f"{day}: a split ends at row {stop:,} but there are {rows:,}")
-        problems += [f"{name}: not listed in {DESCRIPTION_FILE}" for name in names if name not in about.files]
-        if about.layout == "parquet":
+        problems += [f"{name}: not listed in {DESCRIPTION_FILE}" for name in names if name not in description.files]
+        if description.layout == "parquet":
             continue  # its columns are checked when they are read
-        problems += _npy_problem(dataset, f"{day}_dense.npy", (rows, len(about.dense)), ("f4",))
+        problems += _npy_problem(dataset, f"{day}_dense.npy", (rows, len(description.dense)), ("f4",))
         problems += _npy_problem(dataset, f"{day}_labels.npy", (rows, 1), ("i4",))
-        if not about.multi_hot:
-            problems += _npy_problem(dataset, f"{day}_sparse.npy", (rows, len(about.sparse)), ("i4", "i8"))
+        if not description.multi_hot:
+            problems += _npy_problem(dataset, f"{day}_sparse.npy", (rows, len(description.sparse)), ("i4", "i8"))
     return problems
 
 
 def _histories_problems(dataset: Dataset) -> list[str]:
-    about = dataset.about
-    assert isinstance(about, HistoriesDescription)
-    needed = ["items.npy", "offsets.npy", *(["timestamps.npy"] if about.has_timestamps else [])]
-    problems = [f"{name}: not listed in {DESCRIPTION_FILE}" for name in needed if name not in about.files]
-    problems += _npy_problem(dataset, "items.npy", (about.num_interactions,), ("i4",))
-    problems += _npy_problem(dataset, "offsets.npy", (about.num_users + 1,), ("i8",))
-    if about.has_timestamps:
-        problems += _npy_problem(dataset, "timestamps.npy", (about.num_interactions,), ("i8",))
-    for name, rows in (("users.parquet", about.num_users), ("items.parquet", about.num_items)):
-        if name not in about.files or about.files[name].rows != rows:
+    description = dataset.description
+    assert isinstance(description, HistoriesDescription)
+    needed = ["items.npy", "offsets.npy", *(["timestamps.npy"] if description.has_timestamps else [])]
+    problems = [f"{name}: not listed in {DESCRIPTION_FILE}" for name in needed if name not in description.files]
+    problems += _npy_problem(dataset, "items.npy", (description.num_interactions,), ("i4",))
+    problems += _npy_problem(dataset, "offsets.npy", (description.num_users + 1,), ("i8",))
+    if description.has_timestamps:
+        problems += _npy_problem(dataset, "timestamps.npy", (description.num_interactions,), ("i8",))
+    for name, rows in (("users.parquet", description.num_users), ("items.parquet", description.num_items)):
+        if name not in description.files or description.files[name].rows != rows:
             problems.append(f"{name}: expected {rows:,} rows to be listed in {DESCRIPTION_FILE}")
     if problems:
         return problems
@@ -287,11 +271,11 @@ def _histories_problems(dataset: Dataset) -> list[str]:
         problems.append(
             f"offsets.npy: user {user} has {lengths[user]} items; leave-one-out needs 3 (train, validation, test)"
         )
-    bad = np.flatnonzero((items < 1) | (items > about.num_items))
+    bad = np.flatnonzero((items < 1) | (items > description.num_items))
     if len(bad):
-        problems.append(f"items.npy: row {bad[0]}: item {items[bad[0]]} is not in 1..{about.num_items}")
+        problems.append(f"items.npy: row {bad[0]}: item {items[bad[0]]} is not in 1..{description.num_items}")
     return problems
 
 
-def to_json(about: Description) -> str:
-    return json.dumps(about.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+def to_json(description: Description) -> str:
+    return json.dumps(description.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"

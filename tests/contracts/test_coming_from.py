@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recmill import registry
-from recmill.config import RunSections, load_config
+from recmill.config import Settings, load_config
 from recmill.config.sections import Section
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -75,10 +75,10 @@ def keys(section: type[Section], prefix: str) -> set[str]:
 
 @pytest.mark.parametrize(("page", "model", "least"), [("coming-from.md", "dlrm", 60), ("sequences.md", "bert4rec", 60)])
 def test_every_key_exists_and_takes_the_value_that_is_named(page: str, model: str, least: int) -> None:
-    of_all = keys(RunSections, "") | {"model.name"}
+    of_all = keys(Settings, "") | {"model.name"}
     of_model = {name: keys(registry.load(registry.MODELS, name, "model").Config, "model.") for name in registry.MODELS}
     known = of_all.union(*of_model.values())
-    sections = "|".join(["model", *RunSections.model_fields])
+    sections = "|".join(["model", *Settings.model_fields])
     named = re.findall(rf"`((?:{sections})\.[\w.]+)( = [^`]+)?`", (DOCS / page).read_text(encoding="utf-8"))
     assert len(named) > least
     assert [key for key, _ in named if key not in known] == []

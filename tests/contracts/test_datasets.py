@@ -70,19 +70,19 @@ def test_it_is_whole_and_its_ids_are_in_range(name: str, tmp_path: Path) -> None
     prepare(name, tmp_path / "d", **SMALL.get(name, {}))
     dataset = open_dataset(tmp_path / "d", verify="digests")
     on_disk = {file.name for file in (tmp_path / "d").iterdir()}
-    assert on_disk == {*dataset.about.files, "dataset.json"}
+    assert on_disk == {*dataset.description.files, "dataset.json"}
 
 
 @every_dataset
 def test_splits_are_there_and_disjoint(name: str, tmp_path: Path) -> None:
     prepare(name, tmp_path / "d", **SMALL.get(name, {}))
-    about = open_dataset(tmp_path / "d").about
-    if isinstance(about, ClicksDescription):
-        rows = [(r.day, i) for ranges in about.splits.values() for r in ranges for i in range(r.start, r.stop)]
-        assert set(about.splits) == {"train", "val", "test"}
-        assert len(rows) == len(set(rows)) == (sum(CRITEO_ROWS) if name == "criteo" else about.recipe["rows"])
+    description = open_dataset(tmp_path / "d").description
+    if isinstance(description, ClicksDescription):
+        rows = [(r.day, i) for ranges in description.splits.values() for r in ranges for i in range(r.start, r.stop)]
+        assert set(description.splits) == {"train", "val", "test"}
+        assert len(rows) == len(set(rows)) == (sum(CRITEO_ROWS) if name == "criteo" else description.recipe["rows"])
     else:  # by position: the last, the one before, the rest
-        assert isinstance(about, HistoriesDescription)
+        assert isinstance(description, HistoriesDescription)
         assert np.diff(np.load(tmp_path / "d" / "offsets.npy")).min() >= 3
 
 
@@ -91,8 +91,8 @@ def test_histories_say_how_often_each_item_occurs(name: str, tmp_path: Path) -> 
     import polars as pl
 
     prepare(name, tmp_path / "d", **SMALL.get(name, {}))
-    about = open_dataset(tmp_path / "d").about
-    if about.kind == "histories":
+    description = open_dataset(tmp_path / "d").description
+    if description.kind == "histories":
         items = np.load(tmp_path / "d" / "items.npy")
         table = pl.read_parquet(tmp_path / "d" / "items.parquet")
         assert table["id"].to_list() == list(range(1, table.height + 1))

@@ -27,7 +27,7 @@ def parts(name: str, clicks: Path, histories: Path) -> tuple[Config, Dataset]:
 
 def build(config: Config, dataset: Dataset) -> nn.Module:
     torch.manual_seed(1)
-    return model_module(config).build(config.model, dataset.about, torch.device("cpu"))
+    return model_module(config).build(config.model, dataset.description, torch.device("cpu"))
 
 
 def first_batch(config: Config, dataset: Dataset) -> Any:
@@ -37,7 +37,7 @@ def first_batch(config: Config, dataset: Dataset) -> Any:
 @every_model
 def test_it_declares_the_tables_that_it_builds(parts: tuple[Config, Dataset]) -> None:
     config, dataset = parts
-    declared = {(table.rows, table.dim) for table in model_module(config).tables(config.model, dataset.about)}
+    declared = {(table.rows, table.dim) for table in model_module(config).tables(config.model, dataset.description)}
     network = build(config, dataset)
     built = {tuple(value.shape) for key, value in network.state_dict().items() if key.startswith("tables.")}
     assert built == declared
@@ -76,7 +76,7 @@ def test_its_state_goes_round(parts: tuple[Config, Dataset]) -> None:
     batch = first_batch(config, dataset)
     one = build(config, dataset).eval()
     torch.manual_seed(2)
-    other = model_module(config).build(config.model, dataset.about, torch.device("cpu")).eval()
+    other = model_module(config).build(config.model, dataset.description, torch.device("cpu")).eval()
     other.load_state_dict(one.state_dict())
     assert torch.equal(one(*batch.inputs()), other(*batch.inputs()))
 

@@ -11,9 +11,9 @@ import torch
 
 from recmill import registry
 from recmill.commands.assemble import model_module
-from recmill.config import RunSections, load_config
+from recmill.config import Settings, load_config
 from recmill.config.sections import Section
-from recmill.datasets.criteo_rules import Options
+from recmill.datasets.criteo.rules import Options
 from recmill.schema import ClicksDescription, SparseFeature
 from recmill.training.schedule import learning_rate
 
@@ -47,7 +47,7 @@ def prepare_command(file: Path) -> dict[str, Any]:
 def test_its_network_builds_for_the_data_that_its_first_lines_prepare(file: Path) -> None:
     """Tables are only declared: no memory."""
     config, command = load_config(file), prepare_command(file)
-    assert command.pop("output") == config.run.data.path
+    assert command.pop("output") == config.settings.data.path
     options = Options(**command)  # contradictions are errors
     found = re.search(r"^# Tables: ([\d,]+)$", file.read_text(encoding="utf-8"), flags=re.M)
     assert found, "no table sizes"
@@ -56,7 +56,7 @@ def test_its_network_builds_for_the_data_that_its_first_lines_prepare(file: Path
     if options.table_size:
         limits = options.table_size * (26 // len(options.table_size))
         assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
-    about = ClicksDescription(
+    description = ClicksDescription(
         name="criteo",
         made_by="test",
         recipe={},
@@ -66,7 +66,7 @@ def test_its_network_builds_for_the_data_that_its_first_lines_prepare(file: Path
         multi_hot=options.multi_hot or [],
         splits={},
     )
-    network = model_module(config).build(config.model, about, torch.device("meta"))
+    network = model_module(config).build(config.model, description, torch.device("meta"))
     tables = [value for key, value in network.state_dict().items() if key.startswith("tables.")]
     assert all(table.is_meta for table in tables)
     assert sorted(len(table) for table in tables) == sorted(sizes)
@@ -83,13 +83,13 @@ def test_its_first_lines_prepare_the_histories_that_it_is_for(file: Path) -> Non
     flags = {
         flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)
     }
-    assert flags.pop("output") == load_config(file).run.data.path
+    assert flags.pop("output") == load_config(file).settings.data.path
     assert flags.keys() <= registry.load(registry.DATASETS, name, "dataset").Options.model_fields.keys()
 
 
 def rates(name: str) -> dict[int, float]:
     """At the first step, in warmup, at its end, at the start and half-way of the decay, and at the last step."""
-    optim = load_config(REPO / "configs" / "criteo_1tb" / name).run.optim
+    optim = load_config(REPO / "configs" / "criteo_1tb" / name).settings.optim
     assert (optim.tables.lr, optim.tables.name) == (optim.dense.lr, optim.dense.name)
     steps = (0, 1375, 2750, 49_315, 63_201, 74_999)
     return {step: learning_rate(optim.schedule, optim.dense.lr, step) for step in steps}
@@ -101,13 +101,13 @@ def test_the_first_mlperf_dlrm_has_the_published_rates() -> None:
     assert found[0] == 0
     assert (found[1375], found[2750], found[49_315], found[63_201]) == pytest.approx((12, 24, 24, 6))
     assert found[74_999] == pytest.approx(24 * (2088 / 27_772) ** 2)  # 2,088 of them are left
-    train = load_config(REPO / "configs" / "criteo_1tb" / "dlrm_mlperf.toml").run.train
+    train = load_config(REPO / "configs" / "criteo_1tb" / "dlrm_mlperf.toml").settings.train
     assert 4_195_197_692 / train.global_batch_size * 0.98 < train.max_steps < 4_195_197_692 / train.global_batch_size
 
 
 def test_the_second_mlperf_dlrm_has_the_published_rate_and_target() -> None:
     assert set(rates("dcnv2_mlperf_v2.toml").values()) == {0.004}
-    run = load_config(REPO / "configs" / "criteo_1tb" / "dcnv2_mlperf_v2.toml").run
+    run = load_config(REPO / "configs" / "criteo_1tb" / "dcnv2_mlperf_v2.toml").settings
     assert (run.optim.dense.name, run.optim.dense.eps, run.optim.tables.eps) == ("adagrad", 1e-8, 1e-8)
     assert (run.train.global_batch_size, run.eval.target_auroc) == (65_536, 0.80275)
 
@@ -128,7 +128,7 @@ def documented(section: type[Section], prefix: str) -> list[str]:
 
 def test_the_documentation_has_every_key_with_its_default_and_help() -> None:
     page = (REPO / "docs" / "configs.md").read_text(encoding="utf-8")
-    expected = documented(RunSections, "")
+    expected = documented(Settings, "")
     for name in registry.MODELS:
         expected += documented(registry.load(registry.MODELS, name, "model").Config, "model.")
     assert [line for line in expected if line not in page] == []

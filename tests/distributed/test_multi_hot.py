@@ -69,9 +69,9 @@ def test_batches_are_those_of_the_stored_form(distribution: str, config: Config,
 
 def test_tables_that_are_too_small_keep_their_one_id(config: Config, one_hot: Path) -> None:
     """The reference's tables of 0: one number for all, and 1 for a table of fewer than 20 rows."""
-    about = open_dataset(one_hot).about
-    assert isinstance(about, ClicksDescription)
-    rows = [feature.rows for feature in about.sparse]
+    description = open_dataset(one_hot).description
+    assert isinstance(description, ClicksDescription)
+    rows = [feature.rows for feature in description.sparse]
     assert 20 in rows
     expected = [3 if count >= 20 else 1 for count in rows]
     assert {1, 3} == set(expected)

@@ -24,12 +24,12 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 def reference(values: dict[str, Any], steps: int, dense: Make, tables: Make, *schedule: float) -> list[float]:
     """Losses of plain torch; `schedule`: a factor of both learning rates for each step."""
     config = load_config(values)
-    dataset = open_dataset(config.run.data.path)
+    dataset = open_dataset(config.settings.data.path)
     module, task = model_module(config), task_module(config)
-    torch.manual_seed(config.run.train.seed)
-    network = module.build(config.model, dataset.about, torch.device("meta"))
-    specs = module.tables(config.model, dataset.about)
-    give_tables_memory(network, specs, config.run.train.seed)
+    torch.manual_seed(config.settings.train.seed)
+    network = module.build(config.model, dataset.description, torch.device("meta"))
+    specs = module.tables(config.model, dataset.description)
+    give_tables_memory(network, specs, config.settings.train.seed)
     names = {table.name for table in specs}
     parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in network.named_parameters():
@@ -43,9 +43,9 @@ def reference(values: dict[str, Any], steps: int, dense: Make, tables: Make, *sc
         loss = task.loss_sum(network(*batch.inputs()), batch) / batch.weight()
         network.zero_grad()
         loss.backward()
-        if config.run.optim.dense.clip_grad_norm:
-            before = torch.nn.utils.clip_grad_norm_(parts[False], config.run.optim.dense.clip_grad_norm)
-            assert before > config.run.optim.dense.clip_grad_norm
+        if config.settings.optim.dense.clip_grad_norm:
+            before = torch.nn.utils.clip_grad_norm_(parts[False], config.settings.optim.dense.clip_grad_norm)
+            assert before > config.settings.optim.dense.clip_grad_norm
         for optimizer, rate in zip(optimizers, base, strict=True):
             optimizer.param_groups[0]["lr"] = rate * (schedule[step] if schedule else 1)
             optimizer.step()

@@ -14,10 +14,10 @@ from torch import nn
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
 
 from recmill import train
+from recmill.checkpoints.format import Position
 from recmill.errors import Interrupted
 from recmill.training import loop
 from recmill.training.precision import LossScale
-from recmill.training.saved import Position
 from recmill.world import joined_world
 
 from ..group import in_group

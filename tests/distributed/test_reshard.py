@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
+from recmill.checkpoints import loading as checkpoint
+from recmill.checkpoints.format import Origin, Position, chosen
+from recmill.checkpoints.incremental import pieces
+from recmill.checkpoints.saver import Saver
 from recmill.commands.assemble import build_sharded, open_matching_dataset
 from recmill.config import Config, load_config
 from recmill.errors import CheckpointError, UserError
-from recmill.training import checkpoint
 from recmill.training.guards import check_replicas
 from recmill.training.optim import build_optimizer
-from recmill.training.row_changes import pieces
-from recmill.training.saved import Origin, Position, chosen
-from recmill.training.saver import Saver
 from recmill.world import World, joined_world
 
 from ..group import in_group
@@ -56,7 +56,7 @@ def wrong(state: dict[str, Tensor]) -> list[str]:
 
 def parts(config: Config, world: World) -> tuple[nn.Module, CombinedOptimizer]:
     model = build_sharded(config, open_matching_dataset(config), world)
-    optimizer = build_optimizer(model, config.run.optim)
+    optimizer = build_optimizer(model, config.settings.optim)
     for _, part in optimizer.optimizers:
         if hasattr(part, "init_state"):
             part.init_state()
@@ -89,7 +89,7 @@ def problems_of(values: dict[str, Any], folder: Path, load_from: int, world: Wor
             fill(state)
             origin = Origin("", "", 1, 8, size, {})
             target = folder / f"{size}-{optimizer_name}-{kind}"
-            saver = Saver(target, model, optimizer, origin, config.run.checkpoint, world)
+            saver = Saver(target, model, optimizer, origin, config.settings.checkpoint, world)
             saver.save(Position(step=load_from + 1))
             fill(state, junk=True)  # it trains on at once
             saver.finish()
@@ -136,7 +136,7 @@ def test_another_model_s_checkpoint_is_refused_with_every_difference(dlrm: dict[
     old = Network({"a": (50, 8), "b": (20, 8), "same": (5, 4), "gone": (3, 4)}, hidden=4)
     new = Network({"a": (60, 8), "b": (20, 4), "same": (5, 4), "new": (1000, 4)}, hidden=6)
     alone = World(0, 1, 0, 1, torch.device("cpu"))
-    section = load_config(dlrm).run.checkpoint
+    section = load_config(dlrm).settings.checkpoint
     optimizer: Any = NoOptimizer()
     saver = Saver(tmp_path, old, optimizer, Origin("", "", 1, 8, 1, {}), section, alone)
     saver.save(Position(step=1))

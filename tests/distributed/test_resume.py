@@ -15,7 +15,7 @@ import tomli_w
 from recmill import train
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
 from recmill.launch import local
-from recmill.stop import stop_with_parent
+from recmill.launch.signals import stop_with_parent
 
 from .. import group
 from ..checkpoints import flip_a_bit

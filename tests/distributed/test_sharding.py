@@ -140,9 +140,9 @@ def test_two_machines_of_two_ranks_give_the_losses_of_one(
 def endless(dlrm: dict[str, Any], clicks: Path, tmp_path: Path) -> dict[str, Any]:
     """A table of 10^12 rows: 32 TB, and as much of Adagrad's state."""
     copy = Path(shutil.copytree(clicks, tmp_path / "endless"))
-    about = json.loads((copy / "dataset.json").read_text())
-    about["sparse"][3]["rows"] = 10**12
-    (copy / "dataset.json").write_text(json.dumps(about))
+    description = json.loads((copy / "dataset.json").read_text())
+    description["sparse"][3]["rows"] = 10**12
+    (copy / "dataset.json").write_text(json.dumps(description))
     return {**dlrm, "data": {"path": str(copy)}, "optim": {"tables": {"name": "adagrad"}}}
 
 

@@ -16,7 +16,7 @@ from recmill import train
 from recmill.commands.checkpoint import list_checkpoints
 from recmill.errors import ResourceError
 from recmill.launch import local
-from recmill.stop import stop_with_parent
+from recmill.launch.signals import stop_with_parent
 
 from .. import group
 from .runs import assert_same_run, metric_lines

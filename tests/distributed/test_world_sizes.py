@@ -9,7 +9,8 @@ import torch
 from recmill import rng
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import load_config
-from recmill.schema import TableSpec, open_dataset
+from recmill.schema import open_dataset
+from recmill.tables.spec import TableSpec
 
 from ..group import evaluate, train
 from .runs import assert_same_run, losses
@@ -71,11 +72,11 @@ def test_two_sharded_processes_equal_plain_torch(
 
 def plain_losses(values: dict[str, Any], steps: int) -> list[float]:
     config = load_config(values)
-    dataset = open_dataset(config.run.data.path)
+    dataset = open_dataset(config.settings.data.path)
     module, task = model_module(config), task_module(config)
-    torch.manual_seed(config.run.train.seed)
-    network = module.build(config.model, dataset.about, torch.device("meta"))
-    give_tables_memory(network, module.tables(config.model, dataset.about), config.run.train.seed)
+    torch.manual_seed(config.settings.train.seed)
+    network = module.build(config.model, dataset.description, torch.device("meta"))
+    give_tables_memory(network, module.tables(config.model, dataset.description), config.settings.train.seed)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     out = []
     for _, batch in zip(range(steps), build_source(config, dataset, rank=0, size=1).train_batches(0, 0), strict=False):

@@ -79,12 +79,12 @@ def scores_of_the_network(run: Path, user: int) -> dict[str, float]:
     """As in evaluation: for the test item of a user, by original id."""
     import torch
 
-    from recmill.training import checkpoint
-    from recmill.training.saved import chosen
+    from recmill.checkpoints import loading as checkpoint
+    from recmill.checkpoints.format import chosen
 
     directory, config = open_trained_run(run)
     dataset = open_matching_dataset(config)
-    network = model_module(config).build(config.model, dataset.about, torch.device("cpu")).eval()
+    network = model_module(config).build(config.model, dataset.description, torch.device("cpu")).eval()
     found = chosen(directory.checkpoints, "newest")
     assert found
     checkpoint.load(found, network)

@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 def test_dlrm_comes_within_a_hundredth_of_the_best_auroc_that_any_model_can_reach(tmp_path: Path) -> None:
     """120,000 rows of a planted model with a product of ids in it; 20,000 for the test."""
-    about = prepare("synthetic-clicks", tmp_path / "d", rows=160_000, days=4, dense=3, tables=[5, 10, 20, 40])
+    description = prepare("synthetic-clicks", tmp_path / "d", rows=160_000, days=4, dense=3, tables=[5, 10, 20, 40])
     config = {
         "data": {"path": str(tmp_path / "d")},
         "model": MODEL,
         "optim": {"dense": {"lr": 0.01}, "tables": {"lr": 0.2}},
         "train": {"device": "cpu", "global_batch_size": 512},
     }
-    reached, best = train(config, tmp_path / "run")["test"]["auroc"], about["truth"]["test"]["auroc"]
+    reached, best = train(config, tmp_path / "run")["test"]["auroc"], description["truth"]["test"]["auroc"]
     log.info("DLRM %.4f, best reachable %.4f", reached, best)
     assert best - 0.01 < reached < best + 0.002  # above it by more: a leak
 

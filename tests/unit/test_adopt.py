@@ -10,9 +10,9 @@ import pytest
 
 from recmill import train
 from recmill.commands.adopt import adopt
+from recmill.data.click_rows import StoredDay
 from recmill.errors import ConfigError, DataError
 from recmill.schema import open_dataset
-from recmill.stored import StoredDay
 
 from ..conftest import RunCli
 
@@ -52,20 +52,24 @@ def change(file: Path, do: Callable[[np.ndarray], Any]) -> None:
     np.save(file, array if changed is None else changed)
 
 
-def ranges(about: dict[str, Any], split: str) -> list[tuple[str, int, int]]:
-    return [(r["day"], r["start"], r["stop"]) for r in about["splits"][split]]
+def ranges(description: dict[str, Any], split: str) -> list[tuple[str, int, int]]:
+    return [(r["day"], r["start"], r["stop"]) for r in description["splits"][split]]
 
 
 def test_only_the_description_is_written(npys: Path) -> None:
     before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in npys.iterdir()}
-    about = adopt(npys, dense_transform="log(x+3)")
+    description = adopt(npys, dense_transform="log(x+3)")
     assert {file.name for file in npys.iterdir()} - set(before) == {"dataset.json"}
     assert {name: ((npys / name).read_bytes(), (npys / name).stat().st_mtime_ns) for name in before} == before
-    assert about["name"] == "adopted"
-    assert about["dense"] == ["I1", "I2"]
-    assert [(feature["name"], feature["rows"]) for feature in about["sparse"]] == [("C1", 4), ("C2", 30), ("C3", 500)]
-    assert "dense values: log(x+3)" in about["notes"]
-    assert set(about["files"]) == set(before)
+    assert description["name"] == "adopted"
+    assert description["dense"] == ["I1", "I2"]
+    assert [(feature["name"], feature["rows"]) for feature in description["sparse"]] == [
+        ("C1", 4),
+        ("C2", 30),
+        ("C3", 500),
+    ]
+    assert "dense values: log(x+3)" in description["notes"]
+    assert set(description["files"]) == set(before)
     open_dataset(npys, verify="digests")
 
 
@@ -90,14 +94,14 @@ def test_only_the_description_is_written(npys: Path) -> None:
 def test_the_last_rows_are_for_validation_and_test(
     options: dict[str, Any], train: Any, val: Any, test: Any, npys: Path
 ) -> None:
-    about = adopt(npys, **options)
-    assert [ranges(about, split) for split in ("train", "val", "test")] == [train, val, test]
+    description = adopt(npys, **options)
+    assert [ranges(description, split) for split in ("train", "val", "test")] == [train, val, test]
 
 
 def test_without_a_last_day_everything_is_for_training(npys: Path) -> None:
-    about = adopt(npys, last_day="none")
-    assert set(about["splits"]) == {"train"}
-    assert sum(stop - start for _, start, stop in ranges(about, "train")) == 151
+    description = adopt(npys, last_day="none")
+    assert set(description["splits"]) == {"train"}
+    assert sum(stop - start for _, start, stop in ranges(description, "train")) == 151
 
 
 @pytest.mark.parametrize(("fraction", "train_stop", "val_stop"), [(None, 40, 45), (0.2, 30, 40)])
@@ -105,10 +109,10 @@ def test_of_a_single_day_the_last_rows_are_held_out(
     fraction: float | None, train_stop: int, val_stop: int, tmp_path: Path
 ) -> None:
     write_day(tmp_path / "one", "day_0", 50)
-    about = adopt(tmp_path / "one", val_fraction=fraction)
-    assert ranges(about, "train") == [("day_0", 0, train_stop)]
-    assert ranges(about, "val") == [("day_0", train_stop, val_stop)]
-    assert ranges(about, "test") == [("day_0", val_stop, 50)]
+    description = adopt(tmp_path / "one", val_fraction=fraction)
+    assert ranges(description, "train") == [("day_0", 0, train_stop)]
+    assert ranges(description, "val") == [("day_0", train_stop, val_stop)]
+    assert ranges(description, "test") == [("day_0", val_stop, 50)]
 
 
 def test_a_fraction_of_the_last_of_several_days_is_no_option(npys: Path) -> None:
@@ -129,10 +133,10 @@ def test_kaggle_s_test_rows_have_no_labels(tmp_path: Path) -> None:
     write_day(tmp_path / "k", "train", 50)
     write_day(tmp_path / "k", "test", 20)
     change(tmp_path / "k" / "test_labels.npy", lambda labels: np.full_like(labels, -1))
-    about = adopt(tmp_path / "k")
-    assert ranges(about, "train") == [("train", 0, 40)]
-    assert ranges(about, "unlabelled") == [("test", 0, 20)]
-    assert any("unlabelled" in note for note in about["notes"])
+    description = adopt(tmp_path / "k")
+    assert ranges(description, "train") == [("train", 0, 40)]
+    assert ranges(description, "unlabelled") == [("test", 0, 20)]
+    assert any("unlabelled" in note for note in description["notes"])
 
 
 def test_several_ids_per_feature(npys: Path) -> None:
@@ -144,9 +148,9 @@ def test_several_ids_per_feature(npys: Path) -> None:
         arrays[day] = [ids[:, [i]] // np.arange(size, 0, -1, dtype=np.int32) for i, size in enumerate(hot)]
         np.savez(npys / f"day_{day}_sparse_multi_hot.npz", **{str(i): array for i, array in enumerate(arrays[day])})
         file.unlink()
-    about = adopt(npys)
-    assert about["multi_hot"] == hot
-    assert [feature["rows"] for feature in about["sparse"]] == SIZES
+    description = adopt(npys)
+    assert description["multi_hot"] == hot
+    assert [feature["rows"] for feature in description["sparse"]] == SIZES
     stored = StoredDay(open_dataset(npys, verify="digests"), "day_1").take(slice(0, None))
     assert np.array_equal(stored.ids, np.concatenate(arrays[1], axis=1))
 
@@ -281,9 +285,9 @@ def test_what_torchrec_s_own_scripts_write_can_be_trained_on(tmp_path: Path, dlr
     assert "rename day_0_sparse_contig_freq.npy" in problem(out)
     for day in range(3):
         (out / f"day_{day}_sparse_contig_freq.npy").rename(out / f"day_{day}_sparse.npy")
-    about = adopt(out, dense_transform="log(x - min + 2)")
-    assert len(about["dense"]) == 13
-    assert [feature["rows"] for feature in about["sparse"]] == [8] * 26  # 6 hashes, numbered from 2
+    description = adopt(out, dense_transform="log(x - min + 2)")
+    assert len(description["dense"]) == 13
+    assert [feature["rows"] for feature in description["sparse"]] == [8] * 26  # 6 hashes, numbered from 2
     results = train({**dlrm, "data": {"path": str(out)}}, tmp_path / "run")
     assert results["test"]["rows"] == 30
 
@@ -292,8 +296,8 @@ def test_the_command_does_the_same(npys: Path, run_cli: RunCli) -> None:
     done = run_cli("adopt", npys, "--last-day", "test-first", "--table-size", "4,30,501")
     assert done.returncode == 0, done.stderr
     assert "adopted: rows train 90, val 30, test 31; 2 dense, 3 sparse features" in done.stdout
-    about = json.loads((npys / "dataset.json").read_text())
-    assert about["recipe"] == {
+    description = json.loads((npys / "dataset.json").read_text())
+    assert description["recipe"] == {
         "last_day": "test-first",
         "val_fraction": None,
         "table_size": [4, 30, 501],

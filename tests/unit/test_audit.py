@@ -12,7 +12,8 @@ from recmill.commands import audit as audit_module
 from recmill.commands.adopt import adopt
 from recmill.commands.audit import AuditReport, audit
 from recmill.errors import ConfigError
-from recmill.schema import ClicksDescription, FileInfo, RowRange, SparseFeature, digest, to_json
+from recmill.files.digests import digest
+from recmill.schema import ClicksDescription, FileInfo, RowRange, SparseFeature, to_json
 
 from ..conftest import RunCli
 
@@ -85,7 +86,7 @@ def write_parquet(path: Path, days: list[Day], sizes: list[int]) -> Path:
         frame.write_parquet(file)
         files[file.name] = FileInfo(bytes=file.stat().st_size, rows=len(frame), xxh3=digest(file))
         splits[split] = [*splits.get(split, []), RowRange(day=file.stem, start=0, stop=len(frame))]
-    about = ClicksDescription(
+    description = ClicksDescription(
         name="by hand",
         made_by="a test",
         recipe={},
@@ -95,7 +96,7 @@ def write_parquet(path: Path, days: list[Day], sizes: list[int]) -> Path:
         sparse=[SparseFeature(name=f"C{i + 1}", rows=rows) for i, rows in enumerate(sizes)],
         splits=splits,
     )
-    (path / "dataset.json").write_text(to_json(about), encoding="utf-8")
+    (path / "dataset.json").write_text(to_json(description), encoding="utf-8")
     return path
 
 

@@ -14,13 +14,14 @@ from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from recmill import failpoints
+from recmill.checkpoints import format as saved
+from recmill.checkpoints import loading as checkpoint
+from recmill.checkpoints import saver as saver_module
+from recmill.checkpoints.format import Checkpoint, Origin, Position, chosen, committed, facts_of
+from recmill.checkpoints.saver import Saver
 from recmill.config.sections import CheckpointSection
 from recmill.errors import CheckpointError, ResourceError, UserError
 from recmill.failpoints import PLACES, VARIABLE
-from recmill.training import checkpoint, saved
-from recmill.training import saver as saver_module
-from recmill.training.saved import Checkpoint, Origin, Position, chosen, committed, facts_of
-from recmill.training.saver import Saver
 from recmill.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # alone, as meant

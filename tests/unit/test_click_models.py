@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from recmill import registry
 from recmill.config import load_config
 from recmill.errors import ConfigError
-from recmill.nn.dlrm import Dlrm
+from recmill.nn.click_network import ClickNetwork
 from recmill.nn.interactions import (
     CrossInteraction,
     CrossLayer,
@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, **changes: Any) -> Dlrm:
+def build(name: str, **changes: Any) -> ClickNetwork:
     module = registry.load(registry.MODELS, name, "model")
     torch.manual_seed(1)
     return module.build(module.Config(**MODELS[name] | changes), ABOUT, CPU)

@@ -135,10 +135,10 @@ def test_defaults_then_file_then_set(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[data]\npath = "d"\n[model]\nname = "dlrm"\n[optim.dense]\nlr = 0.5\n', encoding="utf-8")
     config = load_config(file, ["optim.dense.lr=0.25", "model.top_mlp=[4, 2]", "data.order=file"])
-    assert config.run.optim.dense.lr == 0.25
-    assert config.run.optim.dense.name == "adam"  # the default
+    assert config.settings.optim.dense.lr == 0.25
+    assert config.settings.optim.dense.name == "adam"  # the default
     assert config.as_dict()["model"]["top_mlp"] == [4, 2]
-    assert config.run.data.order == "file"
+    assert config.settings.data.order == "file"
 
 
 @pytest.mark.parametrize(

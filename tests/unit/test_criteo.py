@@ -15,13 +15,17 @@ import polars as pl
 import pytest
 import xxhash
 
-from recmill import companions, prepare
+from recmill import prepare
 from recmill.batch import CtrBatch
+from recmill.data import companions
+from recmill.data.click_rows import StoredDay
 from recmill.data.clicks import ClickSource
-from recmill.datasets import clicks, criteo, criteo_ids, criteo_plan, multi_hot, shuffle
+from recmill.datasets import clicks, multi_hot, shuffle
+from recmill.datasets.criteo import ids as criteo_ids
+from recmill.datasets.criteo import plan as criteo_plan
+from recmill.datasets.criteo import steps as criteo
 from recmill.errors import ConfigError, ResourceError
 from recmill.schema import open_dataset
-from recmill.stored import StoredDay
 
 from ..conftest import REPO
 from ..criteo_raw import (
@@ -63,8 +67,10 @@ def sparse(path: Path, days: int = 3) -> np.ndarray:
     return np.concatenate([stored(path, f"day_{day}_sparse") for day in range(days)])
 
 
-def split_rows(about: dict[str, Any]) -> dict[str, list[tuple[str, int, int]]]:
-    return {split: [(r["day"], r["start"], r["stop"]) for r in ranges] for split, ranges in about["splits"].items()}
+def split_rows(description: dict[str, Any]) -> dict[str, list[tuple[str, int, int]]]:
+    return {
+        split: [(r["day"], r["start"], r["stop"]) for r in ranges] for split, ranges in description["splits"].items()
+    }
 
 
 # As TorchRec does
@@ -108,13 +114,13 @@ def test_contiguous_ids_are_torchrecs_byte_for_byte(
     threshold: int, logs: Path, torchrecs_own: Path, torchrec_criteo: ModuleType, tmp_path: Path
 ) -> None:
     make_contiguous(torchrec_criteo, torchrecs_own, tmp_path / "theirs", threshold)
-    about = prepare("criteo", tmp_path / "d", input=logs, compat="torchrec", min_frequency=threshold)
+    description = prepare("criteo", tmp_path / "d", input=logs, compat="torchrec", min_frequency=threshold)
     ours, expected = contents(tmp_path / "d"), contents(tmp_path / "theirs")
     assert len(expected) == 3
     assert {name: ours[name] for name in expected} == expected
     largest = sparse(tmp_path / "theirs").max(axis=0)
-    assert [feature["rows"] for feature in about["sparse"]] == (largest + 1).tolist()
-    assert any("vocabularies were made from val and test rows too" in note for note in about["notes"])
+    assert [feature["rows"] for feature in description["sparse"]] == (largest + 1).tolist()
+    assert any("vocabularies were made from val and test rows too" in note for note in description["notes"])
 
 
 def test_the_example_in_torchrecs_docstring_comes_out_as_printed_there(tmp_path: Path) -> None:
@@ -136,11 +142,11 @@ def test_the_shuffled_files_are_torchrecs_byte_for_byte(
     torchrec_criteo.BinaryCriteoUtils.shuffle(
         str(torchrecs_own), str(contiguous), str(tmp_path / "theirs"), {0: 300, 1: 257}, days=3, random_seed=seed
     )
-    about = prepare("criteo", tmp_path / "d", input=logs, compat="torchrec", shuffle="global", seed=seed)
+    description = prepare("criteo", tmp_path / "d", input=logs, compat="torchrec", shuffle="global", seed=seed)
     ours, expected = contents(tmp_path / "d"), contents(tmp_path / "theirs")
     assert len(expected) == 9
     assert {name: ours[name] for name in expected} == expected
-    assert not any("2^24" in note for note in about["notes"])  # no id is that large
+    assert not any("2^24" in note for note in description["notes"])  # no id is that large
 
 
 def test_ids_above_2_24_are_rounded_as_in_torchrecs_shuffle_and_the_notes_say_how_many(
@@ -156,13 +162,13 @@ def test_ids_above_2_24_are_rounded_as_in_torchrecs_shuffle_and_the_notes_say_ho
     source, target = str(tmp_path / "theirs"), str(tmp_path / "shuffled")
     torchrec_criteo.BinaryCriteoUtils.shuffle(source, source, target, {0: 120, 1: 90}, days=3, random_seed=3)
     options: dict[str, Any] = {"compat": "torchrec", "ids": "mod", "table_size": [2**31 - 128]}  # keeps ids as they are
-    about = prepare("criteo", tmp_path / "d", input=tmp_path / "raw", shuffle="global", seed=3, **options)
+    description = prepare("criteo", tmp_path / "d", input=tmp_path / "raw", shuffle="global", seed=3, **options)
     ours, expected = contents(tmp_path / "d"), contents(tmp_path / "shuffled")
     assert {name: ours[name] for name in expected} == expected
     before = np.concatenate([stored(tmp_path / "theirs", f"day_{day}_sparse") for day in (0, 1)])
     changed = int((before != before.astype(np.float32).astype(np.int64)).sum())
     assert changed > 1000
-    assert any(f"{changed:,} training ids above 2^24 were rounded to float32" in note for note in about["notes"])
+    assert any(f"{changed:,} training ids above 2^24 were rounded to float32" in note for note in description["notes"])
     open_dataset(tmp_path / "d", verify="digests")
 
 
@@ -197,10 +203,10 @@ def test_kaggle_files_are_torchrecs_byte_for_byte(
     for name in ("train", "test"):
         files = [f"theirs/{name}_{part}.npy" for part in PARTS]
         torchrec_criteo.BinaryCriteoUtils.tsv_to_npys(f"{name}.txt", *files, dataset_name="criteo_kaggle")
-    about = prepare("criteo", tmp_path / "d", input=tmp_path, compat="torchrec", ids="mod")
+    description = prepare("criteo", tmp_path / "d", input=tmp_path, compat="torchrec", ids="mod")
     ours, expected = contents(tmp_path / "d"), contents(tmp_path / "theirs")
     assert {name: ours[name] for name in expected} == expected
-    assert split_rows(about) == {
+    assert split_rows(description) == {
         "train": [("train", 0, 120)],
         "val": [("train", 120, 135)],
         "test": [("train", 135, 150)],
@@ -240,9 +246,9 @@ def test_real_rows_are_torchrecs_byte_for_byte(
 def test_oneflows_parquet(logs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Column c: raw id % size + size * c, missing size * (c + 1); dense x + 1, missing 1.0; test before val."""
     caplog.set_level("INFO")
-    about = prepare("criteo", tmp_path / "d", input=logs, compat="oneflow", table_size=[1000], shuffle="none")
-    assert split_rows(about)["test"] == [("test-day_2-00000", 0, 101)]
-    assert split_rows(about)["val"] == [("val-day_2-00000", 0, 100)]
+    description = prepare("criteo", tmp_path / "d", input=logs, compat="oneflow", table_size=[1000], shuffle="none")
+    assert split_rows(description)["test"] == [("test-day_2-00000", 0, 101)]
+    assert split_rows(description)["val"] == [("val-day_2-00000", 0, 100)]
     last_day = day_rows(logs, 2)
     for name, rows in (
         ("test-day_2", last_day[:101]),
@@ -260,7 +266,7 @@ def test_oneflows_parquet(logs: Path, tmp_path: Path, caplog: pytest.LogCaptureF
         ]
         assert [list(row) for row in frame.rows()] == expected
     collision = "the missing id of each column equals the first id of the next"
-    assert any(collision in note for note in about["notes"])
+    assert any(collision in note for note in description["notes"])
     assert collision in caplog.text
 
 
@@ -272,7 +278,7 @@ def test_our_loader_keeps_oneflows_columns_apart(logs: Path, tmp_path: Path) -> 
     np.testing.assert_allclose(found.dense, np.log(dense_of(rows) + 2.0), rtol=1e-6, atol=1e-7)
     expected = [[1000 if raw is None else raw % 1000 for raw in row] for row in ids_of(rows)]
     assert found.ids.tolist() == expected  # the missing one has a row of its own, 1000
-    assert {feature.rows for feature in dataset.about.sparse} == {1001}  # type: ignore[union-attr]
+    assert {feature.rows for feature in dataset.description.sparse} == {1001}  # type: ignore[union-attr]
 
 
 def test_oneflow_ids_are_as_wide_as_its_own_default_size(logs: Path, tmp_path: Path) -> None:
@@ -323,13 +329,13 @@ def test_hash64_is_sparks_xxhash64(logs: Path, tmp_path: Path) -> None:
 
 def test_hash64_with_a_size_keeps_row_0_for_missing_ids(logs: Path, tmp_path: Path) -> None:
     sizes = [100 + c for c in range(26)]
-    about = prepare("criteo", tmp_path / "d", input=logs, ids="hash64", table_size=sizes)
+    description = prepare("criteo", tmp_path / "d", input=logs, ids="hash64", table_size=sizes)
     rows = [row for day in range(3) for row in day_rows(logs, day)]
     expected = [
         [sparks_xxhash64(x, c) % (sizes[c] - 1) + 1 if x else 0 for c, x in enumerate(row[14:])] for row in rows
     ]
     assert sparse(tmp_path / "d").tolist() == expected
-    assert [feature["rows"] for feature in about["sparse"]] == sizes
+    assert [feature["rows"] for feature in description["sparse"]] == sizes
 
 
 def test_oneflows_hashes_are_stored_whole(logs: Path, tmp_path: Path) -> None:
@@ -378,7 +384,7 @@ def expected_ids(
 def test_contiguous_ids_by_falling_frequency_in_the_training_rows(
     options: dict[str, Any], min_frequency: int, sizes: list[int] | None, logs: Path, tmp_path: Path
 ) -> None:
-    about = prepare("criteo", tmp_path / "d", input=logs, **options)
+    description = prepare("criteo", tmp_path / "d", input=logs, **options)
     by_day = [ids_of(day_rows(logs, day)) for day in range(3)]
     train, everything = by_day[0] + by_day[1], by_day[0] + by_day[1] + by_day[2]
     expected, vocabularies = expected_ids(train, everything, min_frequency, sizes)
@@ -391,7 +397,7 @@ def test_contiguous_ids_by_falling_frequency_in_the_training_rows(
         assert stored(tmp_path / "d", f"vocabulary_C{column + 1}").tolist() == [
             list(p) for p in sorted(vocabulary.items())
         ]
-        assert about["sparse"][column]["rows"] == len(vocabulary) + 2
+        assert description["sparse"][column]["rows"] == len(vocabulary) + 2
 
 
 def test_ids_in_order_of_occurrence(logs: Path, tmp_path: Path) -> None:
@@ -421,9 +427,9 @@ def test_a_column_without_any_id_is_all_missing(id_order: str, tmp_path: Path) -
         for row in rows:
             row[14 + 7] = ""
         write_rows(tmp_path / "raw" / f"day_{day}", rows)
-    about = prepare("criteo", tmp_path / "d", input=tmp_path / "raw", id_order=id_order)
+    description = prepare("criteo", tmp_path / "d", input=tmp_path / "raw", id_order=id_order)
     assert set(sparse(tmp_path / "d", 2)[:, 7].tolist()) == {0}
-    assert about["sparse"][7]["rows"] == 2
+    assert description["sparse"][7]["rows"] == 2
     assert stored(tmp_path / "d", "vocabulary_C8").shape == (0, 2)
 
 
@@ -439,12 +445,12 @@ def test_raw_id_0_is_not_a_missing_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [3, 1000, 2**31 - 1, 2**31, 2**32])
 def test_ids_by_modulo_keep_row_0_for_missing_ids(size: int, logs: Path, tmp_path: Path) -> None:
-    about = prepare("criteo", tmp_path / "d", input=logs, ids="mod", table_size=[size])
+    description = prepare("criteo", tmp_path / "d", input=logs, ids="mod", table_size=[size])
     raws = [row for day in range(3) for row in ids_of(day_rows(logs, day))]
     found = sparse(tmp_path / "d")
     assert found.tolist() == [[0 if raw is None else raw % (size - 1) + 1 for raw in row] for row in raws]
     assert found.dtype == (np.int32 if size <= 2**31 else np.int64)
-    assert {feature["rows"] for feature in about["sparse"]} == {size}
+    assert {feature["rows"] for feature in description["sparse"]} == {size}
 
 
 # Dense features
@@ -518,20 +524,20 @@ def test_splits(
     counts: list[int], options: dict[str, Any], expected: dict[str, list[tuple[str, int, int]]], tmp_path: Path
 ) -> None:
     write_days(tmp_path / "raw", counts)
-    about = prepare("criteo", tmp_path / "d", input=tmp_path / "raw", **options)
-    assert split_rows(about) == expected
-    assert [(source["name"], source["rows"]) for source in about["source"]] == [
+    description = prepare("criteo", tmp_path / "d", input=tmp_path / "raw", **options)
+    assert split_rows(description) == expected
+    assert [(source["name"], source["rows"]) for source in description["source"]] == [
         (f"day_{day}", count) for day, count in enumerate(counts)
     ]
-    assert {name: file["rows"] for name, file in about["files"].items() if "vocabulary" not in name} == {
+    assert {name: file["rows"] for name, file in description["files"].items() if "vocabulary" not in name} == {
         f"day_{day}_{part}.npy": count for day, count in enumerate(counts) for part in PARTS
     }
 
 
 def test_in_parquet_the_splits_hold_the_same_rows_as_in_npy(logs: Path, tmp_path: Path) -> None:
-    about = prepare("criteo", tmp_path / "p", input=logs, format="parquet", last_day="test-first")
+    description = prepare("criteo", tmp_path / "p", input=logs, format="parquet", last_day="test-first")
     prepare("criteo", tmp_path / "n", input=logs, last_day="test-first")
-    assert split_rows(about) == {
+    assert split_rows(description) == {
         "train": [("train-day_0-00000", 0, 300), ("train-day_1-00000", 0, 257)],
         "test": [("test-day_2-00000", 0, 101)],
         "val": [("val-day_2-00000", 0, 100)],
@@ -586,8 +592,8 @@ def test_shuffling_one_log_leaves_its_val_and_test_rows(format: str, tmp_path: P
     rows = {}
     for how in ("none", "global"):
         dataset = open_dataset(tmp_path / how, verify="digests")
-        assert dataset.about.kind == "clicks"
-        for split, ranges in dataset.about.splits.items():
+        assert dataset.description.kind == "clicks"
+        for split, ranges in dataset.description.splits.items():
             found = [StoredDay(dataset, r.day).take(slice(r.start, r.stop)).ids.tolist() for r in ranges]
             rows[how, split] = [tuple(row) for part in found for row in part]
     assert rows["none", "val"] == rows["global", "val"]
@@ -637,8 +643,10 @@ def test_multi_hot_files_hold_the_references_ids(
     sizes = [1 + c % 4 for c in range(26)]
     prepare("criteo", tmp_path / "one", input=logs)
     monkeypatch.setattr(multi_hot, "_ROWS_AT_ONCE", 50)
-    about = prepare("criteo", tmp_path / "d", input=logs, multi_hot=sizes, multi_hot_distribution=distribution, seed=5)
-    tables = reference_tables([f["rows"] for f in about["sparse"]], sizes, distribution, seed=5)
+    description = prepare(
+        "criteo", tmp_path / "d", input=logs, multi_hot=sizes, multi_hot_distribution=distribution, seed=5
+    )
+    tables = reference_tables([f["rows"] for f in description["sparse"]], sizes, distribution, seed=5)
     dataset = open_dataset(tmp_path / "d", verify="digests")
     for day in range(3):
         ids = stored(tmp_path / "one", f"day_{day}_sparse")
@@ -884,13 +892,13 @@ def test_large_parquet_parts_are_cut_and_joined_again(
     long_logs: Path, with_plenty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clicks, "PARQUET_ROWS", 1000)
-    about = prepare("criteo", tmp_path / "d", input=long_logs, format="parquet", min_frequency=2)
-    assert [day for day, _, _ in split_rows(about)["train"]][:7] == [
+    description = prepare("criteo", tmp_path / "d", input=long_logs, format="parquet", min_frequency=2)
+    assert [day for day, _, _ in split_rows(description)["train"]][:7] == [
         *(f"train-day_0-{part:05d}" for part in range(6)),
         "train-day_1-00000",
     ]
-    assert [stop for _, _, stop in split_rows(about)["train"]] == [1000] * 6 + [1000] * 5 + [200]
-    found = pl.read_parquet([tmp_path / "d" / f"{day}.parquet" for day, _, _ in split_rows(about)["train"]])
+    assert [stop for _, _, stop in split_rows(description)["train"]] == [1000] * 6 + [1000] * 5 + [200]
+    found = pl.read_parquet([tmp_path / "d" / f"{day}.parquet" for day, _, _ in split_rows(description)["train"]])
     assert found.select(COLUMNS).to_numpy().tolist() == sparse(with_plenty / "frequency", 2).tolist()
 
 

@@ -114,15 +114,15 @@ def test_a_row_of_another_length_is_named(suffix: str, change: Any, facts: str, 
 
 
 def test_the_row_is_counted_through_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recmill.datasets import criteo
+    from recmill.datasets.criteo import steps as criteo
 
     real = criteo.parse_log
     monkeypatch.setattr(criteo, "parse_log", lambda *a, **k: real(*a, **{**k, "chunk_bytes": 3000}))
     rows = random_rows(1300, 3)
     raw = two_days(tmp_path, with_field(1234, 9, "x", rows))
     assert_refused(tmp_path, raw, "day_0: row 1,234, column I9: 'x' is not a whole number")
-    about = prepare("criteo", tmp_path / "d", input=raw, on_bad_row="skip")
-    assert about["source"][0]["rows"] == 1299
+    description = prepare("criteo", tmp_path / "d", input=raw, on_bad_row="skip")
+    assert description["source"][0]["rows"] == 1299
 
 
 LAST_ROW = len("\t".join(ROWS[-1]))
@@ -298,14 +298,14 @@ def test_skipped_rows_are_counted_and_told_and_the_good_ones_kept(tmp_path: Path
     lines[10] = lines[10].replace(b"\t", b"\t@", 1)
     two_days(tmp_path, b"".join(lines))
     write_text(tmp_path / "raw" / "day_1", b"\n" + to_text(OTHERS))
-    about = prepare("criteo", tmp_path / "d", input=tmp_path / "raw", on_bad_row="skip")
+    description = prepare("criteo", tmp_path / "d", input=tmp_path / "raw", on_bad_row="skip")
     write_rows(tmp_path / "good" / "day_0", ROWS[:3] + ROWS[4:10] + ROWS[11:])
     write_rows(tmp_path / "good" / "day_1", OTHERS)
     prepare("criteo", tmp_path / "expected", input=tmp_path / "good")
     assert data(tmp_path / "d") == data(tmp_path / "expected")
-    assert [(source["rows"], source["bad_rows"]) for source in about["source"]] == [(28, 2), (20, 1)]
+    assert [(source["rows"], source["bad_rows"]) for source in description["source"]] == [(28, 2), (20, 1)]
     for fact in ("day_0: row 4: expected 40 fields, got 2", "day_0: row 11, column I1: '@", "day_1: row 1: expected"):
-        assert any(fact in note for note in about["notes"])
+        assert any(fact in note for note in description["notes"])
 
 
 def test_skipped_rows_are_told_alike_wherever_the_log_is(tmp_path: Path) -> None:
@@ -321,15 +321,15 @@ def test_more_bad_rows_than_allowed_are_an_error_counted_over_all_files(tmp_path
     options: dict[str, Any] = {"input": raw, "on_bad_row": "skip"}
     assert_refused(tmp_path, raw, "day_1: row 1: expected", "--max-bad-rows", on_bad_row="skip", max_bad_rows=2)
     assert_refused(tmp_path, raw, "day_0: row 1: expected", "--max-bad-rows", on_bad_row="skip", max_bad_rows=0)
-    about = prepare("criteo", tmp_path / "d", max_bad_rows=3, **options)
-    assert sum(source["bad_rows"] for source in about["source"]) == 3
+    description = prepare("criteo", tmp_path / "d", max_bad_rows=3, **options)
+    assert sum(source["bad_rows"] for source in description["source"]) == 3
 
 
 def test_many_bad_rows_are_counted_but_only_the_first_are_told(tmp_path: Path) -> None:
     raw = two_days(tmp_path, b"?\n" * 200 + to_text(ROWS))
-    about = prepare("criteo", tmp_path / "d", input=raw, on_bad_row="skip")
-    assert about["source"][0]["bad_rows"] == 200
-    assert len(about["notes"]) == 10
+    description = prepare("criteo", tmp_path / "d", input=raw, on_bad_row="skip")
+    assert description["source"][0]["bad_rows"] == 200
+    assert len(description["notes"]) == 10
 
 
 def test_the_default_limit_is_1000(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_a_broken_log_is_refused_or_read_exactly_as_it_stands(
         ends_well = text.endswith(b"\n")
         options = {**RAW_IDS, "last_day": "none", "on_bad_row": on_bad_row}
         try:
-            about = prepare("criteo", Path(folder) / "d", input=raw, **options)
+            description = prepare("criteo", Path(folder) / "d", input=raw, **options)
         except DataError as error:
             assert str(raw) in str(error)
             # It is refused for a reason: a bad row, a last line without its end, or nothing to read.
@@ -395,7 +395,7 @@ def test_a_broken_log_is_refused_or_read_exactly_as_it_stands(
             assert any(reasons), str(error)
             return
         assert on_bad_row == "skip" or not expected.bad_lines
-        assert about["source"][0]["bad_rows"] == len(expected.bad_lines)
+        assert description["source"][0]["bad_rows"] == len(expected.bad_lines)
         found = {part: np.load(Path(folder) / "d" / f"day_0_{part}.npy") for part in ("labels", "dense", "sparse")}
         assert found["labels"].ravel().tolist() == [row[0] for row in expected.rows]
         assert found["sparse"].tolist() == [[value or 0 for value in row[14:]] for row in expected.rows]

@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 
 from recmill import prepare
-from recmill.datasets import criteo, criteo_plan, writing
+from recmill.datasets import writing
+from recmill.datasets.criteo import plan as criteo_plan
+from recmill.datasets.criteo import steps as criteo
 from recmill.datasets.shuffle import Buckets
 from recmill.datasets.writing import NpyWriter, Work
 from recmill.errors import DataError, ResourceError
@@ -197,7 +199,9 @@ def test_stopped_before_the_description_it_goes_on(
 KILLED_AT = """
 import os, signal, sys
 from recmill import cli
-from recmill.datasets import criteo, criteo_plan, writing
+from recmill.datasets import writing
+from recmill.datasets.criteo import steps as criteo
+from recmill.datasets.criteo import plan as criteo_plan
 from recmill.datasets.shuffle import Buckets
 parse = criteo.parse_log
 criteo.parse_log = lambda *args, **k: parse(*args, **{**k, "chunk_bytes": 1 << 14})
@@ -298,8 +302,8 @@ def test_other_options_or_inputs_are_named_and_the_work_is_kept(tmp_path: Path) 
         prepare("criteo", tmp_path / "d", input=raw)
     assert "begin anew with --overwrite" in str(caught.value)
     assert done_parts(unfinished(tmp_path)) == done
-    about = prepare("criteo", tmp_path / "d", input=raw, min_frequency=2, overwrite=True)
-    assert about["source"][1]["rows"] == 31
+    description = prepare("criteo", tmp_path / "d", input=raw, min_frequency=2, overwrite=True)
+    assert description["source"][1]["rows"] == 31
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "raw"]
 
 
@@ -413,14 +417,14 @@ def test_killed_while_overwriting_leaves_the_dataset_that_was_there(logs: Path, 
 
 def test_what_a_finished_run_could_not_remove_does_no_harm(logs: Path, tmp_path: Path) -> None:
     """Killed when the dataset was in its place, before the scratch files were gone; then the dataset was removed."""
-    real = writing._replace
+    real = writing.replace_directory
 
     def killed_after(output: Path, partial: Path) -> None:
         real(output, partial)
         raise InterruptionError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "_replace", killed_after)
+        patch.setattr(writing, "replace_directory", killed_after)
         with pytest.raises(InterruptionError):
             prepare("criteo", tmp_path / "d", input=logs)
     whole = contents(tmp_path / "d")
@@ -433,10 +437,10 @@ def test_what_a_finished_run_could_not_remove_does_no_harm(logs: Path, tmp_path:
 def test_a_second_run_at_the_same_time_is_refused(logs: Path, tmp_path: Path) -> None:
     stopped(tmp_path, logs, "count-C5")
     before = contents_of_tree(unfinished(tmp_path))
-    with (unfinished(tmp_path) / "lock").open("w") as file:
+    with (unfinished(tmp_path) / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # another open file: as good as another process
         for overwrite in (False, True):
-            with pytest.raises(ResourceError, match="another `recmill prepare` is at work here"):
+            with pytest.raises(ResourceError, match=r"another `recmill prepare` .* works here"):
                 prepare("criteo", tmp_path / "d", input=logs, overwrite=overwrite)
     assert contents_of_tree(unfinished(tmp_path)) == before
     prepare("criteo", tmp_path / "d", input=logs)
@@ -557,7 +561,7 @@ import resource, signal, sys
 import numpy as np
 from pathlib import Path
 from recmill.datasets.shuffle import Buckets
-from recmill.stored import ClickRows
+from recmill.data.click_rows import ClickRows
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 buckets = Buckets(Path(sys.argv[1]), 100, 13, 26, np.int32, 10**6)
 rows = ClickRows(np.zeros((100, 13), np.float32), np.zeros((100, 26), np.int32), np.zeros(100, np.int32))
@@ -574,8 +578,8 @@ except OSError:
 
 def test_the_rows_that_were_prepared_are_the_rows_of_the_log(logs: Path, unbroken: Path) -> None:
     """So that two equally wrong results do not pass for right ones."""
-    about = json.loads((unbroken / "full" / "dataset.json").read_text())
+    description = json.loads((unbroken / "full" / "dataset.json").read_text())
     labels = np.concatenate([np.load(unbroken / "full" / f"day_{day}_labels.npy") for day in range(3)])
     clicks = sum(line.startswith("1") for day in range(3) for line in (logs / f"day_{day}").read_text().splitlines())
-    assert [source["rows"] for source in about["source"]] == [260, 200, 101]
+    assert [source["rows"] for source in description["source"]] == [260, 200, 101]
     assert int(labels.sum()) == clicks

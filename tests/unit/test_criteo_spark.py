@@ -13,10 +13,10 @@ import polars as pl
 import pytest
 
 from recmill import prepare
-from recmill.datasets import criteo_spark
+from recmill.data.click_rows import ClickRows, StoredDay
+from recmill.datasets.criteo import spark as criteo_spark
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.schema import ClicksDescription, open_dataset
-from recmill.stored import ClickRows, StoredDay
 
 from ..conftest import RunCli
 from ..criteo_raw import random_rows, to_text, write_days, write_text
@@ -84,15 +84,17 @@ def both_errors(raw: Path, output: Path, **options: Any) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def about(path: Path) -> ClicksDescription:
-    found = open_dataset(path, verify="digests").about
+def description(path: Path) -> ClicksDescription:
+    found = open_dataset(path, verify="digests").description
     assert isinstance(found, ClicksDescription)
     return found
 
 
 def rows_of(path: Path, split: str) -> ClickRows:
     dataset = open_dataset(path, verify="digests")
-    parts = [StoredDay(dataset, part.day).take(slice(part.start, part.stop)) for part in about(path).splits[split]]
+    parts = [
+        StoredDay(dataset, part.day).take(slice(part.start, part.stop)) for part in description(path).splits[split]
+    ]
     return ClickRows(
         np.concatenate([p.dense for p in parts]),
         np.concatenate([p.ids for p in parts]),
@@ -115,12 +117,12 @@ def test_contiguous_ids_and_their_vocabularies(logs: Path, tmp_path: Path) -> No
     ours, expected = both(logs, tmp_path, min_frequency=3, table_size=[25], shuffle="global", **ONE_LOG)
     for split in ("train", "val", "test"):
         assert_equal(in_one_order(rows_of(ours, split)), in_one_order(rows_of(expected, split)))
-    assert about(ours).sparse == about(expected).sparse
+    assert description(ours).sparse == description(expected).sparse
     for column in range(26):
         name = f"vocabulary_C{column + 1}.npy"
         assert (ours / name).read_bytes() == (expected / name).read_bytes()
-    assert max(feature.rows for feature in about(ours).sparse) == 25
-    assert {"vocabulary_C1.npy", "vocabulary_C26.npy"} <= set(about(ours).files)
+    assert max(feature.rows for feature in description(ours).sparse) == 25
+    assert {"vocabulary_C1.npy", "vocabulary_C26.npy"} <= set(description(ours).files)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +138,8 @@ def test_rows_in_the_order_of_the_logs(options: dict[str, Any], logs: Path, tmp_
     ours, expected = both(logs, tmp_path, **options)
     for split in ("train", "val", "test"):
         assert_equal(rows_of(ours, split), rows_of(expected, split))
-    assert about(ours).splits == about(expected).splits
-    assert about(ours).source == about(expected).source
+    assert description(ours).splits == description(expected).splits
+    assert description(ours).source == description(expected).source
 
 
 def test_oneflows_rows(logs: Path, tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_oneflows_rows(logs: Path, tmp_path: Path) -> None:
     assert frames[0][0].schema == frames[1][0].schema
     assert frames[0][0].sort(pl.all()).equals(frames[1][0].sort(pl.all()))
     assert frames[0][1].equals(frames[1][1]) and frames[0][2].equals(frames[1][2])
-    assert about(ours).notes == about(expected).notes
+    assert description(ours).notes == description(expected).notes
 
 
 def test_the_new_order_depends_on_the_seed_and_not_on_how_the_logs_are_read(logs: Path, tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_files_and_row_groups_are_cut_where_the_loader_wants_them(
     monkeypatch.setattr(criteo_spark, "PARQUET_ROWS", 128)
     monkeypatch.setattr(criteo_spark, "BLOCK_ROWS", 50)
     ours, expected = both(logs, tmp_path, **MOD)
-    files = {name: info.rows for name, info in about(ours).files.items() if name.startswith("train-day_0-")}
+    files = {name: info.rows for name, info in description(ours).files.items() if name.startswith("train-day_0-")}
     assert files == {f"train-day_0-{k:05d}.parquet": rows for k, rows in enumerate((128, 128, 44))}
     metadata = pyarrow.ParquetFile(ours / "train-day_0-00000.parquet").metadata
     assert [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)] == [50, 50, 28]
@@ -249,9 +251,9 @@ def test_bad_rows_are_left_out_and_odd_ones_kept(tmp_path: Path) -> None:
     write_text(tmp_path / "raw" / "day_0", b"\n".join(lines) + b"\n")
     write_text(tmp_path / "raw" / "day_1", WITH_BOM_AND_RETURNS)
     ours, expected = both(tmp_path / "raw", tmp_path, on_bad_row="skip", **MOD)
-    assert about(expected).source[0].bad_rows == len(BAD)
-    assert about(ours).source == about(expected).source
-    assert about(ours).notes == about(expected).notes
+    assert description(expected).source[0].bad_rows == len(BAD)
+    assert description(ours).source == description(expected).source
+    assert description(ours).notes == description(expected).notes
     assert_equal(rows_of(ours, "train"), rows_of(expected, "train"))
     assert_equal(rows_of(ours, "val"), rows_of(expected, "val"))
 
@@ -315,7 +317,7 @@ def test_after_a_failure_it_goes_on_from_what_is_finished(
     )
     monkeypatch.setattr(criteo_spark._Preparation, "_parse", fail)
     prepared()
-    assert sum(part.stop for part in about(tmp_path / "out").splits["train"]) == sum(DAYS[:-1])
+    assert sum(part.stop for part in description(tmp_path / "out").splits["train"]) == sum(DAYS[:-1])
 
 
 def test_another_master_than_that_of_the_running_spark_is_refused(logs: Path, tmp_path: Path) -> None:
@@ -352,4 +354,4 @@ def test_a_spark_of_its_own_is_stopped_after_errors_and_at_the_end(spark: Any, t
         with error:
             prepare("criteo", tmp_path / "out", input=str(raw), engine="spark", on_bad_row=on_bad_row, **MOD)
         assert SparkSession.getActiveSession() is None
-    assert about(tmp_path / "out").source[0].bad_rows == 1
+    assert description(tmp_path / "out").source[0].bad_rows == 1

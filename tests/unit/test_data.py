@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from recmill import prepare
 from recmill.batch import CtrBatch, RankingBatch, SequenceBatch
 from recmill.data.clicks import ClickSource, SplitRows
-from recmill.data.histories import HistorySource, Masking, train_windows
+from recmill.data.histories import HistorySource, WindowRules, train_windows
 from recmill.data.share import Limits, num_batches, shares
 from recmill.errors import DataError
 from recmill.models import bert4rec
@@ -190,13 +190,13 @@ def test_a_bad_id_is_an_error_that_names_its_place(
     assert f"{path}/day_1_sparse.npy: row 7, column C{column + 1}: id {value} is not in 0.." in str(caught.value)
 
 
-MASKING = Masking(max_length=10, step=10, probability=0.3, last_only=0.2)
+MASKING = WindowRules(max_length=10, step=10, probability=0.3, last_only=0.2)
 MASK = 201  # the histories have 200 items
 
 
 def history_source(path: Path, rank: int = 0, size: int = 1, **options: Any) -> HistorySource:
     chosen: dict[str, Any] = {
-        "masking": MASKING,
+        "window_rules": MASKING,
         "protocols": ["full", "pop100"],
         "order": "shuffled",
         "seed": 1,
@@ -260,7 +260,7 @@ def test_windows_are_cut_backwards_from_the_last_training_item(
     lengths: list[int], step: int, expected: list[tuple[int, int]]
 ) -> None:
     offsets = np.cumsum([0, *lengths])
-    starts, counts = train_windows(offsets, Masking(max_length=4, step=step, probability=0.2, last_only=0.0))
+    starts, counts = train_windows(offsets, WindowRules(max_length=4, step=step, probability=0.2, last_only=0.0))
     assert list(zip(starts.tolist(), counts.tolist(), strict=True)) == expected
 
 
@@ -282,7 +282,7 @@ def test_the_sliding_step_is_a_number_of_items_or_a_share_of_max_length(
     items: int, max_length: int, sliding_step: float, expected: list[int]
 ) -> None:
     config = bert4rec.Config(max_length=max_length, sliding_step=sliding_step)
-    starts, _ = train_windows(np.array([0, items + 2]), Masking(**bert4rec.masking(config)))
+    starts, _ = train_windows(np.array([0, items + 2]), WindowRules(**bert4rec.window_rules(config)))
     assert starts.tolist() == expected
 
 
@@ -293,7 +293,7 @@ def test_windows_hold_every_training_item_and_never_the_last_two(
 ) -> None:
     step = data.draw(st.integers(1, max_length))
     offsets = np.cumsum([0, *lengths])
-    starts, counts = train_windows(offsets, Masking(max_length, step, probability=0.2, last_only=0.0))
+    starts, counts = train_windows(offsets, WindowRules(max_length, step, probability=0.2, last_only=0.0))
     assert counts.min() >= 1
     assert counts.max() <= max_length
     covered = {int(p) for start, count in zip(starts, counts, strict=True) for p in range(start, start + count)}
@@ -303,12 +303,12 @@ def test_windows_hold_every_training_item_and_never_the_last_two(
 
 def test_a_window_cut_anywhere_asks_for_the_item_after_its_beginning(histories: Path) -> None:
     """Which is some beginning of the window that would be there uncut, another one in each epoch."""
-    masking = replace(MASKING, last_only=1.0)
+    window_rules = replace(MASKING, last_only=1.0)
     found: list[set[tuple[int, int]]] = []
     for epoch in (0, 1):
         whole, cut = (
-            [w for b in history_source(histories, masking=m).train_batches(epoch, 0) for w in windows_of(b)]
-            for m in (masking, replace(masking, last_anywhere=True))
+            [w for b in history_source(histories, window_rules=m).train_batches(epoch, 0) for w in windows_of(b)]
+            for m in (window_rules, replace(window_rules, last_anywhere=True))
         )
         lengths = set()
         for (uncut, answers, key), (tokens, asked, same_key) in zip(whole, cut, strict=True):
@@ -325,8 +325,10 @@ def test_a_window_cut_anywhere_asks_for_the_item_after_its_beginning(histories: 
 
 
 def test_trained_on_validation_only_the_last_item_is_held_out(histories: Path) -> None:
-    masking = replace(MASKING, last_only=0.0, last_too=True)
-    windows = [w for batch in history_epoch(histories, train_on_validation=True, masking=masking) for w in batch]
+    window_rules = replace(MASKING, last_only=0.0, last_too=True)
+    windows = [
+        w for batch in history_epoch(histories, train_on_validation=True, window_rules=window_rules) for w in batch
+    ]
     ends = {tuple(history[:-1][-10:]) for history in all_histories(histories)}
     last = [window for window in windows if unmasked(window) in ends]
     assert {unmasked(window) for window in last} == ends
@@ -334,11 +336,11 @@ def test_trained_on_validation_only_the_last_item_is_held_out(histories: Path) -
 
 
 def test_negatives_are_the_same_on_every_rank_and_other_ones_in_each_batch(histories: Path) -> None:
-    masking = replace(MASKING, probability=0.0, last_only=0.0, asks_next=True, negatives=500)
+    window_rules = replace(MASKING, probability=0.0, last_only=0.0, asks_next=True, negatives=500)
     one, *ranks = (
         [
             batch.negatives_K.tolist()
-            for batch in history_source(histories, rank, size, masking=masking).train_batches(3, 1)
+            for batch in history_source(histories, rank, size, window_rules=window_rules).train_batches(3, 1)
         ]
         for rank, size in ((0, 1), (0, 2), (1, 2))
     )
@@ -366,9 +368,11 @@ def test_an_epoch_holds_every_window_once_with_its_original_items_as_answers(his
 EVERY_KIND = replace(MASKING, step=4, last_too=True, random=0.3, kept=0.2, copies=2)
 
 
-@pytest.mark.parametrize("masking", [MASKING, EVERY_KIND])
-def test_a_batch_of_windows_and_its_masks_are_the_same_for_any_world_size(histories: Path, masking: Masking) -> None:
-    one, two, three = (history_epoch(histories, size=size, masking=masking) for size in (1, 2, 3))
+@pytest.mark.parametrize("window_rules", [MASKING, EVERY_KIND])
+def test_a_batch_of_windows_and_its_masks_are_the_same_for_any_world_size(
+    histories: Path, window_rules: WindowRules
+) -> None:
+    one, two, three = (history_epoch(histories, size=size, window_rules=window_rules) for size in (1, 2, 3))
     assert one == two == three
 
 
@@ -400,10 +404,10 @@ def test_masks_and_keys_are_new_for_each_epoch_and_seed(histories: Path, change:
 
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 def test_each_place_is_hidden_with_the_mask_probability(histories: Path, probability: float) -> None:
-    masking = Masking(max_length=50, step=50, probability=probability, last_only=0.0)
+    window_rules = WindowRules(max_length=50, step=50, probability=probability, last_only=0.0)
     items = hidden = 0
     for epoch in range(5):
-        for window in (w for batch in history_epoch(histories, epoch=epoch, masking=masking) for w in batch):
+        for window in (w for batch in history_epoch(histories, epoch=epoch, window_rules=window_rules) for w in batch):
             # The last place is left out: it is also hidden where nothing else would be.
             items += len(window[0]) - 1
             hidden += sum(from_end > 1 for from_end, _ in window[1])
@@ -413,9 +417,12 @@ def test_each_place_is_hidden_with_the_mask_probability(histories: Path, probabi
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_a_share_of_the_windows_hides_the_last_item_only(histories: Path, share: float) -> None:
     """With a mask probability of 1 all others hide everything."""
-    masking = Masking(max_length=10, step=10, probability=1.0, last_only=share)
+    window_rules = WindowRules(max_length=10, step=10, probability=1.0, last_only=share)
     windows = [
-        w for epoch in range(4) for batch in history_epoch(histories, epoch=epoch, masking=masking) for w in batch
+        w
+        for epoch in range(4)
+        for batch in history_epoch(histories, epoch=epoch, window_rules=window_rules)
+        for w in batch
     ]
     places = [(len(items), [from_end for from_end, _ in answers]) for items, answers, _ in windows if len(items) > 1]
     assert all(hidden in ([1], list(range(1, count + 1))) for count, hidden in places)
@@ -426,11 +433,11 @@ def test_a_share_of_the_windows_hides_the_last_item_only(histories: Path, share:
 def test_in_place_of_hidden_items_the_mask_random_items_or_themselves_are_seen(
     histories: Path, random: float, kept: float
 ) -> None:
-    masking = replace(MASKING, probability=0.5, random=random, kept=kept)
+    window_rules = replace(MASKING, probability=0.5, random=random, kept=kept)
     pairs = [
         (tokens[-from_end], answer)
         for epoch in range(10)
-        for batch in history_epoch(histories, epoch=epoch, masking=masking)
+        for batch in history_epoch(histories, epoch=epoch, window_rules=window_rules)
         for tokens, answers, _ in batch
         for from_end, answer in answers
     ]
@@ -446,13 +453,15 @@ def test_in_place_of_hidden_items_the_mask_random_items_or_themselves_are_seen(
 
 
 def test_copies_of_a_window_have_masks_of_their_own_and_count_as_samples(histories: Path) -> None:
-    masking = replace(MASKING, copies=3)
-    source = history_source(histories, masking=masking)
+    window_rules = replace(MASKING, copies=3)
+    source = history_source(histories, window_rules=window_rules)
     once = history_source(histories)
     assert source.samples_per_epoch == 3 * once.samples_per_epoch
-    assert {len(history_epoch(histories, size=size, masking=masking)) for size in (1, 2)} == {source.batches_per_epoch}
+    assert {len(history_epoch(histories, size=size, window_rules=window_rules)) for size in (1, 2)} == {
+        source.batches_per_epoch
+    }
     found: dict[tuple[int, ...], list[Row]] = {}
-    for window in (window for batch in history_epoch(histories, masking=masking) for window in batch):
+    for window in (window for batch in history_epoch(histories, window_rules=window_rules) for window in batch):
         found.setdefault(unmasked(window), []).append(window)
     assert Counter({items: len(copies) // 3 for items, copies in found.items()}) == Counter(
         unmasked(window) for batch in history_epoch(histories) for window in batch
@@ -464,8 +473,10 @@ def test_copies_of_a_window_have_masks_of_their_own_and_count_as_samples(histori
 
 
 def test_the_last_training_item_of_a_history_can_always_be_hidden_beside_others(histories: Path) -> None:
-    masking = replace(MASKING, last_only=0.0, last_too=True)
-    windows = [window for batch in history_epoch(histories, order="file", masking=masking) for window in batch]
+    window_rules = replace(MASKING, last_only=0.0, last_too=True)
+    windows = [
+        window for batch in history_epoch(histories, order="file", window_rules=window_rules) for window in batch
+    ]
     ends = {tuple(history[:-2][-10:]) for history in all_histories(histories)}
     last = [window for window in windows if unmasked(window) in ends]
     rest = [window for window in windows if unmasked(window) not in ends]
@@ -589,7 +600,7 @@ def test_pop100_is_refused_before_training_if_any_user_has_met_too_many(tmp_path
     ):
         HistorySource(
             open_dataset(tmp_path / "d"),
-            masking=Masking(10, 10, 0.2, 0.1),
+            window_rules=WindowRules(10, 10, 0.2, 0.1),
             protocols=["pop100"],
             order="file",
             seed=1,
@@ -618,12 +629,12 @@ def test_bad_dense_values_and_labels_are_named(
         SplitRows(open_dataset(copy), "train").take(np.arange(100))
 
 
-NEXT = Masking(max_length=10, step=10, probability=0.0, last_only=0.0, asks_next=True)
+NEXT = WindowRules(max_length=10, step=10, probability=0.0, last_only=0.0, asks_next=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_training_item_but_the_first_of_a_history_is_asked_for_once(histories: Path, size: int) -> None:
-    found = [window for batch in history_epoch(histories, size=size, masking=NEXT) for window in batch]
+    found = [window for batch in history_epoch(histories, size=size, window_rules=NEXT) for window in batch]
     answers = []
     for tokens, asked, _ in found:
         items = [*tokens, dict(asked)[1]]
@@ -634,7 +645,7 @@ def test_every_training_item_but_the_first_of_a_history_is_asked_for_once(histor
 
 
 def test_what_asks_for_the_next_item_ranks_from_the_last_one(histories: Path) -> None:
-    batch = next(history_source(histories, masking=NEXT).eval_batches("test"))
+    batch = next(history_source(histories, window_rules=NEXT).eval_batches("test"))
     history = all_histories(histories)[0]
     assert batch.tokens_N[: batch.lengths_B[0]].tolist() == history[:-1][-10:]
     assert batch.answers_M[0] == history[-1]
@@ -646,5 +657,5 @@ def test_histories_too_short_to_ask_for_a_next_item_are_refused(tmp_path: Path) 
     options: dict[str, Any] = {"user_column": "who", "item_column": "what", "min_user_count": 0, "min_item_count": 0}
     prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv", **options)
     with pytest.raises(DataError, match="no history has two items for training"):
-        history_source(tmp_path / "d", masking=NEXT, protocols=["full"])
+        history_source(tmp_path / "d", window_rules=NEXT, protocols=["full"])
     assert history_source(tmp_path / "d", protocols=["full"]).samples_per_epoch == 1

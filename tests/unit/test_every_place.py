@@ -85,11 +85,11 @@ def test_a_dataset_is_whole_or_not_there(place: str, action: str, tmp_path: Path
     code = exit_code(prepare_clicks, str(output), 40, fail=f"{place}:{action}")
     assert code == (-signal.SIGKILL if action == "kill" else 1)
     if place == "prepare.renamed":
-        assert open_dataset(output, "digests").about.recipe["rows"] == 40
+        assert open_dataset(output, "digests").description.recipe["rows"] == 40
     else:
         assert not output.exists()
         with pytest.raises(DataError):
             open_dataset(output)
     assert exit_code(prepare_clicks, str(output), 50) == 0  # over it, or over what it left
-    assert open_dataset(output, "digests").about.recipe["rows"] == 50
+    assert open_dataset(output, "digests").description.recipe["rows"] == 50
     assert [path.name for path in tmp_path.iterdir()] == ["data"]

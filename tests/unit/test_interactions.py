@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recmill import prepare
-from recmill.datasets import delimited, interactions
+from recmill.datasets.histories import delimited, interactions
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.schema import open_dataset
 
@@ -44,7 +44,7 @@ def test_histories_are_in_order_of_time_and_ties_in_order_of_the_file(tmp_path: 
     rows = [("b", "x", 3), ("a", "z", 5), ("b", "y", 1), ("a", "y", 5), ("a", "x", -2), ("b", "z", 3)]
     assert prepared(tmp_path, rows, **ALL) == {"a": ["x", "z", "y"], "b": ["y", "x", "z"]}
     assert np.load(tmp_path / "d" / "timestamps.npy").tolist() == [-2, 5, 5, 1, 3, 3]
-    assert open_dataset(tmp_path / "d", verify="digests").about.notes == []
+    assert open_dataset(tmp_path / "d", verify="digests").description.notes == []
 
 
 @pytest.mark.parametrize("time_column", ["when", None])
@@ -75,7 +75,7 @@ def test_without_a_time_the_order_of_the_file_is_kept(tmp_path: Path) -> None:
 def test_an_item_met_again_is_kept_once_unless_told_otherwise(tmp_path: Path, repeats: str, history: list[str]) -> None:
     rows = [("a", "x", 1), ("a", "y", 2), ("a", "x", 3), ("a", "z", 4), ("a", "x", 5)]
     assert prepared(tmp_path, rows, repeats=repeats, **ALL) == {"a": history}
-    notes = open_dataset(tmp_path / "d").about.notes
+    notes = open_dataset(tmp_path / "d").description.notes
     assert notes == ([] if repeats == "keep" else [f"--repeats {repeats}: 2 interactions dropped"])
 
 
@@ -85,7 +85,7 @@ def test_items_are_filtered_before_users_and_once(tmp_path: Path) -> None:
     rows += [("c", "t", 0), ("b", "t", 0)]
     # Without a, item s is left with one interaction; it stays, as items are looked at once.
     assert prepared(tmp_path, rows, min_item_count=2, min_user_count=5) == {"b": list("xywvst"), "c": list("wxyvt")}
-    assert open_dataset(tmp_path / "d").about.notes == [
+    assert open_dataset(tmp_path / "d").description.notes == [
         "--min-item-count 2: 2 interactions dropped (0 users, 2 items)",
         "users of fewer than 5 interactions: 4 interactions dropped (1 users, 0 items)",
     ]
@@ -94,7 +94,7 @@ def test_items_are_filtered_before_users_and_once(tmp_path: Path) -> None:
 def test_users_with_fewer_than_three_items_are_always_dropped_and_counted(tmp_path: Path) -> None:
     rows = [("a", item, 0) for item in "xyz"] + [("one", "x", 0), ("two", "x", 0), ("two", "y", 0)]
     assert list(prepared(tmp_path, rows, **ALL)) == ["a"]
-    assert open_dataset(tmp_path / "d").about.notes == [
+    assert open_dataset(tmp_path / "d").description.notes == [
         "users of fewer than 3 interactions: 3 interactions dropped (2 users, 0 items)"
     ]
 
@@ -191,7 +191,7 @@ def test_the_forecast_of_disk_space_is_not_exceeded(
 def test_rows_that_are_there_twice_count_once_and_a_user_of_one_event_goes(tmp_path: Path) -> None:
     rows = [("a", "x", 1), ("a", "x", 1), ("a", "y", 2), ("a", "z", 2), ("a", "z", 2), ("one", "x", 1), ("one", "x", 1)]
     assert prepared(tmp_path, rows, **ALL) == {"a": ["x", "y", "z"]}
-    assert open_dataset(tmp_path / "d").about.notes == [
+    assert open_dataset(tmp_path / "d").description.notes == [
         "--repeats first: 3 interactions dropped",
         "users of fewer than 3 interactions: 1 interactions dropped (1 users, 0 items)",
     ]

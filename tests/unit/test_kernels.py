@@ -20,7 +20,7 @@ from recmill.kernels.functions import fits
 from recmill.kernels.native import native
 from recmill.nn.interactions import DotInteraction
 from recmill.nn.mlp import mlp
-from recmill.training.native_tables import replace_lookup
+from recmill.tables.native_lookup import replace_lookup
 
 
 @pytest.fixture(autouse=True)

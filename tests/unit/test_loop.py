@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from recmill.checkpoints.format import Position
 from recmill.errors import UserError
 from recmill.training import guards, loop
-from recmill.training.saved import Position
 from recmill.world import World
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from recmill import prepare
-from recmill.datasets import goodreads
+from recmill.datasets.histories import goodreads
 from recmill.errors import ConfigError, DataError
 from recmill.schema import HistoriesDescription, open_dataset
 
@@ -101,9 +101,9 @@ def test_files_that_are_missing_or_of_two_editions_are_refused(tmp_path: Path) -
 def test_items_without_a_title_are_counted(tmp_path: Path) -> None:
     raw = write_edition(tmp_path / "raw", "ml-1m")
     (raw / "movies.dat").write_text("10::GoldenEye (1995)::Action\n99::Never rated (2000)::Drama\n")
-    about = prepare("movielens", tmp_path / "d", input=raw, **ALL)
+    description = prepare("movielens", tmp_path / "d", input=raw, **ALL)
     assert pl.read_parquet(tmp_path / "d" / "items.parquet")["title"].to_list() == ["3", "4", "GoldenEye (1995)"]
-    assert about["notes"] == ["2 of 3 items have no title: their original id stands for it"]
+    assert description["notes"] == ["2 of 3 items have no title: their original id stands for it"]
 
 
 GOODREADS = "user_id,book_id,is_read,rating,is_reviewed\n" + "".join(
@@ -128,9 +128,9 @@ def test_goodreads_keeps_the_order_of_the_file(
     (tmp_path / "goodreads_interactions.csv").write_text(GOODREADS)
     prepare("goodreads", tmp_path / "d", input=tmp_path, **{"min_interactions": 3, **options})
     assert histories_of(tmp_path / "d") == expected
-    about = open_dataset(tmp_path / "d").about
-    assert isinstance(about, HistoriesDescription)
-    assert not about.has_timestamps
+    description = open_dataset(tmp_path / "d").description
+    assert isinstance(description, HistoriesDescription)
+    assert not description.has_timestamps
 
 
 BOOKS = [("500", "Émile"), ("30", r"The \"Wasp\" Factory"), ("77", ""), ("12", "Never met")]
@@ -149,13 +149,13 @@ def write_books(directory: Path) -> dict[str, Any]:
 def test_goodreads_books_have_their_titles(tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goodreads, "_BLOCK_BYTES", block_bytes)
     (tmp_path / "raw").mkdir()
-    about = prepare("goodreads", tmp_path / "d", **write_books(tmp_path / "raw"), min_interactions=3)
+    description = prepare("goodreads", tmp_path / "d", **write_books(tmp_path / "raw"), min_interactions=3)
     items = pl.read_parquet(tmp_path / "d" / "items.parquet")
     expected = {"1": "1", "2": "2", "3": 'The "Wasp" Factory', "5": "5", "7": "7", "9": "Émile"}
     assert dict(zip(items["original_id"], items["title"], strict=True)) == expected
-    assert about["notes"] == ["4 of 6 items have no title: their original id stands for it"]
+    assert description["notes"] == ["4 of 6 items have no title: their original id stands for it"]
     (tmp_path / "raw").rename(tmp_path / "moved")
-    assert prepare("goodreads", tmp_path / "d", **write_books(tmp_path / "moved"), min_interactions=3) == about
+    assert prepare("goodreads", tmp_path / "d", **write_books(tmp_path / "moved"), min_interactions=3) == description
 
 
 def test_titles_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
@@ -203,14 +203,22 @@ def unpacked(name: str, directory: Path) -> Path:
 def test_the_real_editions_have_the_published_counts(
     tmp_path: Path, name: str, options: dict[str, Any], users: int, items: int, interactions: int
 ) -> None:
-    about = prepare("movielens", tmp_path / "d", input=unpacked(name, tmp_path), **options)
-    assert (about["num_users"], about["num_items"], about["num_interactions"]) == (users, items, interactions)
+    description = prepare("movielens", tmp_path / "d", input=unpacked(name, tmp_path), **options)
+    assert (description["num_users"], description["num_items"], description["num_interactions"]) == (
+        users,
+        items,
+        interactions,
+    )
 
 
 def test_the_defaults_give_the_sequences_of_the_papers_on_ml_1m(tmp_path: Path) -> None:
     """Their file numbers users and items anew; what an item is, the numbers of its occurrences tell."""
-    about = prepare("movielens", tmp_path / "d", input=unpacked("ml-1m", tmp_path))
-    assert (about["num_users"], about["num_items"], about["num_interactions"]) == (6_040, 3_416, 999_611)
+    description = prepare("movielens", tmp_path / "d", input=unpacked("ml-1m", tmp_path))
+    assert (description["num_users"], description["num_items"], description["num_interactions"]) == (
+        6_040,
+        3_416,
+        999_611,
+    )
     items, offsets = np.load(tmp_path / "d" / "items.npy"), np.load(tmp_path / "d" / "offsets.npy")
     with gzip.open(REAL / "ml-1m.bert4rec.txt.gz") as file:
         their_users, their_items = np.loadtxt(file, dtype=np.int64).T

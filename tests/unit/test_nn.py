@@ -16,7 +16,7 @@ from recmill.nn.norms import WindowNorm
 from recmill.nn.rows import Rows
 from recmill.nn.sampled import Loss, gbce_sum
 from recmill.nn.sequences import ItemTransformer
-from recmill.schema import TableSpec
+from recmill.tables.spec import TableSpec
 from recmill.tasks import ctr, next_item
 from recmill.world import World
 

@@ -5,12 +5,12 @@ import torch
 
 from recmill.config.sections import TablesOptim
 from recmill.errors import ConfigError, ResourceError
-from recmill.nn.dlrm import Dlrm
+from recmill.nn.click_network import ClickNetwork
 from recmill.nn.interactions import DotInteraction
 from recmill.nn.sequences import ItemTransformer
-from recmill.schema import TableSpec
-from recmill.training.plan import Machines, Placed, Request, as_text, make_plan, placements
-from recmill.training.shard import make_sharders
+from recmill.tables.placement import Machines, Placed, Request, as_text, make_plan, placements
+from recmill.tables.sharding import make_sharders
+from recmill.tables.spec import TableSpec
 
 META = torch.device("meta")
 # Rows of MLPerf's DLRM (mlcommons/training, recommendation_v2): at most 40 million each.
@@ -24,7 +24,7 @@ def placed(
     tables = [TableSpec(f"t{i}", f"f{i}", count, dim, 0.1) for i, count in enumerate(rows)]
     named = {t.name: types if isinstance(types, str) else types.get(t.name, "auto") for t in tables}
     request = Request(tables, named, optimizer, ["fused", "dense"], 8192, {t.feature: 1 for t in tables})
-    network = Dlrm(tables, 13, [512, dim], DotInteraction(len(tables) + 1, dim), [64], META)
+    network = ClickNetwork(tables, 13, [512, dim], DotInteraction(len(tables) + 1, dim), [64], META)
     plan = make_plan(network, make_sharders(TablesOptim(name=optimizer)), request, machines)  # type: ignore[arg-type]
     return {p.table: p for p in placements(plan, tables, optimizer)}
 
@@ -73,7 +73,7 @@ def test_narrow_tables_are_really_cut(kind: str, values_per_rank: int) -> None:
 def test_every_way_to_cut_is_planned_for_gpus_with_fused_kernels(kind: str, kernel: str, ranks: int) -> None:
     """2 machines of 2 GPUs, on a machine that has none."""
     table = TableSpec("t", "f", 2000, 16, 0.1)
-    network = Dlrm([table], 3, [16], DotInteraction(2, 16), [4], META)
+    network = ClickNetwork([table], 3, [16], DotInteraction(2, 16), [4], META)
     request = Request([table], {"t": kind}, "adam" if kind == "table_wise" else "sgd", ["fused", "dense"], 8, {"f": 1})
     sharders = make_sharders(TablesOptim(name="adam" if kind == "table_wise" else "sgd"))
     plan = make_plan(network, sharders, request, Machines(4, 2, "cuda", 10**9))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from recmill.batch import CtrBatch, RankingBatch, SequenceBatch
+from recmill.checkpoints.format import Position
 from recmill.commands.assemble import build_sharded, build_source, model_module, task_module
 from recmill.commands.train import work
 from recmill.config import load_config
@@ -20,12 +21,11 @@ from recmill.config.sections import TrainSection
 from recmill.errors import UserError
 from recmill.hardware.precision import Dtype, Finding
 from recmill.schema import open_dataset
+from recmill.tables.first_values import fill_tables, local_shards
 from recmill.training import precision
 from recmill.training.optim import build_optimizer
 from recmill.training.precision import LossScale, usable_dtype
-from recmill.training.saved import Position
 from recmill.training.step import Step
-from recmill.training.tables import fill_tables, local_shards
 from recmill.world import World, joined_world
 
 from ..group import in_group
@@ -126,12 +126,12 @@ class Trainer:
 
     def __init__(self, values: Config, world: World, **train: Any) -> None:
         config = load_config(values | {"train": values["train"] | train})
-        dataset = open_dataset(config.run.data.path)
+        dataset = open_dataset(config.settings.data.path)
         self.model = build_sharded(config, dataset, world)
-        self.optimizer = build_optimizer(self.model, config.run.optim)
-        tables = model_module(config).tables(config.model, dataset.about)
-        fill_tables(self.model, tables, config.run.train.seed)
-        self.step = Step(self.model, self.optimizer, task_module(config), config.run, world, Position())
+        self.optimizer = build_optimizer(self.model, config.settings.optim)
+        tables = model_module(config).tables(config.model, dataset.description)
+        fill_tables(self.model, tables, config.settings.train.seed)
+        self.step = Step(self.model, self.optimizer, task_module(config), config.settings, world, Position())
         self.batches: Iterator[Any] = build_source(config, dataset, world.rank, world.size).train_batches(0, 0)
 
     def train(self, factor: float = 1 / 125) -> None:
@@ -285,7 +285,7 @@ def test_batches_move_with_all_their_fields_and_stay_as_they_are_on_cpu(dlrm: Co
     batches: list[CtrBatch | SequenceBatch] = []
     for values in (dlrm, bert4rec):
         config = load_config(values)
-        source = build_source(config, open_dataset(config.run.data.path), 0, 1)
+        source = build_source(config, open_dataset(config.settings.data.path), 0, 1)
         batches += [next(source.train_batches(0, 0)), next(source.eval_batches("val"))]
     assert [type(batch) for batch in batches] == [CtrBatch, CtrBatch, SequenceBatch, RankingBatch]
     for batch in batches:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recmill import prepare
-from recmill.datasets import random_clicks
+from recmill.datasets.synthetic import random_clicks
 from recmill.errors import ConfigError, DataError
 from recmill.schema import open_dataset
 
@@ -65,7 +65,7 @@ def test_a_dataset_that_a_kill_left_without_its_name_gets_it_back(
     monkeypatch.setattr(random_clicks, "seal_clicks", None)
     with pytest.raises(TypeError):
         prepare("random-clicks", tmp_path / "d", rows=40, overwrite=True)
-    assert open_dataset(tmp_path / "d", "digests").about.recipe["rows"] == 30
+    assert open_dataset(tmp_path / "d", "digests").description.recipe["rows"] == 30
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
 
 
@@ -99,16 +99,16 @@ def test_unknown_datasets_and_options_name_the_nearest(tmp_path: Path) -> None:
 
 
 def test_one_number_of_tables_is_a_count(tmp_path: Path) -> None:
-    about = prepare("random-clicks", tmp_path / "d", rows=100, tables=[3])
-    assert [feature["rows"] for feature in about["sparse"]] == [4, 283, 20000]
+    description = prepare("random-clicks", tmp_path / "d", rows=100, tables=[3])
+    assert [feature["rows"] for feature in description["sparse"]] == [4, 283, 20000]
 
 
 @pytest.mark.parametrize("name", ["random-clicks", "synthetic-clicks"])
 def test_too_few_rows_for_the_days_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--rows 9: 5 days need 10 rows or more"):
         prepare(name, tmp_path / "d", rows=9)
-    about = prepare(name, tmp_path / "d", rows=10)
-    assert {split: sum(r["stop"] - r["start"] for r in ranges) for split, ranges in about["splits"].items()} == {
+    description = prepare(name, tmp_path / "d", rows=10)
+    assert {split: sum(r["stop"] - r["start"] for r in ranges) for split, ranges in description["splits"].items()} == {
         "train": 8,
         "val": 1,
         "test": 1,

@@ -11,7 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 
 from recmill.config.sections import TablesOptim
-from recmill.training.replicated import ReplicatedTables
+from recmill.tables.replicated import ReplicatedTables
 
 ROWS, DIM, LR, EPS = 20, 8, 0.3, 1e-2  # an eps that shows
 

@@ -35,8 +35,8 @@ def change(path: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("verify", ["sizes", "digests"])
 def test_good_datasets_open(clicks: Path, histories: Path, verify: Any) -> None:
-    assert open_dataset(clicks, verify).about.kind == "clicks"
-    assert open_dataset(histories, verify).about.kind == "histories"
+    assert open_dataset(clicks, verify).description.kind == "clicks"
+    assert open_dataset(histories, verify).description.kind == "histories"
 
 
 def test_a_directory_that_is_not_there_says_how_to_make_it(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_an_unknown_format_or_kind_is_an_error(broken: Callable[..., Path]) -> N
 @pytest.mark.parametrize(("value", "column"), [(300, 2), (-1, 0)])
 def test_verify_finds_a_bad_id_even_if_the_digest_agrees(broken: Callable[..., Path], value: int, column: int) -> None:
     """As in a dataset prepared elsewhere with wrong table sizes."""
-    from recmill.schema import digest
+    from recmill.files.digests import digest
 
     path = broken("clicks")
     ids = np.load(path / "day_1_sparse.npy", mmap_mode="r+")

@@ -3,8 +3,8 @@ import signal
 
 import pytest
 
-from recmill import stop
 from recmill.errors import Interrupted, Preempted
+from recmill.launch import signals as stop
 
 
 def test_the_first_signal_is_remembered_and_inner_blocks_share_it() -> None:

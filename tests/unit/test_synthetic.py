@@ -11,9 +11,10 @@ from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 
 from recmill import prepare
-from recmill.datasets import synthetic_clicks, synthetic_histories
-from recmill.datasets.synthetic_clicks import PlantedModel
-from recmill.datasets.synthetic_histories import Chain
+from recmill.datasets.synthetic import clicks as synthetic_clicks
+from recmill.datasets.synthetic import histories as synthetic_histories
+from recmill.datasets.synthetic.clicks import PlantedModel
+from recmill.datasets.synthetic.histories import Chain
 from recmill.errors import ConfigError
 from recmill.metrics.ranking import Negatives
 
@@ -25,14 +26,14 @@ class Clicks:
     """What the files say, and what was planted."""
 
     path: Path
-    about: dict[str, Any]
+    description: dict[str, Any]
 
     def files(self, part: str, *days: int) -> np.ndarray:
         return np.concatenate([np.load(self.path / f"day_{day}_{part}.npy") for day in days])
 
     @cached_property
     def planted(self) -> PlantedModel:
-        return PlantedModel(synthetic_clicks.Options(**self.about["recipe"]))
+        return PlantedModel(synthetic_clicks.Options(**self.description["recipe"]))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def test_the_stated_best_is_the_score_of_the_planted_probability_of_the_files(
     dense, ids, labels = (planted_clicks.files(part, 2)[rows] for part in ("dense", "sparse", "labels"))
     assert dense.dtype == np.float32
     probability = expit(planted_clicks.planted.logit(dense, ids))
-    truth = planted_clicks.about["truth"][split]
+    truth = planted_clicks.description["truth"][split]
     assert truth["auroc"] == pytest.approx(roc_auc_score(labels[:, 0], probability), abs=1e-12)
     assert truth["logloss"] == pytest.approx(log_loss(labels[:, 0], probability), rel=1e-12)
 
@@ -121,7 +122,7 @@ def test_the_block_size_of_the_writer_does_not_change_the_files(
 @dataclass
 class Histories:
     path: Path
-    about: dict[str, Any]
+    description: dict[str, Any]
 
     @cached_property
     def users(self) -> list[np.ndarray]:
@@ -130,11 +131,11 @@ class Histories:
 
     @cached_property
     def chain(self) -> Chain:
-        return Chain.planted(synthetic_histories.Options(**self.about["recipe"]))
+        return Chain.planted(synthetic_histories.Options(**self.description["recipe"]))
 
     def scores(self, current: int) -> np.ndarray:
         """What comes after an item, by the definition: noise by popularity, else .4, .3, .2, .1 of its successors."""
-        noise = self.about["recipe"]["noise"]
+        noise = self.description["recipe"]["noise"]
         scores = noise * self.chain.popularity
         for successor, share in zip(self.chain.successors[current], (0.4, 0.3, 0.2, 0.1), strict=True):
             scores[successor] += (1 - noise) * share
@@ -219,7 +220,7 @@ def test_the_stated_best_is_the_score_of_the_planted_chain(
             ratio = scores / np.maximum(counts, 1) if protocol == "pop100" else scores
             best_first = sorted(chosen, key=lambda item: (-ratio[item], item == target))
             places[protocol].append(best_first.index(target) + 1)
-    truth = planted_histories.about["truth"][split]
+    truth = planted_histories.description["truth"][split]
     expected = {}
     for protocol, found in places.items():
         for k in (1, 5, 10):
@@ -235,13 +236,13 @@ def test_ranking_by_popularity_alone_is_far_from_the_stated_best(planted_histori
         scores = planted_histories.chain.popularity.copy()
         scores[items[:-1]] = -1.0
         hits.append(items[-1] in np.argsort(-scores)[:10])
-    assert np.mean(hits) < planted_histories.about["truth"]["test"]["full/hr@10"] - 0.3
+    assert np.mean(hits) < planted_histories.description["truth"]["test"]["full/hr@10"] - 0.3
 
 
 def test_users_are_made_in_blocks_without_losing_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synthetic_histories, "SEEN_CELLS", 40 * 7)  # 7 users at once
-    about = prepare("synthetic-histories", tmp_path / "d", users=25, items=40, interactions=200)
-    users = Histories(tmp_path / "d", about).users
+    description = prepare("synthetic-histories", tmp_path / "d", users=25, items=40, interactions=200)
+    users = Histories(tmp_path / "d", description).users
     assert len(users) == 25
     assert sum(map(len, users)) == 200
     assert all(len(np.unique(items)) == len(items) for items in users)
@@ -249,8 +250,8 @@ def test_users_are_made_in_blocks_without_losing_any(tmp_path: Path, monkeypatch
 
 
 def test_too_few_items_for_100_negatives_leave_them_out_of_the_truth(tmp_path: Path) -> None:
-    about = prepare("synthetic-histories", tmp_path / "d", users=10, items=60, interactions=80)
-    assert {name.split("/")[0] for name in about["truth"]["test"]} == {"full"}
+    description = prepare("synthetic-histories", tmp_path / "d", users=10, items=60, interactions=80)
+    assert {name.split("/")[0] for name in description["truth"]["test"]} == {"full"}
 
 
 @pytest.mark.parametrize(
@@ -281,8 +282,8 @@ def test_impossible_options_are_a_config_error_and_write_nothing(
 
 
 def test_random_clicks_are_uniform_ids_normal_values_and_fair_coins(tmp_path: Path) -> None:
-    about = prepare("random-clicks", tmp_path / "d", rows=20_000, days=2, dense=2, tables=[4, 1000])
-    data = Clicks(tmp_path / "d", about)
+    description = prepare("random-clicks", tmp_path / "d", rows=20_000, days=2, dense=2, tables=[4, 1000])
+    data = Clicks(tmp_path / "d", description)
     dense, ids, labels = (data.files(part, 0, 1) for part in ("dense", "sparse", "labels"))
     assert dense.mean(axis=0) == pytest.approx([0, 0], abs=0.04)
     assert dense.var(axis=0) == pytest.approx([1, 1], abs=0.05)
@@ -290,12 +291,12 @@ def test_random_clicks_are_uniform_ids_normal_values_and_fair_coins(tmp_path: Pa
     assert np.histogram(ids[:, 1], bins=10, range=(0, 1000))[0] == pytest.approx(np.full(10, 2000), abs=220)
     assert (ids[:, 1].min(), ids[:, 1].max()) == (0, 999)
     assert np.bincount(labels[:, 0]) == pytest.approx(np.full(2, 10_000), abs=350)
-    assert about["truth"] == {"val": {"auroc": 0.5}, "test": {"auroc": 0.5}}
+    assert description["truth"] == {"val": {"auroc": 0.5}, "test": {"auroc": 0.5}}
 
 
 @dataclass
 class RandomHistories:
-    about: dict[str, Any]
+    description: dict[str, Any]
     users: list[np.ndarray]
     times: list[np.ndarray]
     user_names: pl.DataFrame
@@ -303,18 +304,18 @@ class RandomHistories:
 
 
 def random_histories(path: Path, **options: Any) -> RandomHistories:
-    about = prepare("random-histories", path, **options)
+    description = prepare("random-histories", path, **options)
     items, times, offsets = (np.load(path / f"{name}.npy") for name in ("items", "timestamps", "offsets"))
     names = (pl.read_parquet(path / f"{name}.parquet") for name in ("users", "items"))
-    return RandomHistories(about, np.split(items, offsets[1:-1]), np.split(times, offsets[1:-1]), *names)
+    return RandomHistories(description, np.split(items, offsets[1:-1]), np.split(times, offsets[1:-1]), *names)
 
 
 def test_random_histories_rise_in_time_and_take_each_interaction_once(tmp_path: Path) -> None:
     data = random_histories(tmp_path / "d", random_user_count=12, random_item_count=30, random_size=400)
     assert all(np.all(np.diff(times) > 0) for times in data.times)
     assert sorted(np.concatenate(data.times).tolist()) == list(range(400))
-    assert data.about["notes"] == []
-    assert data.about["num_users"] == 12
+    assert data.description["notes"] == []
+    assert data.description["num_users"] == 12
 
 
 def test_random_users_with_fewer_than_three_interactions_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -323,14 +324,18 @@ def test_random_users_with_fewer_than_three_interactions_are_dropped_and_counted
     dropped = 120 - sum(lengths)
     assert min(lengths) == 3
     assert 0 < dropped <= 2 * (40 - len(lengths)), "a dropped user had one or two"
-    assert data.about["notes"] == [f"dropped {dropped} interactions of users with fewer than 3"]
+    assert data.description["notes"] == [f"dropped {dropped} interactions of users with fewer than 3"]
 
 
 def test_random_items_and_users_are_numbered_without_gaps_and_keep_their_names(tmp_path: Path) -> None:
     """60 items for 40 interactions: most do not occur, and get no number."""
     data = random_histories(tmp_path / "d", random_user_count=8, random_item_count=60, random_size=40)
     items = np.concatenate(data.users)
-    assert sorted(set(items.tolist())) == list(range(1, data.about["num_items"] + 1)) == data.item_names["id"].to_list()
+    assert (
+        sorted(set(items.tolist()))
+        == list(range(1, data.description["num_items"] + 1))
+        == data.item_names["id"].to_list()
+    )
     assert data.item_names["count"].to_list() == np.bincount(items)[1:].tolist()
     assert data.user_names["count"].to_list() == [len(items) for items in data.users]
     for names, most in ((data.item_names, 60), (data.user_names, 8)):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recmill.watchdog import Hang, culprit
+from recmill.launch.watchdog import Hang, culprit
 
 WAITING = "/site-packages/torch/distributed/distributed_c10d.py:1 all_reduce: work.wait()"
 BACKWARD = "/site-packages/torch/autograd/graph.py:1 _engine_run_backward: run()"
@@ -42,7 +42,7 @@ def test_a_process_that_hangs_tells_where_and_ends_even_if_it_never_gives_python
     code = (
         "import ctypes, sys\n"
         "from pathlib import Path\n"
-        "from recmill import watchdog\n"
+        "from recmill.launch import watchdog\n"
         "watchdog._LINGER_SECONDS = 0\n"
         "run = Path(sys.argv[1])\n"
         "with watchdog.watching(3, 1.0, run, run, lambda hang: print(hang.told())):\n"

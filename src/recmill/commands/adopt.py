@@ -15,6 +15,15 @@ from pydantic import Field, PositiveInt
 
 from recmill.commands.prepare import checked_options
 from recmill.config.sections import Section
+from recmill.data.click_rows import (
+    ClickRows,
+    StoredDay,
+    bad_id_text,
+    feature_of_column,
+    first_bad_id,
+    id_limits,
+    npz_arrays,
+)
 from recmill.datasets.clicks import split_rows
 from recmill.datasets.writing import MADE_BY, seal
 from recmill.errors import ConfigError, DataError, ResourceError
@@ -29,7 +38,6 @@ from recmill.schema import (
     SparseFeature,
     open_dataset,
 )
-from recmill.stored import ClickRows, StoredDay, bad_id_text, feature_of_column, first_bad_id, id_limits, npz_arrays
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +71,7 @@ def adopt(path: str | Path, **options: Any) -> dict[str, Any]:
     else:
         _write_description(path, checked)
         log.info("adopted %s", path)
-    return open_dataset(path).about.model_dump(mode="json")
+    return open_dataset(path).description.model_dump(mode="json")
 
 
 def _is_adopted(path: Path, options: Options) -> bool:
@@ -73,32 +81,36 @@ def _is_adopted(path: Path, options: Options) -> bool:
             raise ResourceError(f"{path}: no permission to write {DESCRIPTION_FILE}. Change that, or adopt a copy.")
         return False
     try:
-        about = open_dataset(path).about
-        if about.name == NAME and about.recipe == options.model_dump():
+        description = open_dataset(path).description
+        if description.name == NAME and description.recipe == options.model_dump():
             open_dataset(path, verify="digests")
             return True
     except DataError as error:
         raise DataError(f"{error}\nIf the files are as they should be, remove {file} and adopt them again.") from None
     raise DataError(
-        f"{file} is there already ({about.name}, {about.recipe}, {about.made_by}). "
+        f"{file} is there already ({description.name}, {description.recipe}, {description.made_by}). "
         "Remove it if the files beside it are to be adopted with other options."
     )
 
 
 def _write_description(path: Path, options: Options) -> None:
     """Names, headers and labels come first: what they tell, nobody should learn after hours of reading."""
-    about, day_rows = _from_headers(path, options.table_size)
+    description, day_rows = _from_headers(path, options.table_size)
     splits = _splits(path, day_rows, options)
     with Progress(f"reading {path}", sum(day_rows.values()), "rows") as progress:
-        largest_ids = _largest_ids(Dataset(path, about, fingerprint=""), list(day_rows), progress)
+        largest_ids = _largest_ids(Dataset(path, description, fingerprint=""), list(day_rows), progress)
     notes = [f"dense values: {options.dense_transform or 'transformed elsewhere; nobody told how'}"]
     notes += [f"{part.day}: all labels are -1, so it is split unlabelled" for part in splits.get("unlabelled", [])]
     if options.table_size is None:
-        about = about.model_copy(update={"sparse": _features(largest_ids + 1)})
+        description = description.model_copy(update={"sparse": _features(largest_ids + 1)})
         notes.append("table sizes: the largest id + 1 of each column")
-    about = about.model_copy(update={"recipe": options.model_dump(), "splits": splits, "notes": notes})
+    description = description.model_copy(update={"recipe": options.model_dump(), "splits": splits, "notes": notes})
     log.info("every value is good; now the files are read once more for their digests")
-    seal(path, lambda files: about.model_copy(update={"files": files}), {n: f.rows for n, f in about.files.items()})
+    seal(
+        path,
+        lambda files: description.model_copy(update={"files": files}),
+        {n: f.rows for n, f in description.files.items()},
+    )
 
 
 def _raise_if_any(path: Path, problems: list[str]) -> None:
@@ -121,7 +133,7 @@ def _from_headers(path: Path, table_size: list[int] | None) -> tuple[ClicksDescr
     num_tables = len(hot) if sparse == _MULTI_HOT else hot[0]
     if table_size and len(table_size) not in (1, num_tables):
         raise ConfigError(f"--table-size: {len(table_size)} sizes, {num_tables} columns of ids. Give one each, or one.")
-    about = ClicksDescription(
+    description = ClicksDescription(
         name=NAME,
         made_by=MADE_BY,
         recipe={},
@@ -131,9 +143,9 @@ def _from_headers(path: Path, table_size: list[int] | None) -> tuple[ClicksDescr
         multi_hot=hot if sparse == _MULTI_HOT else [],
         splits={},
     )
-    rows = {name: rows for day, rows in day_rows.items() for name in about.day_files(day)}
+    rows = {name: rows for day, rows in day_rows.items() for name in description.day_files(day)}
     files = {name: FileInfo(bytes=(path / name).stat().st_size, rows=n, xxh3="") for name, n in rows.items()}
-    return about.model_copy(update={"files": files}), day_rows
+    return description.model_copy(update={"files": files}), day_rows
 
 
 def _days(path: Path) -> list[str]:
@@ -237,29 +249,29 @@ def _last_day(num_days: int, options: Options) -> tuple[str, float]:
 
 def _largest_ids(dataset: Dataset, days: list[str], progress: Progress) -> np.ndarray:
     """int64, one per table; every value is checked on the way."""
-    about = dataset.about
-    assert isinstance(about, ClicksDescription)
-    largest = np.zeros(len(id_limits(about)), dtype=np.int64)
+    description = dataset.description
+    assert isinstance(description, ClicksDescription)
+    largest = np.zeros(len(id_limits(description)), dtype=np.int64)
     bad: dict[str, str] = {}
     for day in days:
         for start, rows in StoredDay(dataset, day).blocks():
-            for file, problem in _bad_values(about, day, start, rows):
+            for file, problem in _bad_values(description, day, start, rows):
                 bad.setdefault(file, problem)  # the first of each file is enough
             np.maximum(largest, rows.ids.max(axis=0), out=largest)
             progress.advance(len(rows))
     _raise_if_any(dataset.path, list(bad.values()))
-    first_columns = np.cumsum([0, *about.multi_hot[:-1]]) if about.multi_hot else np.arange(len(largest))
+    first_columns = np.cumsum([0, *description.multi_hot[:-1]]) if description.multi_hot else np.arange(len(largest))
     return np.maximum.reduceat(largest, first_columns)
 
 
-def _bad_values(about: ClicksDescription, day: str, start: int, rows: ClickRows) -> Iterator[tuple[str, str]]:
+def _bad_values(description: ClicksDescription, day: str, start: int, rows: ClickRows) -> Iterator[tuple[str, str]]:
     """(file, problem)."""
     if not np.isfinite(rows.dense).all():
         file, (row, column) = f"{day}_{_DENSE}", np.argwhere(~np.isfinite(rows.dense))[0]
-        place = f"{file}: row {start + row:,}, column {about.dense[column]}"
+        place = f"{file}: row {start + row:,}, column {description.dense[column]}"
         yield file, f"{place}: {rows.dense[row, column]} is not a finite number"
-    if bad := first_bad_id(rows.ids, id_limits(about)):
-        file, feature, value = about.sparse_file(day), feature_of_column(about, bad[1]), int(rows.ids[bad])
+    if bad := first_bad_id(rows.ids, id_limits(description)):
+        file, feature, value = description.sparse_file(day), feature_of_column(description, bad[1]), int(rows.ids[bad])
         place = f"{file}: row {start + bad[0]:,}, column {feature.name}"
         is_negative = f"{place}: id {value} is negative; was a hash cut to int32?"
         is_large = f"{bad_id_text(file, start + bad[0], feature, value)}; give a larger --table-size"

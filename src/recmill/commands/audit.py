@@ -8,11 +8,11 @@ from typing import Literal
 
 import numpy as np
 
-from recmill.datasets.criteo_rules import memory_bytes
+from recmill.data.click_rows import BLOCK_ROWS, ClickRows, StoredDay, bad_id_text, feature_of_column, id_limits
+from recmill.datasets.criteo.rules import memory_bytes
 from recmill.errors import ConfigError
 from recmill.observe.progress import Progress
 from recmill.schema import ClicksDescription, Dataset, SparseFeature, open_dataset
-from recmill.stored import BLOCK_ROWS, ClickRows, StoredDay, bad_id_text, feature_of_column, id_limits
 
 HELD_OUT = ("val", "test")
 # A log repeats a few rows by coincidence. A split that overlaps with train repeats a large part of itself: all of it in
@@ -72,15 +72,15 @@ class AuditReport:
 def audit(path: str | Path, *, memory_budget: str = "2GB") -> AuditReport:
     """Reads the whole dataset: once, or as often as the memory is too small to count everything together."""
     dataset = open_dataset(path)
-    about = dataset.about
-    if not isinstance(about, ClicksDescription):
+    description = dataset.description
+    if not isinstance(description, ClicksDescription):
         raise ConfigError(f"{path} holds histories: recmill audit is for click logs.")
     if (memory := memory_bytes(memory_budget)) < LEAST_MEMORY:
         raise ConfigError(f"--memory-budget {memory_budget}: 1MB is the least.")
-    rows = {split: sum(r.stop - r.start for r in ranges) for split, ranges in about.splits.items()}
+    rows = {split: sum(r.stop - r.start for r in ranges) for split, ranges in description.splits.items()}
     num_held_out = sum(rows.get(split, 0) for split in HELD_OUT)
-    readings = _tables_per_reading([feature.rows for feature in about.sparse], num_held_out, memory)
-    values, ids, shared = _Values(about), dict[int, _IdCounts](), Counter[str]()
+    readings = _tables_per_reading([feature.rows for feature in description.sparse], num_held_out, memory)
+    values, ids, shared = _Values(description), dict[int, _IdCounts](), Counter[str]()
     with Progress("auditing", len(readings) * (sum(rows.values()) + num_held_out), "rows") as progress:
         for number, tables in enumerate(readings):
             counts = {table: _IdCounts() for table in tables}
@@ -94,13 +94,13 @@ def audit(path: str | Path, *, memory_budget: str = "2GB") -> AuditReport:
         rows=rows,
         shared_rows={split: shared[split] for split in HELD_OUT if split in rows},
         parts=parts,
-        tables=[_table_report(feature, ids.get(table)) for table, feature in enumerate(about.sparse)],
+        tables=[_table_report(feature, ids.get(table)) for table, feature in enumerate(description.sparse)],
         findings=[
             *values.findings(),
             *_label_findings(parts),
             *_dense_findings(parts),
             *_shared_findings(rows, shared),
-            *(f for table, feature in enumerate(about.sparse) for f in _id_findings(feature, ids.get(table))),
+            *(f for table, feature in enumerate(description.sparse) for f in _id_findings(feature, ids.get(table))),
         ],
     )
 
@@ -146,9 +146,9 @@ class _Block:
 
 
 def _blocks(dataset: Dataset, splits: list[str], progress: Progress) -> Iterator[_Block]:
-    assert isinstance(dataset.about, ClicksDescription)
+    assert isinstance(dataset.description, ClicksDescription)
     for split in splits:
-        for part in dataset.about.splits.get(split, []):
+        for part in dataset.description.splits.get(split, []):
             for start, rows in StoredDay(dataset, part.day).blocks(part.start, part.stop):
                 yield _Block(split, part.day, start, rows, np.ascontiguousarray(rows.ids.T, dtype=np.int64))
                 progress.advance(len(rows))
@@ -162,12 +162,12 @@ def _read(
     progress: Progress,
 ) -> None:
     """Held-out rows first, to look for them in train; and again after it, to look for their ids there."""
-    about = dataset.about
-    assert isinstance(about, ClicksDescription)
-    seen = {table: _Seen(about.sparse[table].rows) for table in counts}
-    hot = about.multi_hot or [1] * len(about.sparse)
+    description = dataset.description
+    assert isinstance(description, ClicksDescription)
+    seen = {table: _Seen(description.sparse[table].rows) for table in counts}
+    hot = description.multi_hot or [1] * len(description.sparse)
     columns = {table: slice(sum(hot[:table]), sum(hot[: table + 1])) for table in counts}
-    for block in _blocks(dataset, [split for split in about.splits if split != "train"], progress):
+    for block in _blocks(dataset, [split for split in description.splits if split != "train"], progress):
         if values:
             values.add(block)
         if block.split in HELD_OUT:
@@ -290,31 +290,31 @@ def _inside(ids: np.ndarray, rows: int) -> np.ndarray:
 class _Values:
     """Labels of 1 by (day, split), and single values that are wrong: how many of a kind in a file, and the first."""
 
-    def __init__(self, about: ClicksDescription) -> None:
-        self._about, self._limits = about, id_limits(about)[:, None]
+    def __init__(self, description: ClicksDescription) -> None:
+        self._about, self._limits = description, id_limits(description)[:, None]
         self.clicks: Counter[tuple[str, str]] = Counter()
         self._bad: Counter[tuple[str, str]] = Counter()
         self._first: dict[tuple[str, str], str] = {}
 
     def add(self, block: _Block) -> None:
-        about, labels, dense = self._about, block.rows.labels, block.rows.dense
+        description, labels, dense = self._about, block.rows.labels, block.rows.dense
         self.clicks[block.day, block.split] += int((labels == 1).sum())
-        files = about.day_files(block.day)
+        files = description.day_files(block.day)
         is_label = labels == -1 if block.split == "unlabelled" else (labels == 0) | (labels == 1)
         if not is_label.all():
             row = int(np.argmin(is_label))
             self._note(files[-1], "wrong labels", ~is_label, f"row {block.start + row:,}: label {labels[row]}")
         if not np.isfinite(dense).all():
             row, column = np.argwhere(~np.isfinite(dense))[0]
-            place = f"row {block.start + row:,}, column {about.dense[column]}"
+            place = f"row {block.start + row:,}, column {description.dense[column]}"
             self._note(
                 files[0], "dense values that are not finite", ~np.isfinite(dense), f"{place}: {dense[row, column]}"
             )
         is_outside = block.ids.view(np.uint64) >= self._limits
         if is_outside.any():
             row, column = np.argwhere(is_outside.T)[0]
-            file, value = about.sparse_file(block.day), int(block.ids[column, row])
-            text = bad_id_text(file, block.start + int(row), feature_of_column(about, int(column)), value)
+            file, value = description.sparse_file(block.day), int(block.ids[column, row])
+            text = bad_id_text(file, block.start + int(row), feature_of_column(description, int(column)), value)
             self._note(file, "ids outside their tables", is_outside, text.removeprefix(f"{file}: "))
 
     def _note(self, file: str, what: str, is_bad: np.ndarray, first: str) -> None:
@@ -329,11 +329,13 @@ class _Values:
 
 
 def _parts(dataset: Dataset, values: _Values) -> list[PartReport]:
-    about = dataset.about
-    assert isinstance(about, ClicksDescription)
-    dense = {day: _dense_transform(StoredDay(dataset, day).take(slice(0, BLOCK_ROWS)).dense) for day in about.days}
+    description = dataset.description
+    assert isinstance(description, ClicksDescription)
+    dense = {
+        day: _dense_transform(StoredDay(dataset, day).take(slice(0, BLOCK_ROWS)).dense) for day in description.days
+    }
     rows = Counter[tuple[str, str]]()
-    for split, ranges in about.splits.items():
+    for split, ranges in description.splits.items():
         for part in ranges:
             rows[part.day, split] += part.stop - part.start
     return [PartReport(day, split, n, values.clicks[day, split], dense[day]) for (day, split), n in rows.items()]

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from recmill.checkpoints import format as saved
 from recmill.commands.assemble import open_trained_run
 from recmill.errors import CheckpointError
-from recmill.training import saved
 
 Facts = dict[str, Any]
 
@@ -42,8 +42,8 @@ def _facts(path: Path, is_best: bool, digests: bool) -> Facts:
 
 def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
     """Of one checkpoint, the newest if no step is given: its state, and size and type of every tensor."""
-    from recmill.training.row_changes import table_of
-    from recmill.training.safe_reader import SafeReader
+    from recmill.checkpoints.incremental import table_of
+    from recmill.checkpoints.safe_reader import SafeReader
 
     directory = open_trained_run(run)[0].checkpoints
     paths = saved.committed(directory)
@@ -57,17 +57,17 @@ def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
         described = SafeReader(path).read_metadata().state_dict_metadata
         if found.base:  # where the tables are; what changed of them has names of its own
             described = SafeReader(found.base).read_metadata().state_dict_metadata | described
-        for key, about in sorted(described.items()):
+        for key, description in sorted(described.items()):
             if not key.startswith(("model.", "optim.")):
                 continue
-            dtype = about.properties.dtype
+            dtype = description.properties.dtype
             yield {
                 "key": key,
                 "table": table_of(key),
-                "size": list(about.size),
+                "size": list(description.size),
                 "dtype": str(dtype).removeprefix("torch."),
-                "pieces": len(about.chunks),
-                "bytes": dtype.itemsize * about.size.numel(),
+                "pieces": len(description.chunks),
+                "bytes": dtype.itemsize * description.size.numel(),
             }
 
     state = asdict(found.state)

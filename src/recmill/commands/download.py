@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from recmill.datasets.writing import dataset_directory, write_json
 from recmill.errors import ConfigError, DataError, ResourceError
+from recmill.files.atomic import new_directory, write_json
 from recmill.observe.progress import Progress
 from recmill.registry import unknown
 
@@ -229,7 +229,7 @@ def _published_md5(url: str) -> str | None:
 def _unzip(archive: Path, target: Path, source: Source) -> None:
     """Only the members we know, from an archive in which nothing looks like an attack."""
     try:
-        with zipfile.ZipFile(archive) as file, dataset_directory(target) as partial:
+        with zipfile.ZipFile(archive) as file, new_directory(target) as partial:
             infos = file.infolist()
             for info in infos:
                 path = PurePosixPath(info.filename.replace("\\", "/"))

@@ -64,16 +64,16 @@ def evaluate(
     if is_launched_with(procs):
         from recmill.world import joined_world
 
-        with joined_world(config.run.train.device) as world:
+        with joined_world(config.settings.train.device) as world:
             return work(world, **arguments)
-    return run_job("evaluate", {"device": config.run.train.device, **arguments}, procs)
+    return run_job("evaluate", {"device": config.settings.train.device, **arguments}, procs)
 
 
 def _checked_ranking(
     protocols: Sequence[str] | None, ks: Sequence[int] | None, bootstrap: int, config: Config, dataset: Dataset
 ) -> dict[str, Any]:
     """What of the run's [eval] section is replaced, and the number of resamples."""
-    if dataset.about.kind != "histories":
+    if dataset.description.kind != "histories":
         for flag, value in (("--protocol", protocols), ("--k", ks), ("--bootstrap", bootstrap)):
             if value:
                 raise ConfigError(f"{flag} is for sequence models, and '{config.model_name}' is none. Leave it out.")
@@ -83,8 +83,8 @@ def _checked_ranking(
         if protocol not in known:
             raise ConfigError(f"--protocol: {registry.unknown('protocol', protocol, known)}")
     for k in ks or []:
-        if not 1 <= k <= dataset.about.num_items:
-            raise ConfigError(f"--k {k}: give cut-offs of 1 to {dataset.about.num_items}, the number of items.")
+        if not 1 <= k <= dataset.description.num_items:
+            raise ConfigError(f"--k {k}: give cut-offs of 1 to {dataset.description.num_items}, the number of items.")
     if bootstrap < 0:
         raise ConfigError(f"--bootstrap {bootstrap}: give 1 or more resamples, or 0 for no intervals.")
     asked_for = {"protocols": protocols and list(protocols), "ks": ks and [int(k) for k in ks]}
@@ -93,14 +93,14 @@ def _checked_ranking(
 
 def work(world: "World", run: str, split: str, which: str, fallback: bool, ranking: dict[str, Any]) -> dict[str, Any]:
     """What each process does."""
-    from recmill.training import checkpoint
+    from recmill.checkpoints import loading as checkpoint
     from recmill.training.evaluate import evaluate_split
 
     directory, config = open_trained_run(run)
     dataset = open_matching_dataset(config)
     found = trained_checkpoint(directory, which, dataset, world, fallback)
-    section = config.run.eval.model_copy(update=ranking["eval"])
-    config = replace(config, run=config.run.model_copy(update={"eval": section}))
+    section = config.settings.eval.model_copy(update=ranking["eval"])
+    config = replace(config, settings=config.settings.model_copy(update={"eval": section}))
     source = build_source(config, dataset, world.rank, world.size)
     model = build_sharded(config, dataset, world)
     checkpoint.load(found, model)
@@ -108,4 +108,4 @@ def work(world: "World", run: str, split: str, which: str, fallback: bool, ranki
     if model_module(config).KIND == "histories":
         extras = {"resamples": ranking["resamples"], "train_counts": source.train_counts()}
     metrics = task.new_metrics(section, **extras)
-    return evaluate_split(model, task, source, split, metrics, config.run, world)
+    return evaluate_split(model, task, source, split, metrics, config.settings, world)

@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from recmill import registry
 from recmill.config import plain
-from recmill.datasets.writing import dataset_directory, is_to_be_written, resumable_directory
+from recmill.datasets.writing import is_to_be_written, resumable_directory
 from recmill.errors import ConfigError
+from recmill.files.atomic import new_directory
 from recmill.observe.progress import Progress
 from recmill.schema import open_dataset
 
@@ -34,13 +35,13 @@ def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options
             module.write(work, plan)
         log.info("prepared %s in %s", name, output)
     else:
-        with Progress(f"preparing {name}", total=1, unit="rows") as progress, dataset_directory(output) as partial:
+        with Progress(f"preparing {name}", total=1, unit="rows") as progress, new_directory(output) as partial:
             module.write(partial, checked, progress.callback())
         log.info("prepared %s in %s", name, output)
-    about = open_dataset(output).about
-    for note in about.notes:
+    description = open_dataset(output).description
+    for note in description.notes:
         log.info("note: %s", note)
-    return about.model_dump(mode="json")
+    return description.model_dump(mode="json")
 
 
 def checked_options(name: str, options_class: Any, options: dict[str, Any]) -> Any:

@@ -17,9 +17,9 @@ from recmill.commands.assemble import (
     open_trained_run,
     trained_checkpoint,
 )
-from recmill.commands.names import Names
-from recmill.datasets.writing import whole_file
+from recmill.data.names import Names
 from recmill.errors import ConfigError, DataError, ResourceError
+from recmill.files.atomic import new_file
 from recmill.observe.progress import Progress
 from recmill.schema import HistoriesDescription
 
@@ -97,7 +97,7 @@ def recommend_all(
                 progress.advance(count)
 
     schema = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "title": pl.String, "score": pl.Float32}
-    with whole_file(output) as partial:
+    with new_file(output) as partial:
         try:
             register_io_source(frames, schema=schema).sink_parquet(partial)
         except pl.exceptions.ComputeError as error:
@@ -120,9 +120,9 @@ class _Recommender:
                 f"{self._run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend."
             )
         self._dataset = open_matching_dataset(self._config)
-        assert isinstance(self._dataset.about, HistoriesDescription)
+        assert isinstance(self._dataset.description, HistoriesDescription)
         self._k, self._include_seen, self._which, self._fallback = k, include_seen, which, fallback
-        self._num_items = self._dataset.about.num_items
+        self._num_items = self._dataset.description.num_items
         self._items, self._offsets = self._dataset.array("items.npy"), self._dataset.array("offsets.npy")
         self.items = Names(self._dataset.path / "items.parquet", "item")
         self._batch_size = max(1, min(_HISTORIES_AT_ONCE, _SCORES_AT_ONCE // self._num_items))
@@ -184,9 +184,9 @@ class _Recommender:
         """The ends of the histories, one after the other; their lengths; last places; keys, for dropout alone."""
         import torch
 
-        masking = model_module(self._config).masking(self._config.model)
-        mask = np.empty(0, np.int64) if masking.get("asks_next") else np.array([self._num_items + 1])
-        ends = [np.append(history[-(masking["max_length"] - len(mask)) :], mask) for history in histories]
+        window_rules = model_module(self._config).window_rules(self._config.model)
+        mask = np.empty(0, np.int64) if window_rules.get("asks_next") else np.array([self._num_items + 1])
+        ends = [np.append(history[-(window_rules["max_length"] - len(mask)) :], mask) for history in histories]
         lengths_B = np.array([len(end) for end in ends])
         inputs = np.concatenate(ends), lengths_B, np.cumsum(lengths_B) - 1, np.zeros_like(lengths_B)
         return tuple(torch.from_numpy(values) for values in inputs)
@@ -194,13 +194,13 @@ class _Recommender:
     def _load(self) -> Any:
         import torch
 
+        from recmill.checkpoints import loading as checkpoint
         from recmill.observe.log import quiet_libraries
-        from recmill.training import checkpoint
         from recmill.world import World
 
         quiet_libraries()
         alone = World(0, 1, 0, 1, torch.device("cpu"))
         found = trained_checkpoint(self._run, self._which, self._dataset, alone, self._fallback)
-        network = model_module(self._config).build(self._config.model, self._dataset.about, alone.device)
+        network = model_module(self._config).build(self._config.model, self._dataset.description, alone.device)
         checkpoint.load(found, network)
         return network.eval()

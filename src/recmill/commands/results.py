@@ -25,26 +25,27 @@ def results(*runs: str | Path, split: str = "test") -> list[Reached]:
 def _reached(path: str | Path, split: str) -> Reached:
     run, config = open_run(path)
     state = run.read_status().get("state", "unknown")
-    if not run.results.is_file():
+    if not run.results_file.is_file():
         raise UserError(
-            f"{run.path}: no results yet (it is {state}). Train to the end: recmill train {run.config} --run {path}."
+            f"{run.path}: no results yet (the run is {state}). "
+            f"Train to the end: recmill train {run.config_file} --run {path}."
         )
     values = run.read_results().get(split)
     if not isinstance(values, dict):
         raise CheckpointError(
-            f"{run.results}: no metrics of split '{split}'. Remove it and train again to write it anew."
+            f"{run.results_file}: no metrics of split '{split}'. Remove it and train again to write it anew."
         )
-    return Reached(str(path), config.model_name, state, values, best_reachable(config.run.data.path, split))
+    return Reached(str(path), config.model_name, state, values, best_reachable(config.settings.data.path, split))
 
 
 def best_of_run(run: str | Path, split: str) -> dict[str, float]:
     _, config = open_run(run)
-    return best_reachable(config.run.data.path, split)
+    return best_reachable(config.settings.data.path, split)
 
 
 def best_reachable(data: str, split: str) -> dict[str, float]:
     """Empty where it is not known, or where the dataset is no longer there."""
     try:
-        return open_dataset(data).about.truth.get(split, {})
+        return open_dataset(data).description.truth.get(split, {})
     except DataError:
         return {}

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from recmill.datasets.compressed import read_blocks
-from recmill.datasets.writing import dataset_directory
 from recmill.errors import ConfigError, DataError
+from recmill.files.atomic import new_directory
 from recmill.observe.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def split(input: str | Path, output: str | Path, *, lines: int, days: int) -> di
     input, output = Path(input), Path(output).absolute()
     _check(input, output, lines, days)
     blocks = read_blocks(input, _BLOCK_BYTES)
-    with dataset_directory(output) as partial, Progress(f"splitting {input.name}", lines * days, "lines") as progress:
+    with new_directory(output) as partial, Progress(f"splitting {input.name}", lines * days, "lines") as progress:
         written, has_rest = _write_days(blocks, partial, lines, days, progress)
         if written <= lines * (days - 1):
             raise DataError(_too_few(input, written, lines, days))

@@ -24,16 +24,17 @@ from recmill.config import Config, differences, fingerprint, load_config, to_tom
 from recmill.config.sections import TrainSection
 from recmill.errors import ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
+from recmill.files.atomic import write_json, write_text
 from recmill.hardware.cpu import threads_per_process
 from recmill.hardware.precision import probe, worker_environment
 from recmill.launch.local import is_launched_with, job_directory, num_restarts, run_job
-from recmill.observe.run_dir import RunDirectory, State, environment, versions, write_json, write_text
+from recmill.launch.signals import error_for, listening, stop_with_parent
+from recmill.launch.watchdog import Hang, beat, watching
+from recmill.observe.run_dir import RunDirectory, State, environment, versions
 from recmill.schema import Dataset
-from recmill.stop import error_for, listening, stop_with_parent
-from recmill.watchdog import Hang, beat, watching
 
 if TYPE_CHECKING:
-    from recmill.training.saved import Position
+    from recmill.checkpoints.format import Position
     from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def train(
         "allow_partial": allow_partial,
         "fallback": fallback,
     }
-    section = checked.run.train
+    section = checked.settings.train
     wait_seconds = 3 * section.hang_seconds  # so that a hang is told by its stacks, not by a collective's timeout
     if is_launched_with(procs):
         with listening(section.stop_signals):
@@ -107,7 +108,7 @@ def work(world: "World", config: dict[str, Any], run: str, **start: Any) -> Resu
     """What each process does, from an empty or interrupted run directory to its results, or to {"stopped": by what}."""
     reach("train.begin")
     checked, run_directory = load_config(config), RunDirectory(run)
-    section = checked.run.train
+    section = checked.settings.train
 
     def note_hang(hang: Hang) -> None:
         log.error("%s; see hang-rank-%d.txt", hang.told(), hang.rank)
@@ -135,29 +136,29 @@ def _work(
     allow_partial: bool = False,
     fallback: bool = False,
 ) -> Results:
+    from recmill.checkpoints import loading as checkpoint
+    from recmill.checkpoints.format import Origin, Position
+    from recmill.checkpoints.saver import Saver
     from recmill.kernels.native import native
     from recmill.observe.log import log_to_file
-    from recmill.training import checkpoint
+    from recmill.tables.first_values import fill_tables
+    from recmill.tables.placement import as_text, placements
     from recmill.training.evaluate import evaluate_split
     from recmill.training.loop import early_end, fit, steps_in_all
     from recmill.training.optim import build_optimizer
-    from recmill.training.plan import as_text, placements
-    from recmill.training.saved import Origin, Position
-    from recmill.training.saver import Saver
-    from recmill.training.tables import fill_tables
 
     # The parts
     beat("starting")
-    if world.device.type == "cpu" and config.run.train.kernels == "auto":
+    if world.device.type == "cpu" and config.settings.train.kernels == "auto":
         threading.Thread(target=native).start()  # compiled, the first time, while the rest is loaded
     world.broadcast(None)  # rank 0 holds the lock: now the others may log
     log_to_file(run.path, world.rank)
     dataset = open_matching_dataset(config)
     task, source = task_module(config), build_source(config, dataset, world.rank, world.size)
-    tables = model_module(config).tables(config.model, dataset.about)
+    tables = model_module(config).tables(config.model, dataset.description)
     model = build_sharded(config, dataset, world)
-    optimizer = build_optimizer(model, config.run.optim)
-    placed = placements(model.plan, tables, config.run.optim.tables.name)
+    optimizer = build_optimizer(model, config.settings.optim)
+    placed = placements(model.plan, tables, config.settings.optim.tables.name)
     _log_facts(world, config, dataset, tables, source)
     if world.is_main:
         log.info("%s", as_text(placed, world.size))
@@ -168,8 +169,8 @@ def _work(
     origin = Origin(
         config=fingerprint(config),
         dataset=dataset.fingerprint,
-        seed=config.run.train.seed,
-        global_batch_size=config.run.train.global_batch_size,
+        seed=config.settings.train.seed,
+        global_batch_size=config.settings.train.global_batch_size,
         world_size=world.size,
         versions=versions(),
     )
@@ -181,11 +182,11 @@ def _work(
     earlier = None
     if init_from and not found:
         earlier = checkpoint.found_for_all(RunDirectory(init_from).checkpoints, "newest", world, fallback)
-    num_steps = steps_in_all(config.run.train, source.batches_per_epoch)
+    num_steps = steps_in_all(config.settings.train, source.batches_per_epoch)
     if not num_steps:
         raise ConfigError(
             f"{dataset.path} has fewer rows for training than one train.global_batch_size of "
-            f"{config.run.train.global_batch_size:,}, and data.drop_last leaves them out. Change one of the two."
+            f"{config.settings.train.global_batch_size:,}, and data.drop_last leaves them out. Change one of the two."
         )
     if position.step > num_steps:
         raise ConfigError(
@@ -196,17 +197,17 @@ def _work(
     # From here on the run directory tells of this run
     if world.is_main:
         run.write_status("running", step=position.step)  # first: by this file the next start knows the directory
-        write_text(run.config, to_toml(config))
+        write_text(run.config_file, to_toml(config))
         write_json(run.path / "env.json", environment(world.size, str(world.device)))
         write_json(run.path / "sharding.json", [asdict(table) for table in placed])
-        run.results.unlink(missing_ok=True)
+        run.results_file.unlink(missing_ok=True)
         run.forget_metrics_after(position.step if found else -1)
     if found:
         checkpoint.load(found, model, optimizer)
         optimizer.set_optimizer_step(position.step)  # FBGEMM's own count, which no state holds: fused Adam needs it
         log.info("going on from step %s: %s", f"{position.step:,}", found.path)
     else:
-        fill_tables(model, tables, config.run.train.seed)
+        fill_tables(model, tables, config.settings.train.seed)
         if earlier:
             checkpoint.load(earlier, model, optimizer, allow_partial)
             log.info("starting from step %s of another run: %s", f"{earlier.position.step:,}", earlier.path)
@@ -217,8 +218,8 @@ def _work(
     results: Results = {}
 
     def report(split: str, at: Position) -> None:
-        metrics = task.new_metrics(config.run.eval)
-        results[split] = evaluate_split(model, task, source, split, metrics, config.run, world)
+        metrics = task.new_metrics(config.settings.eval)
+        results[split] = evaluate_split(model, task, source, split, metrics, config.settings, world)
         if world.is_main:
             run.append_metrics({"step": at.step, "epoch": at.epoch, "split": split, **results[split]})
             log.info("step %s  %s  %s", f"{at.step:,}", split, short(results[split]))
@@ -230,11 +231,11 @@ def _work(
     def on_commit(step: int) -> None:
         run.write_status("running", step=step)
 
-    saver = Saver(run.checkpoints, model, optimizer, origin, config.run.checkpoint, world, on_commit)
+    saver = Saver(run.checkpoints, model, optimizer, origin, config.settings.checkpoint, world, on_commit)
     started = time.monotonic()
-    if config.run.eval.before_training and not position.step:
+    if config.settings.eval.before_training and not position.step:
         report("val", position)
-    fitted = fit(model, optimizer, task, source, config.run, world, run, position, validate, saver)
+    fitted = fit(model, optimizer, task, source, config.settings, world, run, position, validate, saver)
     at = fitted.position
     if by := fitted.stopped_by:
         if world.is_main:
@@ -245,12 +246,12 @@ def _work(
 
     # The results
     report("test", at)
-    if config.run.data.multi_hot.collect_frequencies:
+    if config.settings.data.multi_hot.collect_frequencies:
         _write_frequencies(run, source, at, world)
     if world.is_main:
-        write_json(run.results, results)
+        write_json(run.results_file, results)
         seconds = round(time.monotonic() - started, 1)
-        end = early_end(at, config.run.eval) or "all steps done"
+        end = early_end(at, config.settings.eval) or "all steps done"
         best = {"best_step": at.best_step, "best": at.best}
         facts = {**best, "seconds": seconds, "restarts": num_restarts(), "dataset": dataset.fingerprint}
         run.write_status("done", step=at.step, end=end, **facts)
@@ -284,29 +285,29 @@ def _log_facts(world: "World", config: Config, dataset: Dataset, tables: Sequenc
         f"{sum(table.rows for table in tables):,}",
         f"{values * 4 / 1e6:,.1f}",
         f"{source.batches_per_epoch:,}",
-        f"{config.run.train.global_batch_size:,}",
+        f"{config.settings.train.global_batch_size:,}",
         world.size,
         world.device,
     )
-    if dataset.about.kind == "histories" and source.batches_per_epoch:
+    if dataset.description.kind == "histories" and source.batches_per_epoch:
         log.info("%s", source.window_facts())
-    if config.run.data.train_on_validation:
+    if config.settings.data.train_on_validation:
         log.warning("validation's items are trained on: its numbers tell what is remembered. Look at the test's.")
 
 
 def _at_absolute_path(config: Config) -> Config:
     """The saved config must mean the same from any directory."""
     values = config.as_dict()
-    values["data"]["path"] = str(Path(config.run.data.path).absolute())
+    values["data"]["path"] = str(Path(config.settings.data.path).absolute())
     return load_config(values)
 
 
 def _check_continuation(run: RunDirectory, config: Config) -> None:
     if foreign := run.foreign_file():
         raise ConfigError(f"{run.path} is not a run directory: it holds {foreign}. Choose another --run.")
-    if not run.config.is_file() or not run.has_checkpoint():
+    if not run.config_file.is_file() or not run.has_checkpoint():
         return
-    changed = differences(load_config(run.config), config)
+    changed = differences(load_config(run.config_file), config)
     if changed:
         raise ConfigError(
             f"{run.path} was started with another config:\n"
@@ -319,7 +320,7 @@ def _is_finished(run: RunDirectory, config: Config, dataset: Dataset) -> bool:
     """Exactly this config, on exactly this data, to its end."""
     status = run.read_status()
     is_done = status.get("state") == "done" and status.get("dataset") == dataset.fingerprint
-    return is_done and run.results.is_file() and run.has_checkpoint() and load_config(run.config) == config
+    return is_done and run.results_file.is_file() and run.has_checkpoint() and load_config(run.config_file) == config
 
 
 def _unless_stopped(results: Results) -> Results:

@@ -1,6 +1,6 @@
 """Strict run configs."""
 
 from recmill.config.load import Config, differences, fingerprint, flat, load_config, plain, to_toml
-from recmill.config.sections import RunSections, Section
+from recmill.config.sections import Section, Settings
 
-__all__ = ["Config", "RunSections", "Section", "differences", "fingerprint", "flat", "load_config", "plain", "to_toml"]
+__all__ = ["Config", "Section", "Settings", "differences", "fingerprint", "flat", "load_config", "plain", "to_toml"]

@@ -12,7 +12,7 @@ import xxhash
 from pydantic import BaseModel, ValidationError
 
 from recmill import registry
-from recmill.config.sections import RunSections, Section
+from recmill.config.sections import Section, Settings
 from recmill.errors import ConfigError
 
 # What may differ between a run and its continuation without making it another run: keys, or sections as a whole.
@@ -53,11 +53,11 @@ class Config:
 
     model_name: str
     model: Section
-    run: RunSections
+    settings: Settings
 
     def as_dict(self) -> dict[str, Any]:
         model = {"name": self.model_name, **self.model.model_dump(mode="json")}
-        return {"model": model, **self.run.model_dump(mode="json")}
+        return {"model": model, **self.settings.model_dump(mode="json")}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def differences(old: Config, new: Config) -> list[str]:
 def fingerprint(config: Config) -> str:
     """The same for configs that a run may go on with, also by a later version with more keys."""
     model = {"name": config.model_name, **config.model.model_dump(mode="json", exclude_defaults=True)}
-    values = {"model": model, **config.run.model_dump(mode="json", exclude_defaults=True)}
+    values = {"model": model, **config.settings.model_dump(mode="json", exclude_defaults=True)}
     fixed = {key: value for key, value in flat(values).items() if not _may_change(key)}
     return xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode())
 
@@ -167,7 +167,7 @@ def _parse_value(text: str) -> Any:
 
 def _check(values: dict[str, Any]) -> tuple[Config | None, list[_Problem]]:
     common = {key: value for key, value in values.items() if key != "model"}
-    run, problems = _validated(RunSections, common, "", extra_names=["model"])
+    settings, problems = _validated(Settings, common, "", extra_names=["model"])
     model_values = values.get("model")
     name = model_values.get("name") if isinstance(model_values, dict) else None
     model: Section | None = None
@@ -177,11 +177,11 @@ def _check(values: dict[str, Any]) -> tuple[Config | None, list[_Problem]]:
     elif name not in registry.MODELS:
         problems.append(_Problem("model.name", f"'model.name': {registry.unknown('model', name, registry.MODELS)}"))
     else:
-        settings = {key: value for key, value in (model_values or {}).items() if key != "name"}
+        model_settings = {key: value for key, value in (model_values or {}).items() if key != "name"}
         module = registry.load(registry.MODELS, name, "model")
-        model, found = _validated(module.Config, settings, "model.", extra_names=["name"])
+        model, found = _validated(module.Config, model_settings, "model.", extra_names=["name"])
         problems += found
-        if run is not None and run.eval.target_auroc and module.TASK != "ctr":
+        if settings is not None and settings.eval.target_auroc and module.TASK != "ctr":
             problems.append(
                 _Problem("eval.target_auroc", f"'eval.target_auroc': '{name}' is not measured by AUROC. Remove it.")
             )
@@ -191,9 +191,9 @@ def _check(values: dict[str, Any]) -> tuple[Config | None, list[_Problem]]:
         problems.append(
             _Problem("tables.store", f"'tables.store': {registry.unknown('store', store, registry.STORES)}")
         )
-    if run is None or model is None or problems:
+    if settings is None or model is None or problems:
         return None, problems
-    return Config(model_name=str(name), model=model, run=run), []
+    return Config(model_name=str(name), model=model, settings=settings), []
 
 
 def _validated(

@@ -248,7 +248,7 @@ class CheckpointSection(Section):
         return self
 
 
-class RunSections(Section):
+class Settings(Section):
     """Everything but the model, whose keys depend on its name."""
 
     data: DataSection
@@ -260,7 +260,7 @@ class RunSections(Section):
     checkpoint: CheckpointSection = CheckpointSection()
 
     @model_validator(mode="after")
-    def no_contradictions(self) -> "RunSections":
+    def no_contradictions(self) -> "Settings":
         problems = []
         asked_for, optimizer = self.sharding.asked_for(), self.optim.tables.name
         if self.sharding.mode == "ddp" and (self.sharding.default != "auto" or self.sharding.tables):

@@ -10,11 +10,19 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill import rng
 from recmill.batch import CtrBatch
+from recmill.data.click_rows import (
+    BLOCK_ROWS,
+    ClickRows,
+    StoredDay,
+    bad_id_text,
+    feature_of_column,
+    first_bad_id,
+    id_limits,
+)
 from recmill.data.multi_hot import MultiHot
 from recmill.data.share import EVERYTHING, Limits, Share, mixed_within_batches, num_batches, shares
 from recmill.errors import DataError
 from recmill.schema import MAX_TABLE_ROWS, ClicksDescription, Dataset, RowRange
-from recmill.stored import BLOCK_ROWS, ClickRows, StoredDay, bad_id_text, feature_of_column, first_bad_id, id_limits
 
 _WINDOW_BLOCKS = 16  # of Parquet that are shuffled together
 
@@ -23,10 +31,10 @@ class SplitRows:
     """The rows of a split, numbered through over its ranges of days."""
 
     def __init__(self, dataset: Dataset, split: str) -> None:
-        about = dataset.about
-        assert isinstance(about, ClicksDescription)
-        self._path, self._about, self._limits = dataset.path, about, id_limits(about)
-        self._ranges: list[RowRange] = about.splits[split]
+        description = dataset.description
+        assert isinstance(description, ClicksDescription)
+        self._path, self._about, self._limits = dataset.path, description, id_limits(description)
+        self._ranges: list[RowRange] = description.splits[split]
         self._starts = np.cumsum([0, *(r.stop - r.start for r in self._ranges)])
         days = {r.day: StoredDay(dataset, r.day) for r in self._ranges}
         self._days = [days[r.day] for r in self._ranges]
@@ -73,17 +81,17 @@ class SplitRows:
 
     def _check(self, day: str, chosen: np.ndarray | slice, rows: ClickRows) -> None:
         """For a bad id FBGEMM would train a wrong row without a word, and which one depends on the world size."""
-        about = self._about
+        description = self._about
         local: Any = range(chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
-        dense_file, label_file = about.day_files(day)[0], about.day_files(day)[-1]
+        dense_file, label_file = description.day_files(day)[0], description.day_files(day)[-1]
         if bad := first_bad_id(rows.ids, self._limits):
             row, column = bad
-            file, feature = str(self._path / about.sparse_file(day)), feature_of_column(about, column)
+            file, feature = str(self._path / description.sparse_file(day)), feature_of_column(description, column)
             text = bad_id_text(file, int(local[row]), feature, int(rows.ids[row, column]))
             raise DataError(f"{text}. Prepare the dataset again with the right table sizes.")
         if not np.isfinite(rows.dense).all():
             row, column = np.argwhere(~np.isfinite(rows.dense))[0]
-            place = f"{self._path / dense_file}: row {local[row]:,}, column {about.dense[column]}"
+            place = f"{self._path / dense_file}: row {local[row]:,}, column {description.dense[column]}"
             raise DataError(f"{place}: {rows.dense[row, column]} is not a number. Prepare the dataset again.")
         is_bad = (rows.labels != 0) & (rows.labels != 1)
         if is_bad.any():
@@ -142,16 +150,16 @@ class ClickSource:
         self._dataset, self._order, self._seed, self._limits = dataset, order, seed, limits
         self._train_batch_size, self._eval_batch_size = train_batch_size, eval_batch_size
         self._rank, self._size = rank, size
-        assert isinstance(dataset.about, ClicksDescription)
-        if huge := [feature.name for feature in dataset.about.sparse if feature.rows > MAX_TABLE_ROWS]:
+        assert isinstance(dataset.description, ClicksDescription)
+        if huge := [feature.name for feature in dataset.description.sparse if feature.rows > MAX_TABLE_ROWS]:
             raise DataError(
                 f"{dataset.path}: the ids of {', '.join(huge)} are 64-bit hashes, too many for a table. "
                 "Prepare the dataset with --table-size as well."
             )
-        self._features = [feature.name for feature in dataset.about.sparse]
+        self._features = [feature.name for feature in dataset.description.sparse]
         self._made = multi_hot
-        self._multi_hot = multi_hot.sizes if multi_hot else dataset.about.multi_hot or [1] * len(self._features)
-        self._permutation = WindowedOrder if dataset.about.layout == "parquet" else rng.Permutation
+        self._multi_hot = multi_hot.sizes if multi_hot else dataset.description.multi_hot or [1] * len(self._features)
+        self._permutation = WindowedOrder if dataset.description.layout == "parquet" else rng.Permutation
         self._layouts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._train = SplitRows(dataset, "train")
         self.samples_per_epoch = limits.samples("train", len(self._train), train_batch_size)
@@ -184,8 +192,8 @@ class ClickSource:
 
         They are read again for it: so neither batches prepared ahead nor an interrupted run can spoil the numbers.
         """
-        assert isinstance(self._dataset.about, ClicksDescription)
-        counts = [np.zeros(feature.rows, dtype=np.int64) for feature in self._dataset.about.sparse]
+        assert isinstance(self._dataset.description, ClicksDescription)
+        counts = [np.zeros(feature.rows, dtype=np.int64) for feature in self._dataset.description.sparse]
         for passed in range(epoch + 1):
             for share, chosen in islice(self._train_shares(passed, 0), batch if passed == epoch else None):
                 if share.num_real:

@@ -25,7 +25,7 @@ _COUNTED_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
-class Masking:
+class WindowRules:
     """How training examples are made from a history.
 
     Windows of `max_length` items, cut backwards from the history's end every `step` items, each in `copies`. In a share
@@ -58,7 +58,7 @@ class HistorySource:
         self,
         dataset: Dataset,
         *,
-        masking: Masking,
+        window_rules: WindowRules,
         protocols: list[str],
         order: str,
         seed: int,
@@ -69,17 +69,17 @@ class HistorySource:
         limits: Limits = EVERYTHING,
         train_on_validation: bool = False,
     ) -> None:
-        assert isinstance(dataset.about, HistoriesDescription)
-        self._dataset, self._masking, self._order, self._seed = dataset, masking, order, seed
+        assert isinstance(dataset.description, HistoriesDescription)
+        self._dataset, self._window_rules, self._order, self._seed = dataset, window_rules, order, seed
         self._train_batch_size, self._eval_batch_size = train_batch_size, eval_batch_size
         self._rank, self._size, self._limits = rank, size, limits
-        self._mask_token = dataset.about.num_items + 1
+        self._mask_token = dataset.description.num_items + 1
         self._items = dataset.array("items.npy")
         self._offsets = np.asarray(dataset.array("offsets.npy"))
         self._held_out = 1 if train_on_validation else 2
-        windows = train_windows(self._offsets, masking, self._held_out)
-        self._starts, self._lengths = (np.tile(part, masking.copies) for part in windows)
-        if masking.asks_next:  # of a single item nothing can be asked
+        windows = train_windows(self._offsets, window_rules, self._held_out)
+        self._starts, self._lengths = (np.tile(part, window_rules.copies) for part in windows)
+        if window_rules.asks_next:  # of a single item nothing can be asked
             long_enough = self._lengths > 1
             self._starts, self._lengths = self._starts[long_enough], self._lengths[long_enough]
             if not len(self._starts):
@@ -111,7 +111,9 @@ class HistorySource:
             yield replace(batch, negatives_K=self._negatives_for_all(epoch, number))
 
     def _negatives_for_all(self, epoch: int, batch: int) -> torch.Tensor:
-        chances = rng.uniform(rng.stream_key(self._seed, "negatives", epoch, batch), np.arange(self._masking.negatives))
+        chances = rng.uniform(
+            rng.stream_key(self._seed, "negatives", epoch, batch), np.arange(self._window_rules.negatives)
+        )
         return torch.from_numpy(1 + (chances * (self._mask_token - 1)).astype(np.int64))
 
     def num_eval_batches(self, split: str) -> int:
@@ -156,20 +158,20 @@ class HistorySource:
     def _masked(self, epoch: int, windows: np.ndarray, share: Share) -> SequenceBatch:
         keys = rng.bits(rng.stream_key(self._seed, "window", epoch), windows)
         lengths = self._lengths[windows]
-        last_only = rng.uniform(keys, np.full(len(keys), _CHANCE_OF_WINDOW)) < self._masking.last_only
-        if self._masking.last_anywhere:
+        last_only = rng.uniform(keys, np.full(len(keys), _CHANCE_OF_WINDOW)) < self._window_rules.last_only
+        if self._window_rules.last_anywhere:
             places = 1 + rng.uniform(keys, np.full(len(keys), _CHANCE_OF_CUT)) * lengths  # of a last item, from 1
             lengths = np.where(last_only, np.maximum(places.astype(np.int64), np.minimum(2, lengths)), lengths)
         tokens, rows, from_end = _packed(self._items, self._starts[windows], lengths)
-        if self._masking.asks_next:  # the last item is only an answer, the first one none
+        if self._window_rules.asks_next:  # the last item is only an answer, the first one none
             asks, is_answer = from_end > 0, from_end < (lengths - 1)[rows]
             return self._batch(
                 tokens[asks], lengths - 1, np.arange(asks.sum()), rows[asks], tokens[is_answer], share, keys
             )
-        hidden = rng.uniform(keys[rows], from_end) < self._masking.probability
+        hidden = rng.uniform(keys[rows], from_end) < self._window_rules.probability
         hidden &= ~last_only[rows]
         asks_last = np.bincount(rows, weights=hidden, minlength=len(keys)) == 0  # a window always asks for something
-        if self._masking.last_too:
+        if self._window_rules.last_too:
             stops = self._starts[windows] + lengths
             asks_last |= stops == self._offsets[np.searchsorted(self._offsets, stops)] - self._held_out
         hidden[np.cumsum(lengths) - 1] |= asks_last
@@ -180,7 +182,7 @@ class HistorySource:
 
     def _seen_instead(self, hidden_items: np.ndarray, keys: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Of items hidden at these places (from the end) of the windows of these keys."""
-        random, kept = self._masking.random, self._masking.kept
+        random, kept = self._window_rules.random, self._window_rules.kept
         seen = np.full(len(hidden_items), self._mask_token)
         if random + kept:
             chance = rng.uniform(keys, places + _CHANCE_OF_ITEM)
@@ -212,8 +214,8 @@ class HistorySource:
     def _ranking(self, split: str, share: Share) -> RankingBatch:
         users = share.positions
         places = self._offsets[users + 1] - (1 if split == "test" else 2)  # where the targets are
-        room = 0 if self._masking.asks_next else 1  # for the mask, where the answer would be
-        lengths = np.minimum(places - self._offsets[users], self._masking.max_length - room)
+        room = 0 if self._window_rules.asks_next else 1  # for the mask, where the answer would be
+        lengths = np.minimum(places - self._offsets[users], self._window_rules.max_length - room)
         tokens, _, from_end = _packed(self._items, places - lengths, lengths + room)
         if room:
             tokens[from_end == 0] = self._mask_token
@@ -244,14 +246,14 @@ class HistorySource:
         return np.stack([self._drawn[split, user] for user in users.tolist()])
 
 
-def train_windows(offsets: np.ndarray, masking: Masking, held_out: int = 2) -> tuple[np.ndarray, np.ndarray]:
+def train_windows(offsets: np.ndarray, window_rules: WindowRules, held_out: int = 2) -> tuple[np.ndarray, np.ndarray]:
     """(start, length) of every training window, in items.npy; never with the last `held_out` items of a history."""
     begins, ends = offsets[:-1], offsets[1:] - held_out
-    counts = 1 + -(-np.maximum(ends - begins - masking.window, 0) // masking.step)
+    counts = 1 + -(-np.maximum(ends - begins - window_rules.window, 0) // window_rules.step)
     owners = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)  # of its history, from the end
-    stops = ends[owners] - nth * masking.step
-    starts = np.maximum(begins[owners], stops - masking.window)
+    stops = ends[owners] - nth * window_rules.step
+    starts = np.maximum(begins[owners], stops - window_rules.window)
     return starts, stops - starts
 
 
@@ -265,8 +267,8 @@ def _packed(items: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple
 
 def _item_counts(dataset: Dataset, items: np.ndarray) -> np.ndarray:
     """How often items 1, 2, ... occur; in pieces, because counting makes a copy."""
-    assert isinstance(dataset.about, HistoriesDescription)
-    counts = np.zeros(dataset.about.num_items + 1, np.int64)
+    assert isinstance(dataset.description, HistoriesDescription)
+    counts = np.zeros(dataset.description.num_items + 1, np.int64)
     for start in range(0, len(items), _COUNTED_AT_ONCE):
         counts += np.bincount(items[start : start + _COUNTED_AT_ONCE], minlength=len(counts))
     return counts[1:]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recmill.companions import companions
+from recmill.data.companions import companions
 
 
 class MultiHot:

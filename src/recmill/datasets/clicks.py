@@ -9,10 +9,10 @@ import numpy as np
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from recmill.config.sections import Section
+from recmill.data.click_rows import BLOCK_ROWS as STORED_BLOCK_ROWS
+from recmill.data.click_rows import ClickRows
 from recmill.datasets.writing import MADE_BY, NpyWriter, seal, write_parquet
 from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange, SparseFeature
-from recmill.stored import BLOCK_ROWS as STORED_BLOCK_ROWS
-from recmill.stored import ClickRows
 
 BLOCK_ROWS = 1 << 17
 PARQUET_ROWS = 1 << 19  # per file

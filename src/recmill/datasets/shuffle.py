@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recmill.stored import ClickRows
+from recmill.data.click_rows import ClickRows
 
 _BLOCK_ROWS = 1 << 17
 

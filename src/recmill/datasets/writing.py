@@ -1,10 +1,8 @@
 """Writing prepared datasets: all or nothing, `dataset.json` last."""
 
-import fcntl
 import io
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +15,10 @@ from numpy.lib import format as npy_format
 from recmill import __version__
 from recmill.errors import DataError, ResourceError, as_user_error
 from recmill.failpoints import reach
-from recmill.schema import DESCRIPTION_FILE, Description, FileInfo, digest, open_dataset, to_json
+from recmill.files.atomic import remove_leftovers, replace_directory, write_json, write_text
+from recmill.files.digests import digest
+from recmill.files.locks import exclusive_lock
+from recmill.schema import DESCRIPTION_FILE, Description, FileInfo, open_dataset, to_json
 
 if TYPE_CHECKING:
     import polars as pl
@@ -38,11 +39,11 @@ def is_to_be_written(output: Path, name: str, recipe: dict[str, Any], overwrite:
     if overwrite:
         _check_is_ours(output)
         return True
-    about = open_dataset(output).about
-    if about.name == name and about.recipe == recipe and about.made_by == MADE_BY:
+    description = open_dataset(output).description
+    if description.name == name and description.recipe == recipe and description.made_by == MADE_BY:
         return False
     raise DataError(
-        f"{output} holds another dataset ({about.name}, {about.recipe}, {about.made_by}). "
+        f"{output} holds another dataset ({description.name}, {description.recipe}, {description.made_by}). "
         "Choose another --output, or replace it with --overwrite."
     )
 
@@ -50,9 +51,9 @@ def is_to_be_written(output: Path, name: str, recipe: dict[str, Any], overwrite:
 def _check_is_ours(output: Path) -> None:
     """Whole or damaged, it must be a prepared dataset and nothing else, or --overwrite would destroy it."""
     try:
-        about = json.loads((output / DESCRIPTION_FILE).read_bytes())
-        listed = {*about["files"], DESCRIPTION_FILE}
-        is_ours = about["made_by"].startswith("recmill ")
+        description = json.loads((output / DESCRIPTION_FILE).read_bytes())
+        listed = {*description["files"], DESCRIPTION_FILE}
+        is_ours = description["made_by"].startswith("recmill ")
     except (ValueError, KeyError, TypeError, AttributeError):
         listed, is_ours = set(), False
     foreign = sorted(path.name for path in output.iterdir() if path.name not in listed)
@@ -63,67 +64,6 @@ def _check_is_ours(output: Path) -> None:
             else f"{output} is not ours"
         )
         raise DataError(f"{fact}. Choose another --output, or move it away.")
-
-
-def _remove_leftovers(output: Path) -> None:
-    """Of a command that was killed: its process is gone."""
-    parent, name = output.parent, output.name
-    for left in [*parent.glob(f".{name}.partial-*"), *parent.glob(f".{name}.old-*")]:
-        process = left.name.rpartition("-")[2]
-        if process.isdigit() and not Path(f"/proc/{process}").exists():
-            if ".old-" in left.name and not output.exists():  # killed between two renames: it is the only one
-                os.rename(left, output)
-            elif left.is_file():
-                left.unlink()
-            shutil.rmtree(left, ignore_errors=True)
-
-
-@contextmanager
-def whole_file(output: Path) -> Iterator[Path]:
-    """A new file beside `output` that takes its name when the block ends well, and vanishes otherwise."""
-    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(output)
-        partial.touch()
-    except OSError as error:
-        raise as_user_error(error) or error from error
-    try:
-        yield partial
-        os.rename(partial, output)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def dataset_directory(output: Path) -> Iterator[Path]:
-    """A new directory beside `output` that takes its place when the block ends well, and vanishes otherwise."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial = output.parent / f".{output.name}.partial-{os.getpid()}"
-        _remove_leftovers(output)
-        partial.mkdir()
-    except OSError as error:
-        raise as_user_error(error) or error from error
-    try:
-        reach("prepare.begin")
-        yield partial
-        _replace(output, partial)
-    except OSError as error:
-        error.filename = error.filename or str(output)  # a failing write() does not say where
-        raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _replace(output: Path, partial: Path) -> None:
-    reach("prepare.before_rename")
-    old = output.parent / f".{output.name}.old-{os.getpid()}"
-    if output.exists():
-        os.rename(output, old)
-    os.rename(partial, output)
-    reach("prepare.renamed")
-    shutil.rmtree(old, ignore_errors=True)
 
 
 class Work:
@@ -175,15 +115,19 @@ def resumable_directory(output: Path, recipe: dict[str, Any], inputs: dict[str, 
     error in the data it is not, since the data will have to change. `discard`: begin anew.
     """
     directory = unfinished_directory(output)
+
+    def busy(holder: str) -> str:
+        return f"{directory}: another `recmill prepare` ({holder}) works here. Wait for it, or choose another --output."
+
     try:
         if discard and directory.exists():
-            with _locked(directory):
+            with exclusive_lock(directory / "lock", busy):
                 shutil.rmtree(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(output)
+        remove_leftovers(output)
     except OSError as error:
         raise as_user_error(error) or error from error
-    with _locked(directory):
+    with exclusive_lock(directory / "lock", busy):
         note = directory / "recipe.json"
         if note.is_file() and not (directory / "data").is_dir():  # left by a run that was killed at its very end
             for left in directory.glob("done-*.json"):
@@ -198,7 +142,7 @@ def resumable_directory(output: Path, recipe: dict[str, Any], inputs: dict[str, 
             work = Work(directory)
             reach("prepare.begin")
             yield work
-            _replace(output, work.data)
+            replace_directory(output, work.data)
         except BaseException as error:
             if isinstance(error, DataError) or not any(directory.glob("done-*.json")):
                 shutil.rmtree(directory, ignore_errors=True)
@@ -222,26 +166,6 @@ def _check_unchanged(directory: Path, before: dict[str, Any], now: dict[str, Any
             + "\n".join(f"  {change}" for change in changes)
             + "\nRun it as before to go on with it, or begin anew with --overwrite."
         )
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One process at a time: the lock goes with the process, however it ends."""
-    with (directory / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ResourceError(
-                f"{directory}: another `recmill prepare` is at work here. Wait for it, or choose another --output."
-            ) from None
-        yield
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 class NpyWriter:
@@ -293,8 +217,6 @@ def seal(directory: Path, describe: Callable[[dict[str, FileInfo]], Description]
     for name in sorted(rows):
         file = directory / name
         files[name] = FileInfo(bytes=file.stat().st_size, rows=rows[name], xxh3=digest(file))
-    about = describe(files)
-    temporary = directory / f"{DESCRIPTION_FILE}.tmp"
-    temporary.write_text(to_json(about), encoding="utf-8")
-    os.replace(temporary, directory / DESCRIPTION_FILE)
-    return about
+    description = describe(files)
+    write_text(directory / DESCRIPTION_FILE, to_json(description))
+    return description

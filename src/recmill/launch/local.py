@@ -1,7 +1,7 @@
 """Start the processes of a job on this machine, on loopback only, and bring back its result or its first error.
 
-Each worker runs `python -m recmill.worker`: a fresh interpreter, because thread counts and the allocator can only
-be set before a process starts.
+Each worker runs `python -m recmill.launch.worker`: a fresh interpreter, because thread counts and the allocator
+can only be set before a process starts.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 from recmill.errors import KINDS, ConfigError, ResourceError, UserError
 from recmill.hardware.cpu import threads_per_process
-from recmill.stop import ONE_REQUEST_SECONDS, SIGNALS, error_for, handled
-from recmill.watchdog import Hang, culprit, read_hangs
+from recmill.launch.signals import ONE_REQUEST_SECONDS, SIGNALS, error_for, handled
+from recmill.launch.watchdog import Hang, culprit, read_hangs
 
 _POLL_SECONDS = 0.05
 _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may tell their own story
@@ -199,7 +199,12 @@ def _start(
                 output = None if rank == 0 else quiet  # the main rank speaks
                 workers.append(
                     subprocess.Popen(
-                        [sys.executable, "-P", "-m", "recmill.worker"],  # -P: no modules of the current directory
+                        [
+                            sys.executable,
+                            "-P",
+                            "-m",
+                            "recmill.launch.worker",
+                        ],  # -P: no modules of the current directory
                         env=common | own,
                         stdin=subprocess.DEVNULL,
                         stdout=output,

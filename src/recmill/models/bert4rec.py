@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, PositiveInt, model_validator
 
 from recmill.models.sequence_model import SequenceModelConfig, item_table, network, windows
-from recmill.schema import HistoriesDescription, TableSpec
+from recmill.schema import HistoriesDescription
+from recmill.tables.spec import TableSpec
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +52,12 @@ class Config(SequenceModelConfig):
         return self
 
 
-def tables(config: Config, about: HistoriesDescription) -> list[TableSpec]:
+def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]:
     """One table: padding (row 0), the items, the mask (last row)."""
-    return item_table(config, about.num_items + 2)
+    return item_table(config, description.num_items + 2)
 
 
-def masking(config: Config) -> dict[str, Any]:
+def window_rules(config: Config) -> dict[str, Any]:
     """How training examples are made; the fields of `data.histories.Masking`."""
     return windows(config) | {
         "probability": config.mask_prob,
@@ -69,5 +70,5 @@ def masking(config: Config) -> dict[str, Any]:
     }
 
 
-def build(config: Config, about: HistoriesDescription, device: "torch.device") -> "nn.Module":
-    return network(config, tables(config, about)[0], about, device, is_causal=False)
+def build(config: Config, description: HistoriesDescription, device: "torch.device") -> "nn.Module":
+    return network(config, tables(config, description)[0], description, device, is_causal=False)

@@ -3,7 +3,8 @@
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from recmill.config.sections import Section
-from recmill.schema import ClicksDescription, TableSpec
+from recmill.schema import ClicksDescription
+from recmill.tables.spec import TableSpec
 
 
 class ClickModelConfig(Section):
@@ -33,10 +34,10 @@ class ClickModelConfig(Section):
         ]
 
 
-def tables(config: ClickModelConfig, about: ClicksDescription) -> list[TableSpec]:
+def tables(config: ClickModelConfig, description: ClicksDescription) -> list[TableSpec]:
     """One per sparse feature; by default uniform in +-sqrt(1/rows) as in the original DLRM."""
-    bounds = [config.table_init_scale * feature.rows**-0.5 for feature in about.sparse]
+    bounds = [config.table_init_scale * feature.rows**-0.5 for feature in description.sparse]
     return [
         TableSpec(f"table_{feature.name}", feature.name, feature.rows, config.embedding_dim, bound)
-        for feature, bound in zip(about.sparse, bounds, strict=True)
+        for feature, bound in zip(description.sparse, bounds, strict=True)
     ]

@@ -25,12 +25,14 @@ class Config(ClickModelConfig):
     cross_rank: PositiveInt = Field(512, description="Rank of each cross layer's matrix.")
 
 
-def build(config: Config, about: ClicksDescription, device: "torch.device") -> "nn.Module":
+def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
     """Tables on `device` ('meta': only declared), all else in memory."""
-    from recmill.nn.dlrm import Dlrm
+    from recmill.nn.click_network import ClickNetwork
     from recmill.nn.interactions import CrossInteraction
 
     interaction = CrossInteraction(
-        len(about.sparse) + 1, config.embedding_dim, config.num_cross_layers, config.cross_rank
+        len(description.sparse) + 1, config.embedding_dim, config.num_cross_layers, config.cross_rank
     )
-    return Dlrm(tables(config, about), len(about.dense), config.bottom_mlp, interaction, config.top_mlp, device)
+    return ClickNetwork(
+        tables(config, description), len(description.dense), config.bottom_mlp, interaction, config.top_mlp, device
+    )

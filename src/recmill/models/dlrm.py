@@ -31,17 +31,17 @@ class Config(ClickModelConfig):
     )
 
 
-def build(config: Config, about: ClicksDescription, device: "torch.device") -> "nn.Module":
+def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
     """Tables on `device` ('meta': only declared), all else in memory."""
-    from recmill.nn.dlrm import Dlrm
+    from recmill.nn.click_network import ClickNetwork
     from recmill.nn.interactions import DotInteraction
 
     interaction = DotInteraction(
-        len(about.sparse) + 1, config.embedding_dim, config.interaction_itself, config.pad_to_multiple_of
+        len(description.sparse) + 1, config.embedding_dim, config.interaction_itself, config.pad_to_multiple_of
     )
-    return Dlrm(
-        tables(config, about),
-        len(about.dense),
+    return ClickNetwork(
+        tables(config, description),
+        len(description.dense),
         config.bottom_mlp,
         interaction,
         config.top_mlp,

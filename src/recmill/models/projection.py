@@ -36,12 +36,14 @@ class Config(ClickModelConfig):
         return problems
 
 
-def build(config: Config, about: ClicksDescription, device: "torch.device") -> "nn.Module":
+def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
     """Tables on `device` ('meta': only declared), all else in memory."""
-    from recmill.nn.dlrm import Dlrm
+    from recmill.nn.click_network import ClickNetwork
     from recmill.nn.interactions import ProjectionInteraction
 
     interaction = ProjectionInteraction(
-        len(about.sparse) + 1, config.embedding_dim, config.branch1_mlp, config.branch2_mlp
+        len(description.sparse) + 1, config.embedding_dim, config.branch1_mlp, config.branch2_mlp
     )
-    return Dlrm(tables(config, about), len(about.dense), config.bottom_mlp, interaction, config.top_mlp, device)
+    return ClickNetwork(
+        tables(config, description), len(description.dense), config.bottom_mlp, interaction, config.top_mlp, device
+    )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from recmill.models.sequence_model import SequenceModelConfig, item_table, network, windows
-from recmill.schema import HistoriesDescription, TableSpec
+from recmill.schema import HistoriesDescription
+from recmill.tables.spec import TableSpec
 
 if TYPE_CHECKING:
     import torch
@@ -38,19 +39,24 @@ class Config(SequenceModelConfig):
         return self
 
 
-def tables(config: Config, about: HistoriesDescription) -> list[TableSpec]:
+def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]:
     """One table: padding (row 0), the items."""
-    return item_table(config, about.num_items + 1)
+    return item_table(config, description.num_items + 1)
 
 
-def masking(config: Config) -> dict[str, Any]:
+def window_rules(config: Config) -> dict[str, Any]:
     """How training examples are made; the fields of `data.histories.Masking`."""
     negatives = config.num_negatives if config.loss == "gbce" else 0
     return windows(config) | {"probability": 0.0, "last_only": 0.0, "asks_next": True, "negatives": negatives}
 
 
-def build(config: Config, about: HistoriesDescription, device: "torch.device") -> "nn.Module":
+def build(config: Config, description: HistoriesDescription, device: "torch.device") -> "nn.Module":
     loss = {"name": "gbce", "negatives": config.num_negatives, "calibration": config.gbce_t}
     return network(
-        config, tables(config, about)[0], about, device, is_causal=True, **(loss if config.loss == "gbce" else {})
+        config,
+        tables(config, description)[0],
+        description,
+        device,
+        is_causal=True,
+        **(loss if config.loss == "gbce" else {}),
     )

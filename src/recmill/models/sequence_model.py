@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from recmill.config.sections import Section
-from recmill.schema import HistoriesDescription, TableSpec
+from recmill.schema import HistoriesDescription
+from recmill.tables.spec import TableSpec
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ def windows(config: SequenceModelConfig) -> dict[str, Any]:
 def network(
     config: SequenceModelConfig,
     table: TableSpec,
-    about: HistoriesDescription,
+    description: HistoriesDescription,
     device: "torch.device",
     *,
     is_causal: bool,
@@ -79,7 +80,7 @@ def network(
 
     return ItemTransformer(
         table,
-        about.num_items,
+        description.num_items,
         config.max_length,
         config.num_layers,
         config.num_heads,

@@ -14,7 +14,7 @@ from recmill.nn.norms import Norm, norm_of, normed
 from recmill.nn.rows import Rows
 from recmill.nn.sampled import SOFTMAX, Loss, gbce_sum
 from recmill.nn.transformer import EncoderBlock
-from recmill.schema import TableSpec
+from recmill.tables.spec import TableSpec
 
 
 class ItemTransformer(nn.Module):

@@ -3,19 +3,19 @@
 from typing import Any
 
 
-def print_dataset(about: dict[str, Any]) -> None:
-    size = sum(file["bytes"] for file in about["files"].values()) / 1e6
-    if about["kind"] == "clicks":
-        rows = {split: sum(r["stop"] - r["start"] for r in ranges) for split, ranges in about["splits"].items()}
+def print_dataset(description: dict[str, Any]) -> None:
+    size = sum(file["bytes"] for file in description["files"].values()) / 1e6
+    if description["kind"] == "clicks":
+        rows = {split: sum(r["stop"] - r["start"] for r in ranges) for split, ranges in description["splits"].items()}
         counts = ", ".join(f"{split} {count:,}" for split, count in rows.items())
-        features = f"{len(about['dense'])} dense, {len(about['sparse'])} sparse features"
-        print(f"{about['name']}: rows {counts}; {features}; {size:,.1f} MB")
+        features = f"{len(description['dense'])} dense, {len(description['sparse'])} sparse features"
+        print(f"{description['name']}: rows {counts}; {features}; {size:,.1f} MB")
     else:
         print(
-            f"{about['name']}: {about['num_users']:,} users, {about['num_items']:,} items, "
-            f"{about['num_interactions']:,} interactions; {size:,.1f} MB"
+            f"{description['name']}: {description['num_users']:,} users, {description['num_items']:,} items, "
+            f"{description['num_interactions']:,} interactions; {size:,.1f} MB"
         )
-    for split, values in about["truth"].items():
+    for split, values in description["truth"].items():
         print(f"best reachable, {split}: " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
 
 

@@ -1,12 +1,10 @@
 """The run directory: what was asked for, where it ran, how it goes and what came out."""
 
-import fcntl
 import json
 import math
 import os
 import platform
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -17,7 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recmill import __version__
-from recmill.errors import CheckpointError, ResourceError
+from recmill.errors import CheckpointError
+from recmill.files.atomic import write_json, write_text
+from recmill.files.locks import exclusive_lock
 from recmill.hardware.cpu import cpu_name, num_cores
 from recmill.hardware.memory import memory_bytes
 
@@ -30,16 +30,16 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.config = self.path / "config.toml"
+        self.config_file = self.path / "config.toml"
         self.checkpoints = self.path / "checkpoints"
-        self.results = self.path / "results.json"
-        self.status = self.path / "status.json"
-        self.metrics = self.path / "metrics.jsonl"
+        self.results_file = self.path / "results.json"
+        self.status_file = self.path / "status.json"
+        self.metrics_file = self.path / "metrics.jsonl"
         self._status_lock, self._has_ended = threading.Lock(), False
 
     def foreign_file(self) -> str | None:
         """A name that says this directory is somebody's, and no run's: training must not write here."""
-        if not self.path.is_dir() or (self.status.is_file() and not (self.path / "dataset.json").exists()):
+        if not self.path.is_dir() or (self.status_file.is_file() and not (self.path / "dataset.json").exists()):
             return None
         early = re.compile(
             r"\.lock|\.status\.json\.\d+|(log(\.rank-\d+)?|hang-rank-\d+)\.txt"
@@ -53,18 +53,11 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """One writer at a time. The lock dies with the process that holds it; who that is stands in the file."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise ResourceError(
-                    f"{self.path} is in use by {file.read().strip() or 'another process'}. "
-                    "Wait for it, stop it, or choose another --run."
-                ) from None
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}")
-            file.flush()
+
+        def in_use(holder: str) -> str:
+            return f"{self.path} is in use by {holder}. Wait for it, stop it, or choose another --run."
+
+        with exclusive_lock(self.path / ".lock", in_use):
             yield
 
     def write_status(self, state: State, **facts: Any) -> None:
@@ -73,25 +66,25 @@ class RunDirectory:
             if state == "running" and self._has_ended:
                 return
             self._has_ended = state != "running"
-            write_json(self.status, {"state": state, "updated_at": now(), "pid": os.getpid(), **facts})
+            write_json(self.status_file, {"state": state, "updated_at": now(), "pid": os.getpid(), **facts})
 
     def read_status(self) -> dict[str, Any]:
-        return read_json(self.status) if self.status.is_file() else {}
+        return read_json(self.status_file) if self.status_file.is_file() else {}
 
     def read_results(self) -> dict[str, dict[str, Any]]:
-        return read_json(self.results)
+        return read_json(self.results_file)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         line = {**line, "time": round(time.time(), 3)}
-        with self.metrics.open("a", encoding="utf-8") as file:
+        with self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def forget_metrics_after(self, step: int) -> None:
         """A resumed run repeats the steps after its checkpoint: their lines would stand twice."""
-        if self.metrics.is_file():
-            lines = self.metrics.read_text(encoding="utf-8").splitlines()
+        if self.metrics_file.is_file():
+            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if _step_of(line) <= step]
-            write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+            write_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
 
 
 def environment(world_size: int, device: str) -> dict[str, Any]:
@@ -143,20 +136,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not readable as JSON. Remove it; checkpoints do not depend on it.")
     return value
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _git_commit() -> str | None:

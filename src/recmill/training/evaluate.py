@@ -6,18 +6,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from recmill.config.sections import RunSections
+from recmill.config.sections import Settings
 from recmill.failpoints import reach
+from recmill.launch.watchdog import beat
 from recmill.metrics.binary import Values
 from recmill.observe.progress import Progress
 from recmill.training.prefetch import pinned, prefetched
-from recmill.watchdog import beat
 from recmill.world import World
 
 
 @torch.no_grad()
 def evaluate_split(
-    model: nn.Module, task: ModuleType, source: Any, split: str, metrics: Any, settings: RunSections, world: World
+    model: nn.Module, task: ModuleType, source: Any, split: str, metrics: Any, settings: Settings, world: World
 ) -> Values:
     """`metrics`: new ones of the task. All ranks take part and all get the same values."""
     was_training = model.training

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recmill.config.sections import EvalSection, RunSections, TrainSection
+from recmill.checkpoints.format import Position
+from recmill.checkpoints.saver import Saver
+from recmill.config.sections import EvalSection, Settings, TrainSection
 from recmill.errors import UserError
 from recmill.failpoints import reach
+from recmill.launch.signals import Heard, StopRequest, listening
+from recmill.launch.watchdog import beat
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.run_dir import RunDirectory
-from recmill.stop import Heard, StopRequest, listening
 from recmill.training.guards import check_replicas, first_bad_tensor
 from recmill.training.optim import set_learning_rates
 from recmill.training.prefetch import pinned, prefetched
-from recmill.training.saved import Position
-from recmill.training.saver import Saver
 from recmill.training.step import OverlappedStep, Step, can_overlap
-from recmill.watchdog import beat
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def fit(
     optimizer: CombinedOptimizer,
     task: ModuleType,
     source: Any,
-    settings: RunSections,
+    settings: Settings,
     world: World,
     run: RunDirectory,
     start: Position,

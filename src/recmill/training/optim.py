@@ -9,7 +9,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from recmill.config.sections import DenseOptim, OptimSection
-from recmill.training.replicated import ReplicatedTables
+from recmill.tables.replicated import ReplicatedTables
 from recmill.training.schedule import learning_rate
 
 _DENSE: dict[str, Any] = {

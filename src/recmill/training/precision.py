@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
+from recmill.checkpoints.format import Position
 from recmill.config.sections import TrainSection
 from recmill.errors import UserError
 from recmill.hardware.cpu import threads_per_process
 from recmill.hardware.precision import Dtype, probe, verdict
-from recmill.training.saved import Position
 from recmill.world import World
 
 log = logging.getLogger(__name__)

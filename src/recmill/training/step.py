@@ -10,10 +10,10 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recmill.config.sections import RunSections
+from recmill.checkpoints.format import Position
+from recmill.config.sections import Settings
 from recmill.training.optim import clip_dense_gradients, dense_parameters
 from recmill.training.precision import LossScale, usable_dtype
-from recmill.training.saved import Position
 from recmill.world import World
 
 
@@ -23,7 +23,7 @@ class Step:
         model: nn.Module,
         optimizer: CombinedOptimizer,
         task: ModuleType,
-        settings: RunSections,
+        settings: Settings,
         world: World,
         start: Position,
     ) -> None:

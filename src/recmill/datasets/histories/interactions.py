@@ -19,7 +19,7 @@ from pydantic import Field, NonNegativeInt
 
 from recmill.config.sections import Section
 from recmill.datasets.compressed import forecast_rows, sample_digest
-from recmill.datasets.histories import MIN_HISTORY, seal_written
+from recmill.datasets.histories.writing import MIN_HISTORY, seal_written
 from recmill.datasets.writing import NpyWriter, Work, check_disk, write_parquet
 from recmill.errors import DataError
 from recmill.schema import Description

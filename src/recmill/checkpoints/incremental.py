@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recmill.training.replicated import ReplicatedTables
-from recmill.training.safe_reader import SafeReader, read_into
-from recmill.training.saved import Checkpoint, RowChange
+from recmill.checkpoints.format import Checkpoint, RowChange
+from recmill.checkpoints.safe_reader import SafeReader, read_into
+from recmill.tables.replicated import ReplicatedTables
 
 _TABLE = re.compile(r"\.embedding(?:_bag)?s\.(.+?)\.weight(?:\.|$)")
 
@@ -122,8 +122,8 @@ def apply_changes(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
     read: dict[str, Tensor] = {}
 
     def tensor(name: str) -> Tensor:
-        about = described[name]
-        out = {name: torch.empty(about.size, dtype=about.properties.dtype)}
+        description = described[name]
+        out = {name: torch.empty(description.size, dtype=description.properties.dtype)}
         read_into(out, checkpoint.path, alone=True)
         return out[name]
 

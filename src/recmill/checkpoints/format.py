@@ -21,8 +21,9 @@ from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
 from recmill.errors import CheckpointError
 from recmill.failpoints import reach
-from recmill.schema import digest
-from recmill.watchdog import beat
+from recmill.files.atomic import sync_directory
+from recmill.files.digests import digest
+from recmill.launch.watchdog import beat
 
 log = logging.getLogger(__name__)
 
@@ -320,11 +321,3 @@ def _write_synced(path: Path, text: str, step: int) -> None:
         file.flush()
         reach("ckpt.sync", step)
         os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""One process of a job: `python -m recmill.worker`, started by the local launcher."""
+"""One process of a job: `python -m recmill.launch.worker`, started by the local launcher."""
 
 import contextlib
 import dataclasses
@@ -13,8 +13,8 @@ from typing import Any
 
 from recmill.errors import as_user_error
 from recmill.launch.local import Failure, leave
+from recmill.launch.signals import SIGNALS, listening, stop_with_parent
 from recmill.observe.log import set_up_console
-from recmill.stop import SIGNALS, listening, stop_with_parent
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import polars as pl
 from pydantic import Field, PositiveInt
 
 from recmill.config.sections import Section
-from recmill.datasets.histories import MIN_HISTORY, seal_histories
+from recmill.datasets.histories.writing import MIN_HISTORY, seal_histories
 from recmill.datasets.writing import Progress
 from recmill.errors import ConfigError
 from recmill.schema import Description

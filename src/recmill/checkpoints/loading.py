@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torchrec.optim.keyed import CombinedOptimizer
 
+from recmill.checkpoints.format import Checkpoint, chosen, committed, set_aside
+from recmill.checkpoints.incremental import apply_changes, is_rows, table_of
+from recmill.checkpoints.safe_reader import SafeReader, read_into
 from recmill.errors import CheckpointError, UserError
-from recmill.training.row_changes import apply_changes, is_rows, table_of
-from recmill.training.safe_reader import SafeReader, read_into
-from recmill.training.saved import Checkpoint, chosen, committed, set_aside
 from recmill.world import World
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import polars as pl
 from pydantic import Field
 
 from recmill.config.sections import Section
-from recmill.datasets.histories import seal_histories
+from recmill.datasets.histories.writing import seal_histories
 from recmill.datasets.writing import Progress
 from recmill.errors import ConfigError
 from recmill.metrics.ranking import NUM_NEGATIVES, Negatives, RankingMetrics

@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from recmill.data.click_rows import BLOCK_ROWS
 from recmill.datasets.clicks import PARQUET_ROWS
 from recmill.datasets.compressed import SUFFIXES
-from recmill.datasets.criteo_ids import FIRST_ID, MISSING, RARE
-from recmill.datasets.criteo_input import RawLog
-from recmill.datasets.criteo_log import NUM_DENSE, NUM_SPARSE, ParsedLog, parse_log
-from recmill.datasets.criteo_plan import Plan, Segment, describer, features, ranges_by_split, segments
+from recmill.datasets.criteo.ids import FIRST_ID, MISSING, RARE
+from recmill.datasets.criteo.input import RawLog
+from recmill.datasets.criteo.log import NUM_DENSE, NUM_SPARSE, ParsedLog, parse_log
+from recmill.datasets.criteo.plan import Plan, Segment, describer, features, ranges_by_split, segments
 from recmill.datasets.writing import NpyWriter, Work, seal
 from recmill.errors import ConfigError, ResourceError
 from recmill.hardware.cpu import num_cores
 from recmill.schema import Description
-from recmill.stored import BLOCK_ROWS
 
 log = logging.getLogger(__name__)
 

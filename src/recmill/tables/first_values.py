@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from recmill import rng
-from recmill.schema import TableSpec
+from recmill.tables.spec import TableSpec
 
 _CHUNK_VALUES = 1 << 16  # stays in cache
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recmill.datasets.criteo_log import NUM_SPARSE, LogBlock, ParsedLog
+from recmill.datasets.criteo.log import NUM_SPARSE, LogBlock, ParsedLog
 from recmill.datasets.parallel import compiled
 from recmill.datasets.writing import NpyWriter
 

@@ -22,8 +22,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from recmill.config.sections import TablesOptim
 from recmill.errors import UserError
 from recmill.hardware.memory import memory_bytes
-from recmill.training.native_tables import replace_lookup
-from recmill.training.plan import Machines, Request, make_plan
+from recmill.tables.native_lookup import replace_lookup
+from recmill.tables.placement import Machines, Request, make_plan
 from recmill.world import World
 
 _FUSED_OPTIMIZERS = {

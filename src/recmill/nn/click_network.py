@@ -11,10 +11,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recmill.nn.interactions import Interaction
 from recmill.nn.mlp import Init, linear, mlp
-from recmill.schema import TableSpec
+from recmill.tables.spec import TableSpec
 
 
-class Dlrm(nn.Module):
+class ClickNetwork(nn.Module):
     """Bottom MLP over dense features, sum-pooled tables, their interaction, top MLP -> one logit.
 
     The dense features are filled up with zeros to a multiple of `pad_dense_to_multiple_of`.

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from recmill import rng
+from recmill.data.click_rows import ClickRows
 from recmill.datasets.clicks import PARTS, write_day, write_parquet_parts
 from recmill.datasets.compressed import forecast_rows
-from recmill.datasets.criteo_ids import (
+from recmill.datasets.criteo.ids import (
     FIRST_ID,
     MISSING,
     LogRows,
@@ -34,8 +35,8 @@ from recmill.datasets.criteo_ids import (
     modulo_as_torchrec,
     write_vocabulary,
 )
-from recmill.datasets.criteo_input import RawLog
-from recmill.datasets.criteo_log import (
+from recmill.datasets.criteo.input import RawLog
+from recmill.datasets.criteo.log import (
     BYTES_PER_ROW,
     NUM_DENSE,
     NUM_SPARSE,
@@ -43,8 +44,8 @@ from recmill.datasets.criteo_log import (
     ParsedLog,
     parse_log,
 )
-from recmill.datasets.criteo_plan import Plan, Segment, describer, features, plan, ranges_by_split, segments
-from recmill.datasets.criteo_rules import Options
+from recmill.datasets.criteo.plan import Plan, Segment, describer, features, plan, ranges_by_split, segments
+from recmill.datasets.criteo.rules import Options
 from recmill.datasets.multi_hot import companion_paths, write_companions, write_multi_hot
 from recmill.datasets.parallel import ordered
 from recmill.datasets.shuffle import Buckets
@@ -53,7 +54,6 @@ from recmill.errors import ResourceError
 from recmill.hardware.cpu import num_cores
 from recmill.observe.progress import Progress
 from recmill.schema import SPLITS, Description, SparseFeature
-from recmill.stored import ClickRows
 
 __all__ = ["Options", "Plan", "plan", "write"]
 
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 def write(work: Work, plan: Plan) -> Description:
     if plan.engine == "spark":
-        from recmill.datasets import criteo_spark
+        from recmill.datasets.criteo import spark as criteo_spark
 
         return criteo_spark.write(work, plan)
     needed = _check_disk(work, plan)

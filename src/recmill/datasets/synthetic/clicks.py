@@ -13,12 +13,12 @@ import numpy as np
 from pydantic import Field, PositiveFloat
 
 from recmill import rng
+from recmill.data.click_rows import ClickRows
 from recmill.datasets.clicks import BLOCK_ROWS, ClickOptions, rows_per_day, seal_clicks, write_day
 from recmill.datasets.writing import Progress
 from recmill.metrics.auc import auroc
 from recmill.metrics.binary import log_loss_sum, sigmoid
 from recmill.schema import Description
-from recmill.stored import ClickRows
 
 NUM_PAIRS = 4
 FACTOR_DIM = 2

@@ -9,8 +9,8 @@ from pathlib import Path
 import polars as pl
 from pydantic import Field, NonNegativeInt, model_validator
 
-from recmill.datasets import delimited, interactions
-from recmill.datasets.interactions import Filters, Plan, write
+from recmill.datasets.histories import delimited, interactions
+from recmill.datasets.histories.interactions import Filters, Plan, write
 from recmill.errors import DataError
 
 __all__ = ["Options", "plan", "write"]

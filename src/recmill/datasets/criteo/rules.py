@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from recmill.config.sections import Section
-from recmill.datasets.criteo_log import NUM_SPARSE, ParsedLog
+from recmill.datasets.criteo.log import NUM_SPARSE, ParsedLog
 from recmill.errors import ConfigError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec.optim.keyed import CombinedOptimizer
 
+from recmill.checkpoints import format as saved
+from recmill.checkpoints.format import Origin, Position, RowChange, State
+from recmill.checkpoints.incremental import TouchedRows, as_bytes, is_rows, pieces, taken_changes
+from recmill.checkpoints.loading import state_of
 from recmill.config.sections import CheckpointSection
 from recmill.errors import ResourceError, UserError, as_user_error
 from recmill.failpoints import reach
+from recmill.files.digests import digest
 from recmill.hardware.memory import available_memory_bytes
+from recmill.launch.watchdog import SAVING, beat
 from recmill.observe.run_dir import now
-from recmill.schema import digest
-from recmill.training import saved
-from recmill.training.checkpoint import state_of
 from recmill.training.guards import is_finite
-from recmill.training.row_changes import TouchedRows, as_bytes, is_rows, pieces, taken_changes
-from recmill.training.saved import Origin, Position, RowChange, State
-from recmill.watchdog import SAVING, beat
 from recmill.world import World
 
 log = logging.getLogger(__name__)

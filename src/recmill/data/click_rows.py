@@ -43,21 +43,21 @@ class StoredDay:
     """Random access to the rows of one day. Ids come as rows of their tables; nothing is checked here."""
 
     def __init__(self, dataset: Dataset, day: str) -> None:
-        about = dataset.about
-        assert isinstance(about, ClicksDescription)
-        self.about, self.day = about, day
-        self.rows = about.files[about.day_files(day)[-1]].rows
-        first_ids = np.array([feature.first_id for feature in about.sparse])
+        description = dataset.description
+        assert isinstance(description, ClicksDescription)
+        self.description, self.day = description, day
+        self.rows = description.files[description.day_files(day)[-1]].rows
+        first_ids = np.array([feature.first_id for feature in description.sparse])
         self._first_ids = first_ids if first_ids.any() else None
-        if about.layout == "parquet":
-            self._parquet: _ParquetFile | None = _ParquetFile(dataset.path / f"{day}.parquet", about)
+        if description.layout == "parquet":
+            self._parquet: _ParquetFile | None = _ParquetFile(dataset.path / f"{day}.parquet", description)
             return
         self._parquet = None
         self._dense, self._labels = dataset.array(f"{day}_dense.npy"), dataset.array(f"{day}_labels.npy")
-        if about.multi_hot:
-            self._ids = npz_arrays(dataset.path / about.sparse_file(day), about.multi_hot, self.rows)
+        if description.multi_hot:
+            self._ids = npz_arrays(dataset.path / description.sparse_file(day), description.multi_hot, self.rows)
         else:
-            self._ids = [dataset.array(about.sparse_file(day))]
+            self._ids = [dataset.array(description.sparse_file(day))]
 
     def take(self, rows: np.ndarray | slice) -> ClickRows:
         """The stored rows of these numbers, in this order; of a slice maybe the stored arrays themselves, read-only."""
@@ -69,7 +69,7 @@ class StoredDay:
             all_ids = ids[0] if len(ids) == 1 else np.concatenate(ids, axis=1)
             found = ClickRows(_taken(self._dense, rows), all_ids, _taken(self._labels, rows)[:, 0])
         dense, ids_n = found.dense, found.ids
-        if self.about.dense_stored == "plus-one":
+        if self.description.dense_stored == "plus-one":
             dense = np.log1p(dense)
         if self._first_ids is not None:
             with np.errstate(over="ignore"):  # 64-bit hashes wrap round on purpose
@@ -89,10 +89,14 @@ _BLOCKS_LOCK = Lock()  # training's batches are prepared in a thread, and valida
 class _ParquetFile:
     """Decoded block by block; the newest blocks of all files are kept."""
 
-    def __init__(self, path: Path, about: ClicksDescription) -> None:
+    def __init__(self, path: Path, description: ClicksDescription) -> None:
         import polars as pl
 
-        self._path, self._dense, self._sparse = path, about.dense, [feature.name for feature in about.sparse]
+        self._path, self._dense, self._sparse = (
+            path,
+            description.dense,
+            [feature.name for feature in description.sparse],
+        )
         self._key = (path, path.stat().st_mtime_ns)  # another file may come to stand in its place
         try:
             names = pl.read_parquet_schema(path)
@@ -179,16 +183,16 @@ def npz_arrays(path: Path, sizes: list[int], rows: int) -> list[np.ndarray]:
     return arrays
 
 
-def id_limits(about: ClicksDescription) -> np.ndarray:
+def id_limits(description: ClicksDescription) -> np.ndarray:
     """uint64, one per column of ids: the first id that is too large (the largest uint64 for 64-bit hashes)."""
-    limits = np.array([min(feature.rows, 2**64 - 1) for feature in about.sparse], dtype=np.uint64)
-    return np.repeat(limits, about.multi_hot) if about.multi_hot else limits
+    limits = np.array([min(feature.rows, 2**64 - 1) for feature in description.sparse], dtype=np.uint64)
+    return np.repeat(limits, description.multi_hot) if description.multi_hot else limits
 
 
-def feature_of_column(about: ClicksDescription, column: int) -> SparseFeature:
-    if not about.multi_hot:
-        return about.sparse[column]
-    return about.sparse[int(np.searchsorted(np.cumsum(about.multi_hot), column, side="right"))]
+def feature_of_column(description: ClicksDescription, column: int) -> SparseFeature:
+    if not description.multi_hot:
+        return description.sparse[column]
+    return description.sparse[int(np.searchsorted(np.cumsum(description.multi_hot), column, side="right"))]
 
 
 def first_bad_id(ids: np.ndarray, limits: np.ndarray) -> tuple[int, int] | None:
@@ -210,15 +214,17 @@ def bad_id_text(file: str, row: int, feature: SparseFeature, value: int) -> str:
 
 def id_problems(dataset: Dataset) -> list[str]:
     """Every id of every row; training checks the same per batch."""
-    about = dataset.about
-    assert isinstance(about, ClicksDescription)
+    description = dataset.description
+    assert isinstance(description, ClicksDescription)
     problems = []
-    limits = id_limits(about)
-    for day in about.days:
+    limits = id_limits(description)
+    for day in description.days:
         for start, rows in StoredDay(dataset, day).blocks():
             if bad := first_bad_id(rows.ids, limits):
                 row, column = bad
-                feature = feature_of_column(about, column)
-                problems.append(bad_id_text(about.sparse_file(day), start + row, feature, int(rows.ids[row, column])))
+                feature = feature_of_column(description, column)
+                problems.append(
+                    bad_id_text(description.sparse_file(day), start + row, feature, int(rows.ids[row, column]))
+                )
                 break
     return problems

@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from recmill.errors import ConfigError, ResourceError
-from recmill.schema import TableSpec
+from recmill.tables.spec import TableSpec
 
 # 'auto' keeps small tables whole: cutting a few thousand rows costs more messages than it saves work.
 _WHOLE_TABLE_ROWS = 1_000_000

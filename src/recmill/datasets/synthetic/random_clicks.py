@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
+from recmill.data.click_rows import ClickRows
 from recmill.datasets.clicks import BLOCK_ROWS, ClickOptions, rows_per_day, seal_clicks, write_day
 from recmill.datasets.writing import Progress
 from recmill.schema import Description
-from recmill.stored import ClickRows
 
 
 class Options(ClickOptions):

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from recmill.datasets.clicks import split_rows
-from recmill.datasets.criteo_ids import FIRST_ID
-from recmill.datasets.criteo_input import RawLog, find_logs
-from recmill.datasets.criteo_log import NUM_DENSE, NUM_SPARSE
-from recmill.datasets.criteo_rules import Options, Rules, rules_of
+from recmill.datasets.criteo.ids import FIRST_ID
+from recmill.datasets.criteo.input import RawLog, find_logs
+from recmill.datasets.criteo.log import NUM_DENSE, NUM_SPARSE
+from recmill.datasets.criteo.rules import Options, Rules, rules_of
 from recmill.datasets.writing import MADE_BY
 from recmill.errors import ConfigError
 from recmill.schema import ClicksDescription, Description, FileInfo, RowRange, SourceFile, SparseFeature

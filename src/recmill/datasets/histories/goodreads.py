@@ -11,9 +11,9 @@ from pathlib import Path
 import polars as pl
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from recmill.datasets import delimited, interactions
 from recmill.datasets.compressed import SUFFIXES, expansion, read_blocks
-from recmill.datasets.interactions import Filters, Plan, write
+from recmill.datasets.histories import delimited, interactions
+from recmill.datasets.histories.interactions import Filters, Plan, write
 from recmill.errors import DataError
 from recmill.observe.progress import Progress
 

@@ -1,0 +1,1 @@
+"""Interactions of users with items (MovieLens, Goodreads, your own files) -> prepared histories."""

@@ -1,0 +1,1 @@
+"""Generated datasets: synthetic ones, whose best reachable metrics are known, and random ones for benchmarks."""

@@ -1,0 +1,98 @@
+"""Files and directories that appear complete or not at all, whenever the process is killed."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from recmill.errors import as_user_error
+from recmill.failpoints import reach
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` with a synced file that holds `text`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` with a synced file that holds `value` as JSON."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable: a rename is lost with the power until then."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def new_file(output: Path) -> Iterator[Path]:
+    """Yield a temporary file that is renamed to `output` if the block succeeds, and removed otherwise."""
+    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(output)
+        partial.touch()
+    except OSError as error:
+        raise as_user_error(error) or error from error
+    try:
+        yield partial
+        os.rename(partial, output)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_directory(output: Path) -> Iterator[Path]:
+    """Yield a temporary directory that replaces `output` if the block succeeds, and is removed otherwise."""
+    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(output)
+        partial.mkdir()
+    except OSError as error:
+        raise as_user_error(error) or error from error
+    try:
+        reach("prepare.begin")
+        yield partial
+        replace_directory(output, partial)
+    except OSError as error:
+        error.filename = error.filename or str(output)  # a failing write() does not name its file
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def replace_directory(output: Path, new: Path) -> None:
+    """Rename `new` to `output`, and remove what was there before."""
+    reach("prepare.before_rename")
+    old = output.parent / f".{output.name}.old-{os.getpid()}"
+    if output.exists():
+        os.rename(output, old)
+    os.rename(new, output)
+    reach("prepare.renamed")
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(output: Path) -> None:
+    """Remove what killed processes left beside `output`; restore what one of them had set aside last."""
+    parent, name = output.parent, output.name
+    for left in [*parent.glob(f".{name}.partial-*"), *parent.glob(f".{name}.old-*")]:
+        process = left.name.rpartition("-")[2]
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            if ".old-" in left.name and not output.exists():  # killed between two renames: the only copy
+                os.rename(left, output)
+            elif left.is_file():
+                left.unlink()
+            shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,30 @@
+"""Locks between processes. A lock ends with the process that holds it, however that process ends."""
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from recmill.errors import ResourceError
+
+
+@contextmanager
+def exclusive_lock(path: Path, in_use: Callable[[str], str]) -> Iterator[None]:
+    """Hold the lock file `path`, created if absent, within the block.
+
+    If another process holds it, raise ResourceError(in_use(holder)), where `holder` says which process that is.
+    """
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ResourceError(in_use(file.read().strip() or "another process")) from None
+        file.truncate(0)
+        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")
+        file.flush()
+        yield

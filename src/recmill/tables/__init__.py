@@ -1,0 +1,4 @@
+"""Embedding tables: what models declare, which rank holds which rows, how rows are looked up, updated and stored.
+
+Entry points: `spec.TableSpec`, `placement.make_plan`, `sharding.shard`, `first_values.fill_tables`.
+"""
