@@ -7,7 +7,8 @@ from recmill import registry
 from recmill.config import Config, load_config
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
-from recmill.observe.run_dir import RunDirectory, memory_bytes
+from recmill.hardware.memory import memory_bytes
+from recmill.observe.run_dir import RunDirectory
 from recmill.protocols import ModelModule, SequenceModelModule, TaskModule
 from recmill.schema import SPLITS, ClicksDescription, Dataset, open_dataset
 from recmill.tables.spec import TableSpec

@@ -25,9 +25,12 @@ from recmill.commands.assemble import (
 from recmill.commands.options import Fallback, Procs, Verify
 from recmill.commands.results import RunReport, values_of_split
 from recmill.config import Config, Section, differences, fingerprint, load_config, to_toml
+from recmill.config.sections import TrainSection
 from recmill.errors import ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
+from recmill.hardware.cpu import threads_per_process
+from recmill.hardware.precision import probe, worker_environment
 from recmill.launch.local import is_launched_with, job_directory, num_restarts, run_job
 from recmill.launch.signals import error_for, listening, stop_with_parent
 from recmill.launch.watchdog import Hang, beat, watching
@@ -149,12 +152,19 @@ def _launch(config: Config, run: RunDirectory, dataset: Dataset, start: Start, p
         "stop_signals": section.stop_signals,
     }
     try:
-        return run_job("train", arguments, procs, section.max_restarts)
+        return run_job("train", arguments, procs, section.max_restarts, _precision_environment(section, procs))
     except UserError as error:
         # The launcher knows the cause where rank 0 saw only a consequence. Another process may hold the lock.
         with contextlib.suppress(UserError, OSError), run.locked():
             _write_end(run, error)
         raise
+
+
+def _precision_environment(section: TrainSection, procs: int) -> dict[str, str]:
+    """Return what workers need to use train.precision on this CPU: oneDNN reads its variable when a process starts."""
+    if section.precision == "float32" or section.device == "cuda":
+        return {}
+    return worker_environment(probe(section.precision, threads_per_process(procs)))
 
 
 def work(world: "World", config: dict[str, Any], run: str, start: dict[str, Any] | None = None) -> dict[str, Any]:
