@@ -14,12 +14,11 @@ from recmill.schema import SPLITS, ClicksDescription, Dataset, open_dataset
 from recmill.tables.spec import TableSpec
 
 if TYPE_CHECKING:
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-
     from recmill.checkpoints.format import Checkpoint, Origin
     from recmill.data.clicks import ClickSource
     from recmill.data.histories import HistorySource
     from recmill.data.multi_hot import MultiHot
+    from recmill.tables.sharding import DistributedModelParallel
     from recmill.world import World
 
 

@@ -1,7 +1,7 @@
 """`recmill evaluate`: the metrics of a run's newest or best checkpoint. Changes nothing in the run directory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 
@@ -65,17 +65,6 @@ class Ranking(TypedDict, total=False):
     bootstrap: int
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What to evaluate; `eval` replaces keys of the run's [eval] section."""
-
-    split: str
-    which: str
-    fallback: bool
-    eval: dict[str, Any]
-    resamples: int
-
-
 def evaluate(
     run: str | Path,
     *,
@@ -98,15 +87,15 @@ def evaluate(
         raise ConfigError(f"split '{split}': evaluate 'val' or 'test'.")
     directory, config = open_trained_run(run)
     dataset = open_matching_dataset(config, "digests" if verify else "sizes")
-    overrides, resamples = _checked_ranking(config, dataset, **ranking)
-    request = _Request(split, checkpoint, fallback, overrides, resamples)
+    checked = _checked_ranking(config, dataset, **ranking)
+    options = Options(split=split, checkpoint=checkpoint, fallback=fallback, **checked)
     device = config.settings.train.device
     if is_launched_with(procs):
         from recmill.world import joined_world
 
         with joined_world(device) as world:
-            return _evaluate(world, directory, config, dataset, request)
-    arguments = {"device": device, "run": str(directory.path.absolute()), "request": vars(request)}
+            return _evaluate(world, directory, config, dataset, options)
+    arguments = {"device": device, "run": str(directory.path.absolute()), "options": options.model_dump()}
     return run_job("evaluate", arguments, procs)
 
 
@@ -116,13 +105,13 @@ def _checked_ranking(
     protocols: Sequence[str] | None = None,
     ks: Sequence[int] | None = None,
     bootstrap: int = 0,
-) -> tuple[dict[str, Any], int]:
-    """Return the keys of the run's [eval] section to replace, and the number of resamples."""
+) -> dict[str, Any]:
+    """Return the arguments as fields of Options; raise if the run's model cannot be evaluated with them."""
     if dataset.description.kind != "histories":
         for flag, value in (("--protocol", protocols), ("--k", ks), ("--bootstrap", bootstrap)):
             if value:
                 raise ConfigError(f"{flag} is for sequence models, and '{config.model_name}' is none. Leave it out.")
-        return {}, 0
+        return {}
     known = get_args(RankingProtocol)
     for protocol in protocols or []:
         if protocol not in known:
@@ -132,17 +121,20 @@ def _checked_ranking(
             raise ConfigError(f"--k {k}: give cut-offs of 1 to {dataset.description.num_items}, the number of items.")
     if bootstrap < 0:
         raise ConfigError(f"--bootstrap {bootstrap}: give 1 or more resamples, or 0 for no intervals.")
-    overrides = {"protocols": protocols and list(protocols), "ks": ks and [int(k) for k in ks]}
-    return {key: value for key, value in overrides.items() if value}, bootstrap
+    return {
+        "protocols": list(protocols) if protocols else None,
+        "ks": [int(k) for k in ks] if ks else None,
+        "bootstrap": int(bootstrap),
+    }
 
 
-def work(world: "World", run: str, request: dict[str, Any]) -> Values:
+def work(world: "World", run: str, options: dict[str, Any]) -> Values:
     """Evaluate in one of the launcher's processes."""
     directory, config = open_trained_run(run)
-    return _evaluate(world, directory, config, open_matching_dataset(config), _Request(**request))
+    return _evaluate(world, directory, config, open_matching_dataset(config), Options(**options))
 
 
-def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Dataset, request: _Request) -> Values:
+def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Dataset, options: Options) -> Values:
     from recmill.checkpoints import loading as checkpoint
     from recmill.data.histories import HistorySource
     from recmill.tasks import next_item
@@ -151,14 +143,15 @@ def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Datase
     from recmill.training.precision import set_tf32
 
     set_tf32(config.settings.train)
-    found = trained_checkpoint(run, request.which, dataset, world, request.fallback)
-    section = config.settings.eval.model_copy(update=request.eval)
+    found = trained_checkpoint(run, options.checkpoint, dataset, world, options.fallback)
+    ranking = {"protocols": options.protocols, "ks": options.ks}
+    section = config.settings.eval.model_copy(update={key: value for key, value in ranking.items() if value})
     config = replace(config, settings=config.settings.model_copy(update={"eval": section}))
     source = build_source(config, dataset, world.rank, world.size)
     model = build_sharded(config, dataset, world)
     checkpoint.load(found, model)
     parts = Parts(model, task_module(config), source, world, config.settings.data.prefetch)
     if isinstance(source, HistorySource):
-        metrics = next_item.new_metrics(section, request.resamples, source.train_counts())
-        return evaluate_split(parts, request.split, metrics)
-    return evaluate_split(parts, request.split, parts.task.new_metrics(section))
+        metrics = next_item.new_metrics(section, options.bootstrap, source.train_counts())
+        return evaluate_split(parts, options.split, metrics)
+    return evaluate_split(parts, options.split, parts.task.new_metrics(section))
