@@ -203,7 +203,7 @@ def test_no_permission_to_write_is_a_resource_error(
     elif where == "prepare":
         command = ("prepare", "random-histories", "--output", locked / "d")
     done = run_cli(*command, preexec_fn=without_root_s_privilege)
-    assert_one_clear_error(done, 5, str(locked), "Permission denied", "Choose a place you may write to")
+    assert_one_clear_error(done, 5, str(locked), "Permission denied", "Choose a directory that you may write to")
     assert list(locked.iterdir()) == []
 
 
@@ -215,7 +215,9 @@ def test_a_path_through_a_file_is_a_resource_error(run_cli: RunCli, tmp_path: Pa
 def test_unknown_names_on_the_command_line_name_the_nearest(run_cli: RunCli) -> None:
     assert_one_clear_error(run_cli("prepare", "synthetic-click", "--output", "d"), 2, "'synthetic-clicks'")
     assert_one_clear_error(run_cli("trian"), 2, "trian")
-    assert_one_clear_error(run_cli("prepare", "random-clicks", "--output", "d", "--tables", "a,b"), 2, "whole numbers")
+    assert_one_clear_error(
+        run_cli("prepare", "random-clicks", "--output", "d", "--tables", "a,b"), 2, "integers separated by commas"
+    )
 
 
 def test_runs_without_a_checkpoint_or_config_are_checkpoint_errors(

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from pydantic import PositiveInt
+
 from recmill import registry
 from recmill.commands.assemble import (
     build_sharded,
@@ -17,7 +19,7 @@ from recmill.commands.assemble import (
     trained_checkpoint,
 )
 from recmill.config import Config
-from recmill.config.sections import RankingProtocol
+from recmill.config.sections import RankingProtocol, Section, key
 from recmill.errors import ConfigError
 from recmill.launch.local import is_launched_with, run_job
 from recmill.schema import Dataset
@@ -27,6 +29,27 @@ if TYPE_CHECKING:
 
 Split = Literal["val", "test"]
 Which = Literal["newest", "best"]
+
+
+class Options(Section):
+    split: Split = key("test", "Split to evaluate on.")
+    checkpoint: Which = key("newest", "best: the best validation metric, for runs with checkpoint.keep_best.")
+    fallback: bool = key(False, "If the newest checkpoint is corrupt, use the newest that is not.")
+    protocols: list[RankingProtocol] | None = key(
+        None,
+        "How sequence models rank targets: full, pop100, uni100, separated by commas.  [default: the run's]",
+        json_schema_extra={"flag": "--protocol"},
+    )
+    ks: list[int] | None = key(
+        None,
+        "Cut-offs of ranking metrics, like 1,5,10.  [default: the run's]",
+        json_schema_extra={"flag": "--k"},
+    )
+    bootstrap: int = key(
+        0, "95 % intervals of ranking metrics, from N resamples of the users.", json_schema_extra={"metavar": "N"}
+    )
+    procs: PositiveInt = key(1, "Number of processes on this machine.")
+    verify: bool = key(False, "Check every byte of the dataset before evaluating.")
 
 
 def evaluate(

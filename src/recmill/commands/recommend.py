@@ -6,7 +6,7 @@ Shape letters: B histories, V items, K items asked for.
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from recmill.commands.assemble import (
     open_trained_run,
     trained_checkpoint,
 )
+from recmill.config.sections import PATH, Section, key
 from recmill.data.names import Names
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_file
@@ -31,6 +32,19 @@ log = logging.getLogger(__name__)
 
 _HISTORIES_AT_ONCE = 1024
 _SCORES_AT_ONCE = 1 << 24  # histories times items
+
+
+class Options(Section):
+    history: str | None = key(None, "Original ids or titles of items, oldest first, separated by commas.")
+    users: str | None = key(None, "Original ids of users of the dataset, separated by commas.")
+    is_for_all: bool = key(False, "Every user of the dataset; needs --output.", json_schema_extra={"flag": "--all"})
+    output: str | None = key(None, "Parquet file to write: user, rank, item, title, score.", json_schema_extra=PATH)
+    k: int = key(10, "Number of items.")
+    include_seen: bool = key(False, "Include items that are in the history already.")
+    checkpoint: Literal["newest", "best"] = key(
+        "newest", "best: the best validation metric, for runs with checkpoint.keep_best."
+    )
+    fallback: bool = key(False, "If the newest checkpoint is corrupt, use the newest that is not.")
 
 
 def recommend(

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from recmill.config.sections import PATH, Section, key
 from recmill.datasets.compressed import read_blocks
 from recmill.errors import ConfigError, DataError
 from recmill.files.atomic import new_directory
@@ -17,6 +18,13 @@ log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 20  # stays in the processor's cache between being read, searched and written
 _NEWLINE = ord("\n")
+
+
+class Options(Section):
+    input: str = key(..., "One raw log: plain, .gz or .zst.", json_schema_extra=PATH)
+    output: str = key(..., "Directory to write; it appears when it is complete.", json_schema_extra=PATH)
+    lines: int = key(5_000_000, "Lines of each part.")
+    days: int = key(24, "Number of parts: day_0, day_1, ...; the rest of the log is left out.")
 
 
 def split(input: str | Path, output: str | Path, *, lines: int, days: int) -> dict[str, Any]:

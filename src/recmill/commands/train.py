@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import PositiveInt
+
 from recmill.commands.assemble import (
     build_sharded,
     build_source,
@@ -21,6 +23,7 @@ from recmill.commands.assemble import (
     task_module,
 )
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
+from recmill.config.sections import Section, key
 from recmill.errors import ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
@@ -37,6 +40,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Results = dict[str, dict[str, Any]]
+
+
+class Options(Section):
+    run: str = key(
+        ...,
+        "Run directory; an interrupted run is resumed.",
+        # torchrun takes '--run' for a short form of its own '--run-path', hence the second name
+        json_schema_extra={"flag": ["--run", "--run-dir"], "metavar": "PATH"},
+    )
+    procs: PositiveInt = key(1, "Number of processes on this machine.")
+    overrides: list[str] = key(
+        [],
+        "Change a config key, like optim.dense.lr=0.02; may be repeated.",
+        json_schema_extra={"flag": "--set", "metavar": "KEY=VALUE", "multiple": True},
+    )
+    init_from: str | None = key(
+        None, "Start a new run from the newest checkpoint of this one.", json_schema_extra={"metavar": "RUN"}
+    )
+    allow_partial: bool = key(False, "With --init-from: load the tables and layers that have the same size.")
+    fallback: bool = key(False, "If the newest checkpoint is corrupt, use the newest that is not.")
+    verify: bool = key(False, "Check every byte of the dataset before training.")
 
 
 def train(

@@ -80,7 +80,7 @@ def _without_problems(cls: type[Section], values: Any, problems: Sequence[tuple[
     values = values if isinstance(values, Mapping) else {}
     good: dict[str, Any] = {}
     for name, field in cls.model_fields.items():
-        inside = [location[1:] for location in problems if location[0] == name]
+        inside = [location[1:] for location in problems if location[:1] == (name,)]
         if subsection := _section(field):
             good[name] = _without_problems(subsection, values.get(name, {}), [rest for rest in inside if rest])
         elif name in values and not inside:

@@ -19,8 +19,11 @@ ADAM_ON_CPU = (
 )
 
 
+PATH = {"metavar": "PATH"}  # how the command line shows the value of an option
+
+
 def key(default: Any, help: str, **constraints: Any) -> Any:
-    """Declare a key with its default, its one-line help, and pydantic's constraints on its value."""
+    """Declare a key with its default (... if it is required), its one-line help, and pydantic's constraints."""
     return Field(default, description=help, **constraints)
 
 
@@ -65,7 +68,7 @@ class MultiHotSection(Section):
 
 
 class DataSection(Section):
-    path: MayChange[str] = Field(description="Directory of the prepared dataset, relative to the current directory.")
+    path: MayChange[str] = key(..., "Directory of the prepared dataset, relative to the current directory.")
     order: Literal["shuffled", "file", "batch"] = key(
         "shuffled", "Training order: a new permutation each epoch, as stored, or as stored but shuffled in each batch."
     )
