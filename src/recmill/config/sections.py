@@ -215,7 +215,7 @@ class TrainSection(Section):
     device: MayChange[Literal["auto", "cpu", "cuda"]] = key("auto", "'auto': CUDA if there is a GPU, otherwise CPU.")
     tf32: bool = key(False, "Let GPUs round the inputs of float32 multiplications to 10 bits.")
     precision: Literal["float32", "bfloat16", "float16"] = key(
-        "float32", "Precision of the dense layers in training; float32 where the hardware is not faster."
+        "float32", "Precision of the dense layers in training; float32 where it fails or is not faster."
     )
     kernels: MayChange[Literal["auto", "torch"]] = key(
         "auto", "On CPU: Recmill's C++ kernels if there is a compiler, or always PyTorch's and FBGEMM's."
