@@ -20,6 +20,7 @@ from recmill.launch.local import is_launched, leave, own_rank
 from recmill.observe import printed
 
 _DEBUG = "--debug"  # accepted anywhere on the command line
+_AS_JSON = "as_json"
 _SHOW_TRACEBACK = f"\nRun again with {_DEBUG} to see the traceback."
 
 
@@ -73,8 +74,8 @@ class _Command(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         if not self._has_flags:
             options = importlib.import_module(f"recmill.commands.{self.name}").Options
-            first_option = sum(isinstance(parameter, click.Argument) for parameter in self.params)
-            self.params[first_option:first_option] = _flags(options)
+            self.params += _flags(options)
+            self.params.sort(key=lambda parameter: parameter.name == _AS_JSON)  # --json comes last in the help
             self._has_flags = True
         return super().get_params(ctx)
 
@@ -110,23 +111,22 @@ def _flags(options: Any) -> list[click.Option]:
 def _option(name: str, field: Any) -> click.Option:
     """Return the flag of a field of an `Options` class; a field that may be None is a flag that may be left out.
 
-    The field's `json_schema_extra` may name the "flag" (or several), its "metavar", and say that it is "multiple".
+    The values of a list are separated by commas, except for `list[str]` without None: that flag may be repeated. The
+    field's `json_schema_extra` may hold other "flags" than the field's name, and a "metavar".
     """
     extra = field.json_schema_extra or {}
-    flags = extra.get("flag", f"--{name.replace('_', '-')}")
     kind = _without_none(field.annotation)
-    is_multiple = extra.get("multiple", False)
-    default = None if field.is_required() else field.default
-    if isinstance(default, list) and not is_multiple:
-        default = ",".join(map(str, default)) or None
+    is_repeated = field.annotation == list[str]
+    default = field.default
+    if isinstance(default, list) and not is_repeated:
+        default = ",".join(map(str, default))
     return click.Option(
-        [name, *([flags] if isinstance(flags, str) else flags)],
-        type=str if is_multiple else _click_type(kind, field),
-        multiple=is_multiple,
+        [name, *extra.get("flags", [f"--{name.replace('_', '-')}"])],
+        type=str if is_repeated else _click_type(kind, field),
+        multiple=is_repeated,
         is_flag=kind is bool,
-        required=field.is_required(),
-        default=default,
-        show_default=not is_multiple,
+        **({"required": True} if field.is_required() else {"default": default}),
+        show_default=not is_repeated,
         metavar=extra.get("metavar"),
         help=field.description,
     )
@@ -160,7 +160,7 @@ class _CommaList(click.ParamType):
             self.fail(f"{value!r}: expected integers separated by commas, like 10,1000,50000.", param, ctx)
 
 
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_json = click.option("--json", _AS_JSON, is_flag=True, help="Print JSON.")
 
 
 def _print(report: Any, as_json: bool, print_text: Callable[[Any], None]) -> None:
@@ -190,7 +190,8 @@ def prepare_command() -> None:
 
 
 @_command("download")
-@click.argument("name", metavar="[movielens|goodreads]")
+@click.argument("name", metavar="{movielens|goodreads}")
+@click.option("--output", required=True, type=click.Path(), help="Directory to write to: VARIANT/ or a file.")
 def download_command(name: str, output: str, **options: Any) -> None:
     """Download public raw data and verify it: MovieLens or Goodreads. Mind their terms of use."""
     from recmill.commands.download import download
@@ -199,11 +200,13 @@ def download_command(name: str, output: str, **options: Any) -> None:
 
 
 @_command("split")
-def split_command(**options: Any) -> None:
+@click.option("--input", required=True, type=click.Path(), help="One raw log: plain, .gz or .zst.")
+@click.option("--output", required=True, type=click.Path(), help="Directory to write; it appears when it is complete.")
+def split_command(input: str, output: str, **options: Any) -> None:
     """Split one raw log into parts, to be prepared like the days of a large one."""
     from recmill.commands.split import split
 
-    split(**options)
+    split(input, output, **options)
 
 
 @_command("adopt")

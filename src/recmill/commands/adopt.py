@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy_format
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from recmill.commands.prepare import checked_options
-from recmill.config.sections import Section, key
+from recmill.config.sections import Section
 from recmill.data.click_rows import (
     ClickRows,
     StoredDay,
@@ -51,16 +51,23 @@ _ANY_ID = 2**63 - 1  # stands for a table size that is not known yet
 
 
 class Options(Section):
-    last_day: Literal["val-first", "test-first", "none"] = key(
-        "val-first", "Order of validation and test in the halves of the last day; none: train on everything."
+    last_day: Literal["val-first", "test-first", "none"] = Field(
+        "val-first", description="Which half of the last day is for validation, the other for test; none: no split."
     )
-    val_fraction: float | None = key(
-        None, "Share of the rows for validation, and the same for test (a single day: 0.1).", gt=0.0, lt=0.5
+    val_fraction: float | None = Field(
+        None,
+        gt=0.0,
+        lt=0.5,
+        description=f"Share of the rows for val, and as much for test. A single day: {VAL_FRACTION}.",
     )
-    table_size: list[PositiveInt] | None = key(
-        None, "Rows of all tables, or of each, like 10,1000.  [default: largest id + 1]", min_length=1
+    table_size: list[PositiveInt] | None = Field(
+        None,
+        min_length=1,
+        description="Rows of all tables, or of each one, like 10,1000 (default: the largest id + 1).",
     )
-    dense_transform: str | None = key(None, "How the dense values were made, like 'log(x+3)'; kept as a note.")
+    dense_transform: str | None = Field(
+        None, description="How the dense values were made, like 'log(x+3)'; kept as a note in dataset.json."
+    )
 
 
 def adopt(path: str | Path, **options: Any) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
-from recmill.config.sections import Section, key
+from recmill.config.sections import Section
 from recmill.data.click_rows import BLOCK_ROWS, ClickRows, StoredDay, bad_id_text, feature_of_column, id_limits
 from recmill.datasets.criteo.rules import memory_bytes
 from recmill.errors import ConfigError
@@ -28,7 +29,7 @@ _NO_LOGARITHM, _UNCLEAR = "no logarithm of whole numbers", "unclear"
 
 
 class Options(Section):
-    memory_budget: str = key("2GB", "Most memory to use; with less, the data is read more often.")
+    memory_budget: str = Field("2GB", description="Most memory to use; with less the data is read more often.")
 
 
 @dataclass(frozen=True)

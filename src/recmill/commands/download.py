@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from recmill.config.sections import PATH, Section, key
+from recmill.config.sections import Section, key
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_directory, write_json
 from recmill.observe.progress import Progress
@@ -32,7 +32,6 @@ _AGAIN = (408, 429, 500, 502, 503, 504)
 
 
 class Options(Section):
-    output: str = key(..., "Directory of raw data; VARIANT/ or a file is written there.", json_schema_extra=PATH)
     variant: str | None = key(
         None,
         "movielens: ml-100k, ml-1m (default), ml-20m, ml-25m; goodreads: interactions (default), or books and book-ids "

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pydantic import PositiveInt
+from pydantic import Field
 
 from recmill import registry
 from recmill.commands.assemble import (
@@ -18,8 +18,9 @@ from recmill.commands.assemble import (
     task_module,
     trained_checkpoint,
 )
+from recmill.commands.options import Fallback, Procs, Verify, Which
 from recmill.config import Config
-from recmill.config.sections import RankingProtocol, Section, key
+from recmill.config.sections import RankingProtocol, Section
 from recmill.errors import ConfigError
 from recmill.launch.local import is_launched_with, run_job
 from recmill.schema import Dataset
@@ -28,28 +29,31 @@ if TYPE_CHECKING:
     from recmill.world import World
 
 Split = Literal["val", "test"]
-Which = Literal["newest", "best"]
 
 
 class Options(Section):
-    split: Split = key("test", "Split to evaluate on.")
-    checkpoint: Which = key("newest", "best: the best validation metric, for runs with checkpoint.keep_best.")
-    fallback: bool = key(False, "If the newest checkpoint is corrupt, use the newest that is not.")
-    protocols: list[RankingProtocol] | None = key(
+    """The flags of `recmill evaluate RUN`."""
+
+    split: Split = Field("test", description="What to evaluate on.")
+    checkpoint: Which = "newest"
+    fallback: Fallback = False
+    protocols: list[str] | None = Field(
         None,
-        "How sequence models rank targets: full, pop100, uni100, separated by commas.  [default: the run's]",
-        json_schema_extra={"flag": "--protocol"},
+        description="How sequence models rank targets: full, pop100, uni100, with commas.  [default: the run's]",
+        json_schema_extra={"flags": ["--protocol"]},
     )
-    ks: list[int] | None = key(
+    ks: list[int] | None = Field(
         None,
-        "Cut-offs of ranking metrics, like 1,5,10.  [default: the run's]",
-        json_schema_extra={"flag": "--k"},
+        description="Cut-offs of ranking metrics, like 1,5,10.  [default: the run's]",
+        json_schema_extra={"flags": ["--k"]},
     )
-    bootstrap: int = key(
-        0, "95 % intervals of ranking metrics, from N resamples of the users.", json_schema_extra={"metavar": "N"}
+    bootstrap: int = Field(
+        0,
+        description="95 % intervals of ranking metrics, from N resamples of the users.",
+        json_schema_extra={"metavar": "N"},
     )
-    procs: PositiveInt = key(1, "Number of processes on this machine.")
-    verify: bool = key(False, "Check every byte of the dataset before evaluating.")
+    procs: Procs = 1
+    verify: Verify = False
 
 
 def evaluate(

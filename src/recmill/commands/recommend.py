@@ -6,9 +6,10 @@ Shape letters: B histories, V items, K items asked for.
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import Field
 
 from recmill.commands.assemble import (
     check_which,
@@ -17,7 +18,8 @@ from recmill.commands.assemble import (
     open_trained_run,
     trained_checkpoint,
 )
-from recmill.config.sections import PATH, Section, key
+from recmill.commands.options import Fallback, Which
+from recmill.config.sections import Section
 from recmill.data.names import Names
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_file
@@ -35,16 +37,18 @@ _SCORES_AT_ONCE = 1 << 24  # histories times items
 
 
 class Options(Section):
-    history: str | None = key(None, "Original ids or titles of items, oldest first, separated by commas.")
-    users: str | None = key(None, "Original ids of users of the dataset, separated by commas.")
-    is_for_all: bool = key(False, "Every user of the dataset; needs --output.", json_schema_extra={"flag": "--all"})
-    output: str | None = key(None, "Parquet file to write: user, rank, item, title, score.", json_schema_extra=PATH)
-    k: int = key(10, "Number of items.")
-    include_seen: bool = key(False, "Include items that are in the history already.")
-    checkpoint: Literal["newest", "best"] = key(
-        "newest", "best: the best validation metric, for runs with checkpoint.keep_best."
+    """The flags of `recmill recommend RUN`."""
+
+    history: str | None = Field(None, description="Original ids or titles of items, oldest first, separated by commas.")
+    users: str | None = Field(None, description="Original ids of users of the dataset, separated by commas.")
+    is_for_all: bool = Field(
+        False, description="Every user of the dataset; needs --output.", json_schema_extra={"flags": ["--all"]}
     )
-    fallback: bool = key(False, "If the newest checkpoint is corrupt, use the newest that is not.")
+    output: str | None = Field(None, description="Parquet file to write: user, rank, item, title, score.")
+    k: int = Field(10, description="How many items.")
+    include_seen: bool = Field(False, description="Include items that are in the history already.")
+    checkpoint: Which = "newest"
+    fallback: Fallback = False
 
 
 def recommend(

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
-from recmill.config.sections import PATH, Section, key
+from recmill.config.sections import Section
 from recmill.datasets.compressed import read_blocks
 from recmill.errors import ConfigError, DataError
 from recmill.files.atomic import new_directory
@@ -21,10 +22,8 @@ _NEWLINE = ord("\n")
 
 
 class Options(Section):
-    input: str = key(..., "One raw log: plain, .gz or .zst.", json_schema_extra=PATH)
-    output: str = key(..., "Directory to write; it appears when it is complete.", json_schema_extra=PATH)
-    lines: int = key(5_000_000, "Lines of each part.")
-    days: int = key(24, "Number of parts: day_0, day_1, ...; the rest of the log is left out.")
+    lines: PositiveInt = Field(5_000_000, description="Lines of each slice.")
+    days: PositiveInt = Field(24, description="Number of slices: day_0, day_1, ...; the rest of the log is left out.")
 
 
 def split(input: str | Path, output: str | Path, *, lines: int, days: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import PositiveInt
+from pydantic import Field
 
 from recmill.commands.assemble import (
     build_sharded,
@@ -22,8 +22,9 @@ from recmill.commands.assemble import (
     open_trained_run,
     task_module,
 )
+from recmill.commands.options import Fallback, Procs, Verify
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
-from recmill.config.sections import Section, TrainSection, key
+from recmill.config.sections import Section, TrainSection
 from recmill.errors import ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
@@ -32,7 +33,8 @@ from recmill.hardware.precision import probe, worker_environment
 from recmill.launch.local import is_launched_with, job_directory, num_restarts, run_job
 from recmill.launch.signals import error_for, listening, stop_with_parent
 from recmill.launch.watchdog import Hang, beat, watching
-from recmill.observe.run_dir import RunDirectory, State, environment, versions
+from recmill.observe.provenance import environment, versions
+from recmill.observe.run_dir import RunDirectory, State
 from recmill.schema import Dataset
 
 if TYPE_CHECKING:
@@ -45,24 +47,28 @@ Results = dict[str, dict[str, Any]]
 
 
 class Options(Section):
-    run: str = key(
-        ...,
-        "Run directory; an interrupted run is resumed.",
-        # torchrun takes '--run' for a short form of its own '--run-path', hence the second name
-        json_schema_extra={"flag": ["--run", "--run-dir"], "metavar": "PATH"},
+    """The flags of `recmill train CONFIG`."""
+
+    run: str = Field(
+        description="Run directory; an interrupted run resumes from its newest checkpoint.",
+        json_schema_extra={"flags": ["--run", "--run-dir"]},  # torchrun takes '--run' for its own '--run-path'
     )
-    procs: PositiveInt = key(1, "Number of processes on this machine.")
-    overrides: list[str] = key(
+    procs: Procs = 1
+    overrides: list[str] = Field(
         [],
-        "Change a config key, like optim.dense.lr=0.02; may be repeated.",
-        json_schema_extra={"flag": "--set", "metavar": "KEY=VALUE", "multiple": True},
+        description="Change a config key, like optim.dense.lr=0.02.",
+        json_schema_extra={"flags": ["--set"], "metavar": "KEY=VALUE"},
     )
-    init_from: str | None = key(
-        None, "Start a new run from the newest checkpoint of this one.", json_schema_extra={"metavar": "RUN"}
+    init_from: str | None = Field(
+        None,
+        description="A new run starts from the newest checkpoint of this one.",
+        json_schema_extra={"metavar": "RUN"},
     )
-    allow_partial: bool = key(False, "With --init-from: load the tables and layers that have the same size.")
-    fallback: bool = key(False, "If the newest checkpoint is corrupt, use the newest that is not.")
-    verify: bool = key(False, "Check every byte of the dataset before training.")
+    allow_partial: bool = Field(
+        False, description="With --init-from: take the tables and layers that have the same size."
+    )
+    fallback: Fallback = False
+    verify: Verify = False
 
 
 def train(

@@ -90,7 +90,7 @@ def _without_problems(cls: type[Section], values: Any, problems: Sequence[tuple[
 
 def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings: Sequence[str]) -> Problem:
     parent, field, location = _locate(cls, error["loc"])
-    key = prefix + ".".join(map(str, location))
+    key = (prefix + ".".join(map(str, location))).rstrip(".")
     if error["type"] == "extra_forbidden":
         names = [*parent.model_fields, *(siblings if len(location) == 1 else [])]
         before = key[: len(key) - len(str(location[-1]))]

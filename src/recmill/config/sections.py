@@ -19,9 +19,6 @@ ADAM_ON_CPU = (
 )
 
 
-PATH = {"metavar": "PATH"}  # how the command line shows the value of an option
-
-
 def key(default: Any, help: str, **constraints: Any) -> Any:
     """Declare a key with its default (... if it is required), its one-line help, and pydantic's constraints."""
     return Field(default, description=help, **constraints)

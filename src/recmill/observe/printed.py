@@ -6,15 +6,18 @@ from typing import Any
 _RUN_FILES = "config.toml env.json status.json log.txt metrics.jsonl results.json checkpoints/"
 
 
-def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the cells in columns: the header, a rule, the rows."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+Row = Sequence[str]
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    print("\n".join(table_lines(header, rows)))
+def table_lines(rows: Sequence[Row]) -> list[str]:
+    """Return one line per row, with its cells in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def print_table(header: Row, rows: Sequence[Row]) -> None:
+    rule = ["-" * max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print("\n".join(table_lines([header, rule, *rows])))
 
 
 def print_dataset(description: dict[str, Any]) -> None:
