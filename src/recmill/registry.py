@@ -49,5 +49,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` resembles most, if any does."""
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)), None)
+    """Return the known name that `name` resembles most, if any does. Of keys like a.b, the last parts are compared."""
+    by_last_part = {full.rpartition(".")[2]: full for full in sorted(known)}
+    near = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1, cutoff=0.6)
+    return by_last_part[near[0]] if near else None

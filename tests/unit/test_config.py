@@ -2,8 +2,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import model_validator
 
-from recmill.config import differences, fingerprint, load_config, to_toml
+from recmill.config import Section, differences, fingerprint, load_config, to_toml
 from recmill.config.compare import changeable_keys
 from recmill.errors import ConfigError
 
@@ -181,6 +182,25 @@ def test_a_contradiction_with_a_key_that_has_a_problem_of_its_own_is_not_reporte
     text = problem(values)
     assert expected in text
     assert len(text.splitlines()) == 1
+
+
+def test_a_name_that_resembles_none_gets_no_suggestion() -> None:
+    text = problem({**GOOD, "optim": {"foo": 1}})
+    assert text == "config: unknown key 'optim.foo'. Known: optim.dense, optim.schedule, optim.tables."
+
+
+def test_an_error_of_a_model_s_own_validator_is_one_of_the_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Checked(Section):
+        size: int = 1
+
+        @model_validator(mode="after")
+        def check(self) -> "Checked":
+            raise ValueError("model.size is never right.")
+
+    monkeypatch.setattr("recmill.models.dlrm.Config", Checked)
+    text = problem({**GOOD, "train": {"sead": 1}})
+    assert text.startswith("2 problems")
+    assert "config: model.size is never right." in text
 
 
 def test_a_key_of_several_types_has_one_problem() -> None:

@@ -184,8 +184,11 @@ class Schedule(Section):
                 f"optim.schedule.decay_start_step = {self.decay_start_step} is before the end of warmup, at step "
                 f"{self.warmup_steps}. Start the decay at optim.schedule.warmup_steps or later."
             )
-        if not self.decay_steps and (useless := changed & {"decay_start_step", "end_lr"}):
-            problems.append(f"optim.schedule.{min(useless)} without optim.schedule.decay_steps does nothing. Set both.")
+        if not self.decay_steps:
+            problems += [
+                f"optim.schedule.{key} without optim.schedule.decay_steps does nothing. Set both."
+                for key in sorted(changed & _SCHEDULE_KEYS[self.name] & {"decay_start_step", "end_lr"})
+            ]
         return problems
 
 
