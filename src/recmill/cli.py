@@ -180,16 +180,12 @@ def commands(debug: bool) -> None:
     set_up_console()
 
 
-def _command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    return commands.command(name, cls=_Command)
-
-
 @commands.group("prepare", cls=_Datasets)
 def prepare_command() -> None:
     """Make a prepared dataset."""
 
 
-@_command("download")
+@commands.command("download", cls=_Command)
 @click.argument("name", metavar="{movielens|goodreads}")
 @click.option("--output", required=True, type=click.Path(), help="Directory to write to: VARIANT/ or a file.")
 def download_command(name: str, output: str, **options: Any) -> None:
@@ -199,7 +195,7 @@ def download_command(name: str, output: str, **options: Any) -> None:
     print(download(name, output, **options))
 
 
-@_command("split")
+@commands.command("split", cls=_Command)
 @click.option("--input", required=True, type=click.Path(), help="One raw log: plain, .gz or .zst.")
 @click.option("--output", required=True, type=click.Path(), help="Directory to write; it appears when it is complete.")
 def split_command(input: str, output: str, **options: Any) -> None:
@@ -209,7 +205,7 @@ def split_command(input: str, output: str, **options: Any) -> None:
     split(input, output, **options)
 
 
-@_command("adopt")
+@commands.command("adopt", cls=_Command)
 @click.argument("directory", type=click.Path())
 def adopt_command(directory: str, **options: Any) -> None:
     """Describe the npy files of TorchRec's or MLPerf's scripts in DIRECTORY as a prepared dataset."""
@@ -218,7 +214,7 @@ def adopt_command(directory: str, **options: Any) -> None:
     printed.print_dataset(adopt(directory, **options))
 
 
-@_command("audit")
+@commands.command("audit", cls=_Command)
 @click.argument("dataset", type=click.Path())
 @_json
 def audit_command(dataset: str, as_json: bool, **options: Any) -> int:
@@ -233,7 +229,7 @@ def audit_command(dataset: str, as_json: bool, **options: Any) -> int:
     return 3 if report.num_failures else 0
 
 
-@_command("train")
+@commands.command("train", cls=_Command)
 @click.argument("config", type=click.Path())
 def train_command(config: str, run: str, **options: Any) -> None:
     """Train the model of CONFIG (a TOML file) and test it.
@@ -248,7 +244,7 @@ def train_command(config: str, run: str, **options: Any) -> None:
         _print_results([run])
 
 
-@_command("evaluate")
+@commands.command("evaluate", cls=_Command)
 @click.argument("run", type=click.Path())
 @_json
 def evaluate_command(run: str, split: Any, as_json: bool, **options: Any) -> None:
@@ -261,7 +257,7 @@ def evaluate_command(run: str, split: Any, as_json: bool, **options: Any) -> Non
         _print(values, as_json, lambda values: printed.print_values(split, values, best_of_run(run, split)))
 
 
-@_command("recommend")
+@commands.command("recommend", cls=_Command)
 @click.argument("run", type=click.Path())
 @_json
 def recommend_command(

@@ -47,9 +47,7 @@ class MultiHotSection(Section):
     distribution: Literal["uniform", "pareto"] = key("uniform", "Distribution of the added ids.")
     min_table_size: NonNegativeInt = key(0, "Features whose tables have fewer rows keep one id per row.")
     seed: NonNegativeInt = key(0, "Seed of the added ids; 0 gives those of the DLRM reference.", lt=2**32)
-    collect_frequencies: MayChange[bool] = key(
-        False, "When training ends, write how often each id was trained on to frequencies.npz."
-    )
+    collect_frequencies: MayChange[bool] = key(False, "Write how often each id was trained on to frequencies.npz.")
 
     def ids_per_row(self, table_rows: list[int]) -> list[int]:
         """Return the number of ids per row for each feature, given the rows of its table."""
@@ -73,12 +71,8 @@ class DataSection(Section):
     limit_train_batches: NonNegativeInt = key(0, "Train on N global batches per epoch; 0: all.")
     limit_val_batches: MayChange[NonNegativeInt] = key(0, "Validate on the first N global batches; 0: all.")
     limit_test_batches: MayChange[NonNegativeInt] = key(0, "Test on the first N global batches; 0: all.")
-    prefetch: MayChange[NonNegativeInt] = key(
-        2, "Number of batches to prepare ahead in the background; 0: none.", le=64
-    )
-    train_on_validation: bool = key(
-        False, "Histories: also train on the validation items, as BERT4Rec's original code does."
-    )
+    prefetch: MayChange[NonNegativeInt] = key(2, "Batches to prepare ahead in the background; 0: none.", le=64)
+    train_on_validation: bool = key(False, "Histories: train on validation items too, as BERT4Rec's own code does.")
     multi_hot: MultiHotSection = MultiHotSection()
 
 
@@ -97,9 +91,7 @@ ShardingType = Literal["auto", "data_parallel", "table_wise", "row_wise", "colum
 
 class ShardingSection(Section):
     mode: Literal["auto", "ddp"] = key("auto", "'ddp': plain data parallelism, with every table on every process.")
-    default: ShardingType = key(
-        "auto", "How tables are sharded over processes; 'auto' leaves it to TorchRec's planner."
-    )
+    default: ShardingType = key("auto", "How tables are sharded; 'auto' leaves it to TorchRec's planner.")
     tables: dict[str, ShardingType] = key({}, "How single tables are sharded, by table or feature name.")
 
     def type_of(self, table: str, feature: str) -> ShardingType:
@@ -163,9 +155,7 @@ class Schedule(Section):
         "constant", "How both learning rates change from step to step."
     )
     warmup_steps: NonNegativeInt = key(0, "Steps of linear warmup (linear, mlperf, oneflow).")
-    decay_start_step: NonNegativeInt = key(
-        0, "First step of the decay, which is linear (linear) or quadratic (mlperf, oneflow)."
-    )
+    decay_start_step: NonNegativeInt = key(0, "First step of the decay: linear, or quadratic (mlperf, oneflow).")
     decay_steps: NonNegativeInt = key(0, "Steps of the decay; 0: no decay (linear, mlperf, oneflow).")
     end_lr: float = key(0.0, "Learning rate at the end of the decay (linear, oneflow); mlperf: at least 1e-7.", ge=0.0)
     step_size: NonNegativeInt = key(0, "Steps between two changes (step).")
@@ -234,9 +224,7 @@ class TrainSection(Section):
     max_restarts: MayChange[NonNegativeInt] = key(
         0, "How often a job restarts after one of its processes was killed, crashed or hung (--procs)."
     )
-    hang_seconds: MayChange[PositiveFloat] = key(
-        1800.0, "A process that makes no progress for this long counts as hung."
-    )
+    hang_seconds: MayChange[PositiveFloat] = key(1800.0, "A process without progress for this long counts as hung.")
 
     def contradictions(self) -> list[str]:
         if not self.loss_scale or self.precision == "float16":
@@ -275,9 +263,7 @@ class CheckpointSection(Section):
     full_every: PositiveInt = key(
         1, "Write a full checkpoint every N saves; the others hold only rows changed since then."
     )
-    row_bits: Literal[32, 8] = key(
-        32, "Bits per value of changed rows; 8 takes a quarter of the bytes and is not exact."
-    )
+    row_bits: Literal[32, 8] = key(32, "Bits per value of changed rows; 8 is a quarter of the bytes, but not exact.")
     keep: PositiveInt = key(2, "Number of newest checkpoints to keep.", ge=2)
     keep_best: bool = key(
         False, "Save when a validation is the best so far (AUROC, NDCG), and keep that checkpoint as well."
