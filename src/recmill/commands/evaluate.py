@@ -18,8 +18,8 @@ from recmill.commands.assemble import (
     trained_checkpoint,
 )
 from recmill.commands.options import Fallback, Procs, Verify, Which
-from recmill.config import Config, Section
-from recmill.config.sections import RankingProtocol
+from recmill.config import Config
+from recmill.config.sections import RankingProtocol, Section
 from recmill.errors import ConfigError
 from recmill.launch.local import is_launched_with, run_job
 from recmill.metrics.binary import Values

@@ -20,7 +20,7 @@ from recmill.commands.assemble import (
     window_rules,
 )
 from recmill.commands.options import Fallback, Which
-from recmill.config import Section
+from recmill.config.sections import Section
 from recmill.data.names import Names
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_file

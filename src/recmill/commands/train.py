@@ -24,8 +24,8 @@ from recmill.commands.assemble import (
 )
 from recmill.commands.options import Fallback, Procs, Verify
 from recmill.commands.results import RunReport, values_of_split
-from recmill.config import Config, Section, differences, fingerprint, load_config, to_toml
-from recmill.config.sections import TrainSection
+from recmill.config import Config, differences, fingerprint, load_config, to_toml
+from recmill.config.sections import Section, TrainSection
 from recmill.errors import ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
@@ -35,7 +35,8 @@ from recmill.launch.local import is_launched_with, job_directory, num_restarts, 
 from recmill.launch.signals import error_for, listening, stop_with_parent
 from recmill.launch.watchdog import Hang, beat, watching
 from recmill.metrics.binary import Values
-from recmill.observe.run_dir import RunDirectory, State, environment, versions
+from recmill.observe.provenance import environment, versions
+from recmill.observe.run_dir import RunDirectory, State
 from recmill.schema import Dataset
 from recmill.tables.spec import TableSpec
 

@@ -8,7 +8,7 @@ weights.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from recmill.data.windows import WindowRules
 from recmill.models.sequence_model import KIND, TASK, SequenceModelConfig, item_table, network, sliding_window
@@ -41,16 +41,16 @@ class Config(SequenceModelConfig):
     )
     dupe_factor: PositiveInt = Field(1, description="Copies of each window in an epoch, each with its own masks.")
 
-    @model_validator(mode="after")
-    def shares_fit_together(self) -> "Config":
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
         if self.mask_random + self.mask_keep > 1:
-            raise ValueError(
+            problems.append(
                 f"model.mask_random = {self.mask_random} and model.mask_keep = {self.mask_keep} add up to more than "
                 "all masked items. Make their sum 1 or less."
             )
         if self.mask_last_anywhere and not self.mask_last_only:
-            raise ValueError("model.mask_last_anywhere without model.mask_last_only does nothing. Set both.")
-        return self
+            problems.append("model.mask_last_anywhere without model.mask_last_only does nothing. Set both.")
+        return problems
 
 
 def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]:

@@ -8,7 +8,7 @@ width in the feed-forward layers, no dropout of attention weights.
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from recmill.data.windows import WindowRules
 from recmill.models.sequence_model import KIND, TASK, SequenceModelConfig, item_table, network, sliding_window
@@ -31,15 +31,17 @@ class Config(SequenceModelConfig):
     )
     gbce_t: float = Field(0.75, ge=0.0, le=1.0, description="Calibration: 0 is plain binary cross-entropy (gbce).")
 
-    @model_validator(mode="after")
-    def loss_keys_fit_together(self) -> "Config":
-        fields = type(self).model_fields
-        useless = [key for key in ("num_negatives", "gbce_t") if getattr(self, key) != fields[key].default]
-        if self.loss == "softmax" and useless:
-            raise ValueError(f"model.{useless[0]} has no meaning for model.loss = 'softmax'. Remove it, or use 'gbce'.")
-        if self.loss == "gbce" and self.label_smoothing:
-            raise ValueError("model.label_smoothing has no meaning for model.loss = 'gbce'. Remove it.")
-        return self
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.loss == "softmax":
+            problems += [
+                f"model.{key} has no meaning for model.loss = 'softmax'. Remove it, or use 'gbce'."
+                for key in self.changed_keys()
+                if key in ("num_negatives", "gbce_t")
+            ]
+        elif self.label_smoothing:
+            problems.append("model.label_smoothing has no meaning for model.loss = 'gbce'. Remove it.")
+        return problems
 
 
 def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]:
