@@ -17,6 +17,8 @@ from recmill.errors import ConfigError
 from recmill.nn.click_network import ClickNetwork
 from recmill.schema import ClicksDescription, SparseFeature
 
+from ..mixed_precision import MixedPrecision
+
 CPU = torch.device("cpu")
 TABLE_ROWS = [5, 9, 30]
 DESCRIPTION = ClicksDescription(
@@ -123,19 +125,24 @@ def test_the_order_of_the_pooled_columns_does_not_matter(name: str) -> None:
     assert torch.equal(model(*inputs()), expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_under_autocast_the_result_is_that_of_float32_up_to_rounding(name: str) -> None:
-    """bfloat16 keeps 8 bits: a few parts in a hundred after several layers."""
+def check_autocast(name: str, dtype: torch.dtype) -> None:
     model = build(name)
     exact = model(*inputs())
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         rounded = model(*inputs())
-    assert rounded.dtype == torch.bfloat16
-    torch.testing.assert_close(rounded.float(), exact, rtol=0.03, atol=0.03)
+    assert rounded.dtype == dtype
+    tolerance = 0.03 if dtype == torch.bfloat16 else 0.0
+    torch.testing.assert_close(rounded.float(), exact, rtol=tolerance, atol=tolerance)
     rounded.float().square().sum().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_under_autocast_the_result_is_that_of_float32_up_to_rounding(name: str, mixed: MixedPrecision) -> None:
+    """bfloat16 keeps 8 bits: a few parts in a hundred after several layers."""
+    mixed.run("bfloat16", check_autocast, name, mixed.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize("init", ["torch", "dlrm"])

@@ -7,9 +7,9 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
-import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from functools import cache
@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from recmill.hardware.cpu import COMPILERS, FAULTS, cache_folder, cxx_compiler, instruction_sets
+from recmill.kernels import COST_WITHOUT
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ _FLAGS = [
     *("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-shared", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
 ]
-_COMPILERS = ("g++", "c++", "clang++")
+_TRIAL = Path(__file__).with_name("trial.py")
 _TIMEOUT_SECONDS = 120.0
 _LOADING = threading.Lock()
 
@@ -50,6 +53,7 @@ class KernelLibrary:
     """The compiled kernels. They have no state and share torch's OpenMP threads."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._functions = ctypes.CDLL(str(path))
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._functions, name)
@@ -65,8 +69,12 @@ class KernelLibrary:
         return function(*(value.data_ptr() if isinstance(value, Tensor) else value for value in arguments))
 
 
+class _FaultError(Exception):
+    """The library compiles, but running it kills the process."""
+
+
 def load_library() -> KernelLibrary | None:
-    """Return the kernels, or None where they cannot be compiled: torch's and FBGEMM's own do the work then.
+    """Return the kernels, or None where they cannot be compiled or run: torch's and FBGEMM's own do the work then.
 
     A second thread waits for the first.
     """
@@ -76,55 +84,57 @@ def load_library() -> KernelLibrary | None:
 
 @cache
 def _load_or_warn() -> KernelLibrary | None:
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    problem = f"no C++ compiler ({', '.join(_COMPILERS)})"
+    compiler = cxx_compiler()
+    problem = f"no C++ compiler (CXX, {', '.join(COMPILERS)})"
+    remedy = "Install g++ (Debian: apt-get install g++)"
     if compiler:
         try:
             return KernelLibrary(_compiled(compiler))
+        except _FaultError as error:
+            problem = str(error)
+            remedy = "Set train.kernels=torch to train without this warning"
         except subprocess.SubprocessError as error:
             problem = f"{compiler} fails: {getattr(error, 'stderr', None) or error}".strip()
         except OSError as error:
             problem = str(error)
-    log.warning(
-        "our own CPU kernels cannot be used here: %s. Training works, but steps of click models take 1.2 to 1.3 times, "
-        "those of sequence models up to twice as long. Install g++ (Debian: apt-get install g++).",
-        problem,
-    )
+    log.warning("our own CPU kernels cannot be used here: %s. Training works. %s. %s.", problem, COST_WITHOUT, remedy)
     return None
 
 
 def _compiled(compiler: str) -> Path:
-    """Return the path of the compiled library, from the cache if it is there."""
+    """Return the path of the compiled library. A cached one has passed its trial run."""
     source = b"".join(path.read_bytes() for path in [*_SOURCES, *_HEADERS])
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_SECONDS).stdout
-    facts = [source, version, _processor(), " ".join([compiler, *_FLAGS]).encode()]
+    facts = [source, _TRIAL.read_bytes(), version, instruction_sets(), " ".join([compiler, *_FLAGS]).encode()]
     name = f"kernels-{hashlib.sha256(b'|'.join(facts)).hexdigest()[:16]}.so"
-    folder = _cache_folder()
+    folder = cache_folder() or Path(tempfile.mkdtemp(prefix="recmill-"))  # then each process compiles its own
     cached = folder / name
+    refused = cached.with_suffix(".txt")  # why a library that compiles cannot be used here
+    if refused.is_file():
+        raise _FaultError(refused.read_text(encoding="utf-8"))
     if not cached.is_file():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / name
             command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_SECONDS)
+            if fault := _trial_fault(built):
+                refused.write_text(fault, encoding="utf-8")
+                raise _FaultError(fault)
             os.replace(built, cached)  # atomic, also when several processes compile at once
     return cached
 
 
-def _cache_folder() -> Path:
-    """A private one: what lies in it is executed."""
-    try:
-        folder = Path.home() / ".cache" / "recmill"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except (OSError, RuntimeError):  # no home, or not writable: compiled anew in each process
-        return Path(tempfile.mkdtemp(prefix="recmill-"))
+def _trial_fault(library: Path) -> str | None:
+    """Run kernels of a new library in a child process; return what killed it, if anything did.
 
-
-def _processor() -> bytes:
-    """A home directory may be shared by machines that know other instructions."""
+    A hypervisor may fault on instructions that the CPU lists, and that the compiler therefore uses.
+    """
+    command = [sys.executable, "-P", "-m", "recmill.kernels.trial", str(library)]
     try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return platform.machine().encode()
-    return b"|".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))}))
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_SECONDS)
+    except subprocess.CalledProcessError as error:
+        if -error.returncode not in FAULTS:
+            raise
+        name = signal.Signals(-error.returncode).name
+        return f"a trial run was killed by {name}: this CPU, or its hypervisor, lacks an instruction that it lists"
+    return None
