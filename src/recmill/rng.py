@@ -1,6 +1,6 @@
 """Counter-based random numbers: a value depends only on its key and its counter.
 
-So any process can compute any part of a table, of an epoch's order or of a mask, for any world size.
+So any process can compute any part of a table, an epoch's order or a mask, for any world size.
 """
 
 import math
@@ -44,7 +44,7 @@ def normal(key: np.uint64, counters: np.ndarray) -> np.ndarray:
 
 
 def uniform_floats(key: np.uint64, first: int, count: int, bound: float) -> np.ndarray:
-    """Return values first..first+count-1 of a stream of uniform float32 in [-bound, bound), two per 64 bits."""
+    """Return values first..first+count-1 of a uniform float32 stream in [-bound, bound)."""
     start, stop = first // 2, (first + count + 1) // 2
     halves = bits(key, np.arange(start, stop, dtype=np.uint64)).view(np.uint32)
     halves = halves[first - 2 * start : first - 2 * start + count] >> np.uint32(8)
@@ -55,7 +55,7 @@ def uniform_floats(key: np.uint64, first: int, count: int, bound: float) -> np.n
 
 
 class Permutation:
-    """A permutation of range(size) that is computed on the fly: a Feistel network over an almost square grid.
+    """A permutation of range(size), computed by a Feistel network over an almost square grid.
 
     The grid has up to 2 sqrt(size) + 1 excess cells; a result in one of them is permuted again.
     """

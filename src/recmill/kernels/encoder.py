@@ -57,8 +57,8 @@ class BlockShape:
 class EncoderBlockFunction(torch.autograd.Function):
     """A pre-norm transformer block: x [N, D] -> the outputs of the queries, [M, D].
 
-    `weights`: weight and bias of the attention norm, of queries, keys and values, of the output projection, of the
-    feed-forward norm, and of both feed-forward layers.
+    `weights`: weight and bias of the attention norm, of queries, keys and values, of the output
+    projection, of the feed-forward norm, and of both feed-forward layers.
     """
 
     @staticmethod
@@ -70,16 +70,10 @@ class EncoderBlockFunction(torch.autograd.Function):
         ctx.library = library
         ctx.rows = rows
         ctx.shape = _Shape(dim, hidden_dim, shape.num_heads, shape.is_causal, shape.site, shape.dropout)
-        saved_sizes = [
-            (num_queries, dim),
-            (num_tokens, 2 * dim),
-            (num_queries, shape.num_heads),
-            (num_queries, dim),
-            (num_queries, dim),
-            (num_queries, hidden_dim),
-        ]
+        query_widths = [shape.num_heads, dim, dim, hidden_dim]
+        sizes = [(num_queries, dim), (num_tokens, 2 * dim), *((num_queries, width) for width in query_widths)]
         has_backward = any(ctx.needs_input_grad)
-        saved = [x_ND.new_empty(size if has_backward else 0) for size in saved_sizes]  # address 0 if empty
+        saved = [x_ND.new_empty(size if has_backward else 0) for size in sizes]  # address 0 if empty
         out = x_ND.new_empty(num_queries, dim)
         x_ND = x_ND.contiguous()
         block = ctypes.byref(ctx.shape), rows.pointer, _addresses(weights)

@@ -7,7 +7,7 @@ from recmill.kernels.library import KernelLibrary
 
 
 class UsesKernels:
-    """Mixin of layers that call kernels once `use_kernels` has given them the library, and torch otherwise."""
+    """Mixin of layers that call kernels, once `use_kernels` has given them the library."""
 
     kernel_library: KernelLibrary | None = None
 
@@ -26,7 +26,7 @@ def use_kernels(network: nn.Module, library: KernelLibrary) -> None:
 def can_process(x: Tensor) -> bool:
     """Return whether kernels can process `x`: float32, on CPU, outside of autocast.
 
-    TorchRec's pipeline traces a network with proxies in place of tensors; those they cannot.
+    They cannot process the proxies with which TorchRec's pipeline traces a network.
     """
     is_float32 = isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype == torch.float32
     return is_float32 and not torch.is_autocast_enabled("cpu")

@@ -74,9 +74,9 @@ class _FaultError(Exception):
 
 
 def load_library() -> KernelLibrary | None:
-    """Return the kernels, or None where they cannot be compiled or run: torch's and FBGEMM's own do the work then.
+    """Return the kernels, or None where they cannot be compiled or run.
 
-    A second thread waits for the first.
+    torch's and FBGEMM's own do the work then. A second thread waits for the first.
     """
     with _LOADING:
         return _load_or_warn()

@@ -14,7 +14,7 @@ from recmill.kernels.library import KernelLibrary
 class MlpFunction(torch.autograd.Function):
     """relu(... relu(x W1' + b1) ...): apply(library, x, W1, b1, W2, b2, ...).
 
-    Bias and ReLU take one pass over memory, in place, and so do their gradients; torch takes two each.
+    Bias and ReLU take one pass over memory, in place, as do their gradients; torch takes two each.
     """
 
     @staticmethod
@@ -52,7 +52,7 @@ def _weight_gradient(grad_BO: Tensor, x_BI: Tensor) -> Tensor:
 
 
 class PairProducts(torch.autograd.Function):
-    """(dense [B, D], bags [B, (N - 1) * D]) -> [B, width]: dense, the dot products of all pairs of N vectors, zeros."""
+    """(dense [B, D], bags [B, (N - 1) * D]) -> [B, width]: dense, all dot products, zeros."""
 
     @staticmethod
     def forward(ctx: Any, library: KernelLibrary, dense_BD: Tensor, bags: Tensor, itself: bool, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Exact area under the ROC curve, of one process or of many; no process holds more than its share of the scores."""
+"""Exact area under the ROC curve. No process holds more than its share of the scores."""
 
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,9 @@ _SAMPLES_PER_RANK = 256
 
 
 def auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
-    """Return the share of (positive, negative) pairs in the right order. None if a class is missing.
+    """Return the share of (positive, negative) pairs in the right order; a tie counts half.
 
-    A tie counts as half a pair.
+    None if a class is missing.
     """
     labels = labels.astype(bool)
     positives, negatives = np.sort(scores[labels]), np.sort(scores[~labels])  # 10 times faster than argsort
@@ -26,10 +26,10 @@ def auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
 
 
 def auroc_over_ranks(scores: np.ndarray, labels: np.ndarray, world: "World") -> float | None:
-    """Return the AUROC of the float32 scores of all ranks. All ranks take part and get the same value.
+    """Return the AUROC of all ranks' float32 scores. All ranks take part and get the same value.
 
-    Each rank receives one range of scores from all ranks, as counts of positives and negatives per distinct score.
-    Equal scores are never in two ranges.
+    Each rank receives one range of scores from all ranks, as counts of positives and negatives per
+    distinct score. Equal scores are never in two ranges.
     """
     if world.size == 1:
         return auroc(scores, labels)
@@ -44,7 +44,7 @@ def auroc_over_ranks(scores: np.ndarray, labels: np.ndarray, world: "World") -> 
 
 
 def _count_by_score(scores: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
-    """Return the distinct scores, ascending, and the number of positives and of negatives with each."""
+    """Return the distinct scores, ascending, and how many positives and negatives have each."""
     ranked, positives = np.sort(scores), np.sort(scores[labels])
     ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True)[: len(ranked)])
     values = ranked[ends]
@@ -54,7 +54,7 @@ def _count_by_score(scores: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
 
 
 def _range_bounds(values: np.ndarray, world: "World") -> np.ndarray:
-    """Return the size - 1 scores that split all ranks' entries about equally, from a sample of every rank's."""
+    """Return size - 1 scores that split all entries about equally, from a sample of each rank's."""
     (num_entries,) = world.sum([float(len(values))])
     step = max(1, int(num_entries) // (_SAMPLES_PER_RANK * world.size))
     samples = world.gather(values[::step])
@@ -67,7 +67,7 @@ def _range_bounds(values: np.ndarray, world: "World") -> np.ndarray:
 
 
 def _doubled_pairs(values: np.ndarray, positives: np.ndarray, negatives: np.ndarray) -> int:
-    """Return twice the number of pairs in the right order, from counts by ascending score; scores may repeat."""
+    """Return twice the pairs in the right order, from counts by ascending score, with repeats."""
     if not len(values):
         return 0
     starts = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
@@ -77,7 +77,7 @@ def _doubled_pairs(values: np.ndarray, positives: np.ndarray, negatives: np.ndar
 
 
 def _combine(ranges: list[tuple[int, int, int]]) -> float | None:
-    """Return the AUROC from (doubled pairs, positives, negatives) of ascending ranges, in exact integers."""
+    """Return the AUROC from exact (doubled pairs, positives, negatives) of ascending ranges."""
     doubled_pairs = negatives_below = num_positives = 0
     for pairs, positives, negatives in ranges:
         doubled_pairs += pairs + 2 * positives * negatives_below

@@ -21,14 +21,14 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
 
 
 def log_loss_sum(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Return the sum of -log p(label), in float64. From logits: a rounded probability could be 0 or 1."""
+    """Return the sum of -log p(label), in float64: a rounded probability could be 0 or 1."""
     logits = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):  # NaN in, NaN out: the caller decides
         return float(np.sum(np.logaddexp(0.0, logits) - labels * logits))
 
 
 class BinaryMetrics:
-    """Metrics of all ranks' rows. Keeps every score of this rank, because AUROC is exact; the others are sums."""
+    """Keeps every score of this rank, because AUROC is exact; the other metrics are sums."""
 
     def __init__(self) -> None:
         self._logits: list[np.ndarray] = []

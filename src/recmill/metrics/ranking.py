@@ -1,6 +1,7 @@
-"""HR@K, NDCG@K and MRR@K of one target item per user, negatives of the sampled protocols, the popularity baseline.
+"""HR@K, NDCG@K and MRR@K of one target per user, sampled negatives, the popularity baseline.
 
-The rank of a target is the number of other candidates that score at least as high: ties count against the model.
+The rank of a target is the number of other candidates that score at least as high: ties count
+against the model.
 """
 
 from collections.abc import Iterable
@@ -23,18 +24,18 @@ _INTERVAL = (0.025, 0.975)
 
 
 def sampled(protocols: Iterable[str]) -> list[str]:
-    """Return the protocols that rank a target among `NUM_NEGATIVES` drawn items, in the order of batches' columns."""
+    """Return the protocols that draw negatives, in the order of batches' columns."""
     requested = set(protocols)
     return [protocol for protocol in _SAMPLED if protocol in requested]
 
 
 class RankingMetrics:
-    """Counts users by the rank of their target, 0 being the best. Every metric is a sum over these counts."""
+    """Counts users by the rank of their target (0: best). Every metric is a sum over the counts."""
 
     def __init__(
         self, protocols: list[str], ks: list[int], resamples: int = 0, popularity: "Popularity | None" = None
     ) -> None:
-        """`resamples`: bootstrap resamples for intervals, 0 for none. `popularity`: a baseline to measure as well."""
+        """`resamples`: of the bootstrap, for intervals; 0: none. `popularity`: a baseline to measure."""
         self.protocols = protocols
         self._resamples = resamples
         self.popularity = popularity
@@ -77,8 +78,9 @@ class RankingMetrics:
 def _resampled_means(gains: np.ndarray, counts: np.ndarray, resamples: int) -> np.ndarray:
     """Return bootstrapped means [resamples, metrics] for `counts[i]` users who gain `gains[:, i]`.
 
-    Users with equal ranks gain the same, so drawing users with replacement is a multinomial draw of the counts. Each
-    resample has its own random stream and draws the best ranks first, so a result does not depend on other cut-offs.
+    Users with equal ranks gain the same, so drawing users with replacement is a multinomial draw of
+    the counts. Each resample has its own random stream and draws the best ranks first, so a result
+    does not depend on other cut-offs.
     """
     users = int(counts.sum())
     generators = (np.random.default_rng([_BOOTSTRAP_SEED, number]) for number in range(resamples))
@@ -112,8 +114,8 @@ class Popularity:
 class Negatives:
     """100 distinct items that the user has not interacted with, fixed per user and split.
 
-    `pop100` draws by popularity, `uni100` uniformly from the catalogue. Drawing with replacement and dropping repeats
-    and seen items is the same as drawing the other items without replacement.
+    `pop100` draws by popularity, `uni100` uniformly from the catalogue. Drawing with replacement and
+    dropping repeats and seen items equals drawing the other items without replacement.
     """
 
     def __init__(self, protocol: str, item_counts: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""The network of every click model, on TorchRec's embedding tables. The models differ in their interaction."""
+"""The network of every click model. The models differ in their interaction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from recmill.tables.spec import TableSpec
 
 @dataclass(frozen=True)
 class DenseLayers:
-    """The MLPs below and above the interaction. Dense features are padded with zeros to a multiple."""
+    """The MLPs below and above the interaction. Zeros pad the dense features to a multiple."""
 
     num_dense: int
     bottom_mlp: Sequence[int]
@@ -27,7 +27,7 @@ class DenseLayers:
 
 
 class ClickNetwork(nn.Module):
-    """Bottom MLP over the dense features, sum-pooled tables, their interaction, top MLP, one logit."""
+    """Bottom MLP over dense features, sum-pooled tables, their interaction, top MLP, one logit."""
 
     def __init__(
         self, tables: list[TableSpec], layers: DenseLayers, interaction: Interaction, device: torch.device
@@ -59,7 +59,7 @@ class ClickNetwork(nn.Module):
 
 
 def _in_order(pooled: KeyedTensor, features: list[str]) -> Tensor:
-    """Return the columns in the order of `features`; that of a sharded collection depends on the sharding plan."""
+    """Return the columns in the order of `features`; sharding may change that of the tables."""
     if pooled.keys() == features:
         return pooled.values()
     by_name = pooled.to_dict()

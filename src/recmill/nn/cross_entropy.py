@@ -1,6 +1,6 @@
-"""Cross-entropy over a catalogue in chunks that stay in the cache: the logits of all queries never exist at once.
+"""Cross-entropy over a catalogue, without holding the logits of all queries at once.
 
-M queries, V items, D dims.
+Chunks of logits stay in the cache. M queries, V items, D dims.
 """
 
 from typing import Any
@@ -23,29 +23,20 @@ def cross_entropy_sum(
     smoothing: float = 0.0,
     library: KernelLibrary | None = None,
 ) -> Tensor:
-    """Return the sum of weights * cross_entropy(queries weight' + bias, answers, smoothing), in float32."""
+    """Return the sum of weights * cross_entropy(queries weight' + bias, answers), in float32."""
     with torch.autocast(queries_MD.device.type, enabled=False):
         total: Tensor = _CrossEntropySum.apply(
-            queries_MD.float(), weight_VD.float(), bias_V.float(), answers_M, weights_M, smoothing, library
+            smoothing, library, queries_MD.float(), weight_VD.float(), bias_V.float(), answers_M, weights_M
         )
     return total
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """The gradients of a sum are known in forward, up to one factor: each chunk's logits are computed only once."""
+    """Computes the gradients in forward, up to one factor, so that each logit is computed once."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        queries_MD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor,
-        answers_M: Tensor,
-        weights_M: Tensor,
-        smoothing: float,
-        library: KernelLibrary | None,
-    ) -> Tensor:
-        inputs = queries_MD, weight_VD, bias_V, answers_M, weights_M
+    def forward(ctx: Any, smoothing: float, library: KernelLibrary | None, *inputs: Tensor) -> Tensor:
+        queries_MD, weight_VD, bias_V, *_, weights_M = inputs
         grads = torch.empty_like(queries_MD), torch.zeros_like(weight_VD), torch.zeros_like(bias_V)
         ctx.save_for_backward(*grads)
         if library is not None and queries_MD.shape[1] % 16 == 0 and can_process(queries_MD):
@@ -58,7 +49,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return *(saved * grad for saved in ctx.saved_tensors), None, None, None, None
+        return None, None, *(saved * grad for saved in ctx.saved_tensors), None, None
 
 
 def _sum_in_chunks(inputs: tuple[Tensor, ...], smoothing: float, grads: tuple[Tensor, ...]) -> Tensor:
@@ -81,7 +72,7 @@ def _sum_in_chunks(inputs: tuple[Tensor, ...], smoothing: float, grads: tuple[Te
 def _softmax_gradient(
     logits_MV: Tensor, answers_M: Tensor, weights_M: Tensor, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted losses [M], and their gradient by the logits, which overwrites the logits."""
+    """Return the weighted losses [M] and their gradient, which overwrites the logits."""
     answers_M1, weights_M1 = answers_M[:, None], weights_M[:, None]
     # log p = logit - norm; the loss is -(1 - smoothing) log p[answer] - smoothing mean(log p)
     norm_M1 = logits_MV.logsumexp(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Dropout whose mask depends on the row, the layer and the element, but not on how rows are batched.
+"""Dropout whose mask depends on row, layer and element, but not on how rows are batched.
 
 torch's own dropout draws from one stream per process, so results would change with the world size.
 """
@@ -15,7 +15,7 @@ _M1, _M2, _STEP = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B9 - (1 << 32)
 
 
 class RowDropout(UsesKernels, nn.Module):
-    """Dropout of packed rows. `site` numbers a network's dropouts. Elements count from the end of a row."""
+    """`site` numbers the dropouts of a network. Elements count from the end of a row."""
 
     def __init__(self, probability: float, site: int) -> None:
         super().__init__()

@@ -15,16 +15,16 @@ from recmill.nn.mlp import mlp
 
 
 class Interaction(nn.Module):
-    """(dense [B, D], bags [B, (N - 1) * D]) -> [B, out_features + padding]; the last `padding` columns are 0."""
+    """(dense [B, D], bags [B, (N - 1) * D]) -> [B, out_features + padding]; padding is 0."""
 
     out_features: int
     padding: int = 0
 
 
 class DotInteraction(UsesKernels, Interaction):
-    """The dense vector, then the dot product of every pair: the upper triangle, row by row (Naumov et al., 2019).
+    """The dense vector, then the dot products of all pairs (Naumov et al., 2019).
 
-    `itself`: include the diagonal, the product of each vector with itself.
+    Pairs are the upper triangle, row by row. `itself`: with its diagonal, each vector's square.
     """
 
     pairs_P: Tensor  # index of each pair in a flattened [N, N]
@@ -59,9 +59,9 @@ class DotInteraction(UsesKernels, Interaction):
 class _TorchPairProducts(torch.autograd.Function):
     """Dot products of pairs of a row's vectors.
 
-    autograd's own backward scatters P columns into zeros and takes two matrix products, one per factor. The gradient by
-    the products is symmetric, so one gather and one matrix product are enough: 1.2 to 1.5 times faster on CPU,
-    forward included.
+    autograd's own backward scatters P columns into zeros and takes two matrix products, one per
+    factor. The gradient by the products is symmetric, so one gather and one matrix product are
+    enough: 1.2 to 1.5 times faster on CPU, forward included.
     """
 
     @staticmethod
@@ -116,8 +116,8 @@ class CrossLayer(nn.Module):
 class ProjectionInteraction(Interaction):
     """The dense vector, then the dot products of F1 with F2 vectors.
 
-    Two MLPs over all vectors, concatenated, compute these vectors. As in TorchRec's DLRM_Projection, the output of the
-    second is read as [D, F2].
+    Two MLPs over all vectors, concatenated, compute these vectors. As in TorchRec's
+    DLRM_Projection, the output of the second is read as [D, F2].
     """
 
     def __init__(self, num_vectors: int, dim: int, branch1_mlp: Sequence[int], branch2_mlp: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Which loss a sequence model learns by, and the one that samples a few items of a large catalogue (gBCE).
+"""The losses of sequence models, and gBCE, which samples a few items of a large catalogue.
 
 M queries, K negatives, I answers and negatives, D dims.
 """
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Loss:
-    """`softmax`: cross-entropy over the catalogue with label smoothing. `gbce`: binary cross-entropy of `gbce_sum`."""
+    """`softmax`: cross-entropy over the catalogue with label smoothing. `gbce`: see `gbce_sum`."""
 
     name: Literal["softmax", "gbce"] = "softmax"
     smoothing: float = 0.0
@@ -23,8 +23,8 @@ class Loss:
     def power(self, num_items: int) -> float:
         """Return gBCE's exponent of the answer's probability (Petrov & Macdonald, 2023).
 
-        It counters the overconfidence that comes from seeing few negatives: 1 without calibration, the sampling rate
-        with a calibration of 1.
+        It counters the overconfidence that comes from seeing few negatives: 1 without calibration,
+        the sampling rate with a calibration of 1.
         """
         rate = min(1.0, self.negatives / max(1, num_items - 1))  # negatives repeat, so there may be more than items
         return rate * (self.calibration * (1 - 1 / rate) + 1 / rate)
@@ -38,8 +38,8 @@ def gbce_sum(
 ) -> Tensor:
     """Return the sum of weights * mean of -log p(answer)^power and each -log(1 - p(negative)).
 
-    The first M items are the answers, the others negatives that all queries share. A query skips a negative that is
-    its own answer.
+    The first M items are the answers, the others negatives that all queries share. A query skips a
+    negative that is its own answer.
     """
     num_queries = len(weights_M)
     answers_M, negatives_K = items_I[:num_queries], items_I[num_queries:]

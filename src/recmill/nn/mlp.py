@@ -33,10 +33,10 @@ def mlp(in_features: int, sizes: Sequence[int], init: Init = "torch", padding: i
 
 
 def linear(in_features: int, out_features: int, init: Init = "torch", padding: int = 0) -> nn.Linear:
-    """Return a linear layer with `padding` additional inputs that are always 0, and so are their weights.
+    """Return a linear layer with `padding` more inputs, which are always 0, as are their weights.
 
-    `dlrm` initializes as the original DLRM and OneFlow's, `torch` as nn.Linear and TorchRec's DLRM; padding does not
-    change the initial values of the other weights.
+    `dlrm` initializes as the original DLRM and OneFlow's, `torch` as nn.Linear and TorchRec's DLRM.
+    Padding does not change the initial values of the other weights.
     """
     layer = nn.Linear(in_features, out_features)
     if init == "dlrm":

@@ -12,7 +12,7 @@ Norm = Literal["place", "window"]
 
 
 class WindowNorm(nn.Module):
-    """LayerNorm([length, dim]) over all positions and dims of a row, as in TorchRec's BERT4Rec example.
+    """LayerNorm([length, dim]) over a complete row, as in TorchRec's BERT4Rec example.
 
     Rows are padded with zeros on the left, so the outputs of a row depend on its length.
     """

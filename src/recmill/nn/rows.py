@@ -15,9 +15,10 @@ Tokens = Literal["all", "queries"]
 
 
 class Rows:
-    """The row and the position of each token, and which tokens are queries: those whose outputs the loss needs.
+    """The row and position of each token, and which tokens are queries.
 
-    `queries_M` rises. `keys_B` seeds each row's dropout.
+    Queries, in ascending order, are the tokens whose outputs the loss needs. `keys_B` seeds each
+    row's dropout.
     """
 
     def __init__(self, lengths_B: Tensor, queries_M: Tensor, keys_B: Tensor, num_tokens: int) -> None:
@@ -48,7 +49,7 @@ class Rows:
         return self.padded_to(self.longest)
 
     def padded_to(self, length: int) -> Tensor:
-        """Return the index of each token in a flattened [B, length] whose rows are padded on the left."""
+        """Return the index of each token in a flattened [B, length], padded on the left."""
         return (self.row_N + 1) * length - 1 - self.from_end_N
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The network of every sequence model: the items of a history through a transformer, then scores of all items."""
+"""The network of every sequence model: a transformer over the items of a history."""
 
 from typing import Literal
 
@@ -21,7 +21,7 @@ from recmill.tables.spec import TableSpec
 class ItemTransformer(UsesKernels, nn.Module):
     """B rows with N tokens altogether, D dims, M queries, V items.
 
-    `head`: the output weights of an item are those of a linear layer, or `tied` to its row of the table.
+    `head`: an item's output weights are those of a linear layer, or `tied` to its table row.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class ItemTransformer(UsesKernels, nn.Module):
         weights_M: Tensor | None = None,
         negatives_K: Tensor | None = None,
     ) -> Tensor:
-        """Return logits [M, V] of the queries, column j for item j + 1; with answers, the weighted sum of their losses.
+        """Return logits [M, V] of the queries, or with answers the weighted sum of their losses.
 
-        gBCE scores only the answers and the negatives.
+        Column j is item j + 1. gBCE scores only the answers and the negatives.
         """
         rows = Rows(lengths_B, queries_M, row_keys_B, len(tokens_N))
         items = None
@@ -84,9 +84,10 @@ class ItemTransformer(UsesKernels, nn.Module):
         return nn.functional.embedding(len(self.places) - 1 - rows.from_end_N, self.places)
 
     def _embed(self, tokens_N: Tensor, items_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens' vectors [N, D], and output weights [V, D] and biases [V] of the given items, or of all.
+        """Return the tokens' vectors [N, D], and output weights [V, D] and biases [V].
 
-        A tied head shares the tokens' lookup: the fused optimizers update a table once per lookup.
+        `items_V` None: those of all items. A tied head shares the tokens' lookup: the fused
+        optimizers update a table once per lookup.
         """
         ids = tokens_N
         if self.bias is not None:

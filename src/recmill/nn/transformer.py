@@ -1,4 +1,7 @@
-"""Transformer encoder over packed rows. N tokens, M queries, D dims, B rows, T positions of the longest row."""
+"""Transformer encoder over packed rows.
+
+N tokens, M queries, D dims, B rows, T positions of the longest row.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +22,7 @@ Attention = Literal["causal", "bidirectional"]
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """`causal` attention sees a token and those before it (SASRec), `bidirectional` its complete row (BERT4Rec)."""
+    """`causal`: a token sees itself and earlier ones (SASRec); `bidirectional`: its complete row."""
 
     max_length: int
     num_layers: int
@@ -30,7 +33,7 @@ class TransformerShape:
 
 
 class EncoderBlock(UsesKernels, nn.Module):
-    """Pre-norm attention and feed-forward layers, each added to its input. Attention weights are not dropped.
+    """Pre-norm attention and feed-forward, each added to its input. No dropout of attention weights.
 
     `site`: that of the first of the block's two dropouts; the second has the next.
     """
@@ -84,7 +87,7 @@ class EncoderBlock(UsesKernels, nn.Module):
         return attended.transpose(1, 2).reshape(-1, dim)[rows.padded_N]
 
     def _visible(self, rows: Rows) -> Tensor:
-        """Return which positions each position sees, [B, 1, T or 1, T]. Padding sees itself, to avoid NaN."""
+        """Return what each position sees, [B, 1, T or 1, T]. Padding sees itself, to avoid NaN."""
         real_BT, length = rows.is_real_BT, rows.longest
         if not self.is_causal:
             return real_BT[:, None, None, :]
