@@ -139,7 +139,7 @@ def _work(
     from recmill.checkpoints import loading as checkpoint
     from recmill.checkpoints.format import Origin, Position
     from recmill.checkpoints.saver import Saver
-    from recmill.kernels.native import native
+    from recmill.kernels.library import load_library
     from recmill.observe.log import log_to_file
     from recmill.tables.first_values import fill_tables
     from recmill.tables.placement import as_text, placements
@@ -150,7 +150,7 @@ def _work(
     # The parts
     beat("starting")
     if world.device.type == "cpu" and config.settings.train.kernels == "auto":
-        threading.Thread(target=native).start()  # compiled, the first time, while the rest is loaded
+        threading.Thread(target=load_library).start()  # compiled, the first time, while the rest is loaded
     world.broadcast(None)  # rank 0 holds the lock: now the others may log
     log_to_file(run.path, world.rank)
     dataset = open_matching_dataset(config)
