@@ -1,6 +1,6 @@
-"""Counter-based random numbers: a value depends on its key and its counter alone.
+"""Counter-based random numbers: a value depends only on its key and its counter.
 
-So any process can make any part of a table, an epoch's order or a mask, and all agree, whatever the world size.
+So any process can compute any part of a table, an epoch's order or a mask, for any world size.
 """
 
 import math
@@ -13,12 +13,12 @@ _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def stream_key(*parts: int | str) -> np.uint64:
-    """A 64-bit key for a named stream, such as stream_key(seed, "mask", epoch)."""
+    """Return the 64-bit key of a named stream, such as stream_key(seed, "mask", epoch)."""
     return np.uint64(xxhash.xxh3_64_intdigest("\0".join(map(str, parts)).encode()))
 
 
 def bits(key: np.uint64 | np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """64 random bits per counter (splitmix64); `key` may be one per counter."""
+    """Return 64 random bits per counter (splitmix64). `key` may hold one key per counter."""
     with np.errstate(over="ignore"):
         z = counters.astype(np.uint64)
         z *= _GOLDEN
@@ -32,19 +32,19 @@ def bits(key: np.uint64 | np.ndarray, counters: np.ndarray) -> np.ndarray:
 
 
 def uniform(key: np.uint64 | np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """float64 in [0, 1)."""
+    """Return uniform float64 values in [0, 1)."""
     return (bits(key, counters) >> np.uint64(11)) * 2.0**-53
 
 
 def normal(key: np.uint64, counters: np.ndarray) -> np.ndarray:
-    """float64, mean 0, variance 1 (Box-Muller)."""
+    """Return normal float64 values with mean 0 and variance 1 (Box-Muller)."""
     doubled = counters.astype(np.uint64) * np.uint64(2)
     radius = np.sqrt(-2.0 * np.log1p(-uniform(key, doubled)))
     return radius * np.cos(2.0 * np.pi * uniform(key, doubled + np.uint64(1)))
 
 
 def uniform_floats(key: np.uint64, first: int, count: int, bound: float) -> np.ndarray:
-    """float32 in [-bound, bound): values first..first+count-1 of the stream. Two per 64 bits."""
+    """Return values first..first+count-1 of a uniform float32 stream in [-bound, bound)."""
     start, stop = first // 2, (first + count + 1) // 2
     halves = bits(key, np.arange(start, stop, dtype=np.uint64)).view(np.uint32)
     halves = halves[first - 2 * start : first - 2 * start + count] >> np.uint32(8)
@@ -55,9 +55,9 @@ def uniform_floats(key: np.uint64, first: int, count: int, bound: float) -> np.n
 
 
 class Permutation:
-    """A permutation of range(size) that needs no memory: a Feistel network over the cells of an almost square field.
+    """A permutation of range(size), computed by a Feistel network over an almost square grid.
 
-    The field has at most 2 sqrt(size) + 1 cells too many; who lands on one of them walks on.
+    The grid has up to 2 sqrt(size) + 1 excess cells; a result in one of them is permuted again.
     """
 
     def __init__(self, size: int, key: np.uint64) -> None:
@@ -76,16 +76,16 @@ class Permutation:
         rows, columns = self._sides
         row, column = np.divmod(cells, columns)
         for key in self._keys[::2], self._keys[1::2]:
-            row = _moved(row, bits(key[0], column), rows)
-            column = _moved(column, bits(key[1], row), columns)
+            row = _shift(row, bits(key[0], column), rows)
+            column = _shift(column, bits(key[1], row), columns)
         return row * columns + column
 
 
-def _moved(places: np.ndarray, random: np.ndarray, size: np.uint64) -> np.ndarray:
-    """By random steps around a ring of `size` < 2^32 places."""
+def _shift(positions: np.ndarray, random: np.ndarray, size: np.uint64) -> np.ndarray:
+    """Return positions on a ring of `size` < 2^32, moved by random steps. Overwrites `random`."""
     random >>= np.uint64(32)
     random *= size
     random >>= np.uint64(32)
-    random += places
+    random += positions
     random -= size * (random >= size)
     return random

@@ -1,4 +1,4 @@
-"""AUROC over real processes: the value of scikit-learn for all scores in one place."""
+"""AUROC over real processes against scikit-learn's of all scores together."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from ..group import in_group
 
 
 def cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Every rank makes all of them and takes every third row, or the like."""
+    """Every rank makes all cases and takes its slice of the rows."""
     generator = np.random.default_rng(11)
     normal = generator.normal(size=30_011).astype(np.float32)
     clicks = generator.random(30_011) < 1 / (1 + np.exp(2 - normal))
@@ -34,7 +34,7 @@ def cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 class Watched(World):
-    """Its processes never get many more entries than their share: that is what bounds their memory."""
+    """Asserts that no process gets many more entries than its share, which bounds its memory."""
 
     def exchange(self, parts: list[np.ndarray]) -> list[np.ndarray]:
         received = super().exchange(parts)
@@ -44,7 +44,7 @@ class Watched(World):
 
 
 def measure() -> list[dict[str, float | None]] | None:
-    """By rank."""
+    """Return the values that each rank found."""
     with joined_world("cpu") as joined:
         world = Watched(**vars(joined))
         found = {}
@@ -55,7 +55,7 @@ def measure() -> list[dict[str, float | None]] | None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_it_equals_scikit_learn_for_all_scores_in_one_place(size: int) -> None:
+def test_auroc_over_ranks_equals_scikit_learns_of_all_scores(size: int) -> None:
     found = in_group(size, measure)
     assert len(found) == size
     assert all(values == found[0] for values in found), "the same on every rank"

@@ -5,9 +5,10 @@ import torch
 
 from recmill.config.sections import TablesOptim
 from recmill.errors import ConfigError, ResourceError
-from recmill.nn.click_network import ClickNetwork
+from recmill.nn.click_network import ClickNetwork, DenseLayers
 from recmill.nn.interactions import DotInteraction
 from recmill.nn.sequences import ItemTransformer
+from recmill.nn.transformer import TransformerShape
 from recmill.tables.placement import Machines, Placed, Request, as_text, make_plan, placements
 from recmill.tables.sharding import make_sharders
 from recmill.tables.spec import TableSpec
@@ -24,7 +25,7 @@ def placed(
     tables = [TableSpec(f"t{i}", f"f{i}", count, dim, 0.1) for i, count in enumerate(rows)]
     named = {t.name: types if isinstance(types, str) else types.get(t.name, "auto") for t in tables}
     request = Request(tables, named, optimizer, ["fused", "dense"], 8192, {t.feature: 1 for t in tables})
-    network = ClickNetwork(tables, 13, [512, dim], DotInteraction(len(tables) + 1, dim), [64], META)
+    network = ClickNetwork(tables, DenseLayers(13, [512, dim], [64]), DotInteraction(len(tables) + 1, dim), META)
     plan = make_plan(network, make_sharders(TablesOptim(name=optimizer)), request, machines)  # type: ignore[arg-type]
     return {p.table: p for p in placements(plan, tables, optimizer)}
 
@@ -73,7 +74,7 @@ def test_narrow_tables_are_really_cut(kind: str, values_per_rank: int) -> None:
 def test_every_way_to_cut_is_planned_for_gpus_with_fused_kernels(kind: str, kernel: str, ranks: int) -> None:
     """2 machines of 2 GPUs, on a machine that has none."""
     table = TableSpec("t", "f", 2000, 16, 0.1)
-    network = ClickNetwork([table], 3, [16], DotInteraction(2, 16), [4], META)
+    network = ClickNetwork([table], DenseLayers(3, [16], [4]), DotInteraction(2, 16), META)
     request = Request([table], {"t": kind}, "adam" if kind == "table_wise" else "sgd", ["fused", "dense"], 8, {"f": 1})
     sharders = make_sharders(TablesOptim(name="adam" if kind == "table_wise" else "sgd"))
     plan = make_plan(network, sharders, request, Machines(4, 2, "cuda", 10**9))
@@ -115,7 +116,7 @@ def test_too_large_tables_are_refused_with_both_numbers() -> None:
 
 def test_a_table_of_sequences_cannot_be_cut_in_every_way() -> None:
     table = TableSpec("item", "item", 202, 16, 0.05)
-    network = ItemTransformer(table, 200, 10, 1, 2, 0.0, META)
+    network = ItemTransformer(table, 200, TransformerShape(10, 1, 2, 0.0), META)
     request = Request([table], {"item": "grid"}, "sgd", ["fused"], 8, {"item": 10})
     with pytest.raises(ConfigError, match="sharding 'grid' of table 'item': TorchRec cannot cut a table of sequences"):
         make_plan(network, make_sharders(TablesOptim(name="sgd")), request, Machines(2, 2, "cpu", 10**10))

@@ -65,11 +65,11 @@ def test_normal_has_the_moments_of_a_normal() -> None:
 
 @settings(derandomize=True, deadline=None)
 @given(first=st.integers(0, 300), count=st.integers(0, 300))
-def test_any_slice_of_uniform_floats_equals_that_of_the_whole(first: int, count: int) -> None:
-    whole = rng.uniform_floats(KEY, 0, 600, 0.3)
+def test_any_slice_of_uniform_floats_equals_that_of_the_full_stream(first: int, count: int) -> None:
+    full = rng.uniform_floats(KEY, 0, 600, 0.3)
     part = rng.uniform_floats(KEY, first, count, 0.3)
     assert part.dtype == np.float32
-    np.testing.assert_array_equal(part, whole[first : first + count])
+    np.testing.assert_array_equal(part, full[first : first + count])
 
 
 @pytest.mark.parametrize("bound", [0.05, 0.3, 1.0, 12.7])

@@ -144,7 +144,7 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> "Distribu
     """Build the model with its tables sharded over the ranks, their rows not yet set. All ranks take part."""
     import torch
 
-    from recmill.kernels.native import native
+    from recmill.kernels.library import load_library
     from recmill.tables.placement import Request
     from recmill.tables.sharding import shard
 
@@ -161,7 +161,7 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> "Distribu
         ids_per_row=_ids_per_row(config, dataset, tables),
     )
     use_ours = settings.train.kernels == "auto" and world.device.type == "cpu"
-    return shard(network, request, settings.optim.tables, world, native() if use_ours else None)
+    return shard(network, request, settings.optim.tables, world, load_library() if use_ours else None)
 
 
 def _ids_per_row(config: Config, dataset: Dataset, tables: list[TableSpec]) -> dict[str, int]:

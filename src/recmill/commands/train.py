@@ -203,7 +203,7 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
     from recmill.checkpoints import loading as checkpoint
     from recmill.checkpoints.format import Origin, Position
     from recmill.checkpoints.saver import Saver
-    from recmill.kernels.native import native
+    from recmill.kernels.library import load_library
     from recmill.observe.log import log_to_file
     from recmill.tables.first_values import fill_tables
     from recmill.tables.placement import as_text, placements
@@ -217,7 +217,7 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
     beat("starting")
     settings = config.settings
     if world.device.type == "cpu" and settings.train.kernels == "auto":
-        threading.Thread(target=native).start()  # the first time it compiles, while the rest is loaded
+        threading.Thread(target=load_library).start()  # the first time it compiles, while the rest is loaded
     world.broadcast(None)  # rank 0 holds the lock: now the others may log
     log_to_file(run.path, world.rank)
     set_tf32(settings.train)

@@ -1,6 +1,6 @@
-// A block of a transformer, forward and backward, over rows of different lengths packed one after the other. A row goes
-// through the whole block while it is in the cache; threads take rows. Float32, row-major; D dims, F hidden, H heads.
-// Results do not depend on the number of threads up to half of kLeastParts.
+// A transformer block, forward and backward, over rows of different lengths packed one after the other. Each row passes
+// through the complete block while it is in the cache; threads work on different rows. Float32, row-major; D dims, F hidden
+// units, H heads. Results do not depend on the number of threads, up to half of kMinParts.
 
 #include <algorithm>
 #include <cmath>
@@ -12,16 +12,16 @@
 
 namespace {
 
-constexpr int64_t kLeastParts = 16;  // pieces of a batch that sum up weight gradients, each on its own
-constexpr int64_t kQueries = 48;     // of attention at once
+constexpr int64_t kMinParts = 16;  // parts of a batch, each with its own sums of weight gradients
+constexpr int64_t kQueries = 48;   // queries for which attention is computed together
 
-// sums [N] += the sum over M rows
+// sums [N] += the sum of M rows of x
 void add_rows(const float* x, int64_t M, int64_t N, int64_t stride, float* sums) {
     for (int64_t m = 0; m < M; ++m)
         for (int64_t n = 0; n < N; n += kLanes) store(sums + n, load(sums + n) + load(x + m * stride + n));
 }
 
-// GELU with erf, and its derivative. erf after Abramowitz & Stegun 7.1.26: within 1.5e-7.
+// GELU by erf, and its derivative. erf by Abramowitz & Stegun 7.1.26, with an error of at most 1.5e-7.
 inline Lanes gelu(Lanes z, Lanes* slope) {
     const Lanes size = z < 0.0f ? -z : z;
     const Lanes bell = exp_of(z * z * -0.5f);
@@ -30,7 +30,7 @@ inline Lanes gelu(Lanes z, Lanes* slope) {
     p = p * t + 1.421413741f;
     p = p * t - 0.284496736f;
     p = p * t + 0.254829592f;
-    const Lanes half_tail = p * t * bell * 0.5f;  // of the normal distribution beyond |z|
+    const Lanes half_tail = p * t * bell * 0.5f;  // probability that a normal variable exceeds |z|
     const Lanes below = z < 0.0f ? half_tail : 1.0f - half_tail;
     if (slope) *slope = below + z * bell * 0.398942280f;
     return z * below;
@@ -38,22 +38,23 @@ inline Lanes gelu(Lanes z, Lanes* slope) {
 
 struct Dropout {
     float probability;
-    // As nn/dropout.py has it: bits of (row, site, element), elements counted from a row's end.
-    static uint32_t mixed(uint32_t x) {
+    // The hash of nn/dropout.py: bits of (row, site, element), with elements counted from the end of a row.
+    static uint32_t hash(uint32_t x) {
         x = (x ^ (x >> 16)) * 0x7FEB352Du;
         x = (x ^ (x >> 15)) * 0x846CA68Bu;
         return x ^ (x >> 16);
     }
     static uint32_t key(int64_t row_key, int64_t site) {
-        return mixed(static_cast<uint32_t>(row_key ^ (row_key >> 32)) + static_cast<uint32_t>(site) * 0x3C6EF372u);
+        return hash(static_cast<uint32_t>(row_key ^ (row_key >> 32)) + static_cast<uint32_t>(site) * 0x3C6EF372u);
     }
-    // to [D] = x, dropped, + more (or nothing). May be in place.
-    void apply(const float* x, int64_t D, uint32_t key, int64_t from_end, const float* more, float* to) const {
+    // to [D] = dropout(x) + added, where `added` may be null. May work in place.
+    void apply(const float* x, int64_t D, uint32_t key, int64_t from_end, const float* added, float* to) const {
         if (probability == 0.0f) {
-            for (int64_t d = 0; d < D; ++d) to[d] = x[d] + (more ? more[d] : 0.0f);
+            for (int64_t d = 0; d < D; ++d) to[d] = x[d] + (added ? added[d] : 0.0f);
             return;
         }
-        const int32_t threshold = static_cast<int32_t>(static_cast<int64_t>((1.0 - probability) * 4294967296.0) - 2147483648LL);
+        const int64_t kept_share = static_cast<int64_t>((1.0 - probability) * 4294967296.0);
+        const int32_t threshold = static_cast<int32_t>(kept_share - 2147483648LL);
         const float scale = static_cast<float>(1.0 / (1.0 - static_cast<double>(probability)));
         const uint32_t last = static_cast<uint32_t>(from_end * D + D - 1);
         LaneBits element;
@@ -64,13 +65,13 @@ struct Dropout {
             bits = (bits ^ (bits >> 15)) * 0x846CA68Bu;
             bits ^= bits >> 16;
             const Lanes kept = reinterpret_cast<LaneInts&>(bits) < threshold ? load(x + d) * scale : Lanes{};
-            store(to + d, more ? kept + load(more + d) : kept);
+            store(to + d, added ? kept + load(added + d) : kept);
         }
     }
 };
 
 struct Moments {
-    float mean, inverse;  // of the standard deviation
+    float mean, inverse_deviation;
 };
 
 Moments moments(const float* x, int64_t D) {
@@ -92,25 +93,25 @@ void normalize(const float* x, int64_t M, int64_t D, const float* scale, const f
     }
 }
 
-// grad_x = the gradient through normalize() + more
-void normalize_backward(const float* x, const float* grad, int64_t M, int64_t D, const float* scale, const float* more,
+// grad_x = the gradient of normalize()'s input + added, where `added` may be null
+void normalize_backward(const float* x, const float* grad, int64_t M, int64_t D, const float* scale, const float* added,
                         float* grad_x, float* grad_scale, float* grad_shift) {
     for (int64_t m = 0; m < M; ++m) {
         const float *from = x + m * D, *g = grad + m * D;
         const auto [mean, inverse] = moments(from, D);
         Lanes sum = {}, product = {};
         for (int64_t d = 0; d < D; d += kLanes) {
-            const Lanes centred = (load(from + d) - mean) * inverse, wanted = load(g + d);
-            store(grad_scale + d, load(grad_scale + d) + wanted * centred);
-            store(grad_shift + d, load(grad_shift + d) + wanted);
-            sum += wanted * load(scale + d);
-            product += wanted * load(scale + d) * centred;
+            const Lanes centred = (load(from + d) - mean) * inverse, upstream = load(g + d);
+            store(grad_scale + d, load(grad_scale + d) + upstream * centred);
+            store(grad_shift + d, load(grad_shift + d) + upstream);
+            sum += upstream * load(scale + d);
+            product += upstream * load(scale + d) * centred;
         }
         const float a = sum_of(sum) / D, b = sum_of(product) / D;
         for (int64_t d = 0; d < D; d += kLanes) {
             const Lanes centred = (load(from + d) - mean) * inverse;
             const Lanes own = (load(g + d) * load(scale + d) - a - centred * b) * inverse;
-            store(grad_x + m * D + d, more ? own + load(more + m * D + d) : own);
+            store(grad_x + m * D + d, added ? own + load(added + m * D + d) : own);
         }
     }
 }
@@ -126,11 +127,12 @@ void transpose(const float* x, int64_t rows, int64_t columns, int64_t stride, fl
 
 extern "C" {
 
-// Rows of a batch: row b has tokens offsets[b] up to the next, and queries query_offsets[b] up to the next; query i is
-// token places[i] (none: every token is a query). Only queries leave the block.
+// The rows of a batch. Row b has the tokens offsets[b] up to offsets[b + 1] - 1 and the queries query_offsets[b] up to
+// query_offsets[b + 1] - 1. Query i is token queries[i]; if `queries` is null, every token is a query. The block returns
+// the outputs of queries only.
 struct Rows {
     int64_t count, longest;
-    const int64_t *offsets, *query_offsets, *places, *keys;
+    const int64_t *offsets, *query_offsets, *queries, *keys;
 };
 
 struct Shape {
@@ -143,16 +145,16 @@ struct Weights {
     const float *feed_scale, *feed_shift, *up, *up_bias, *down, *down_bias;
 };
 
-// What backward needs: query [M, D], key and value [N, 2D], weight sums [M, H], attended [M, D], middle [M, D], hidden [M, F].
-// Nothing, where there is none.
-struct Kept {
-    float *query, *key_value, *weight_sums, *attended, *middle, *hidden;
+// What forward saves for backward: query [M, D], key and value [N, 2D], log-sum-exp of scores [M, H], attended [M, D],
+// the sum after attention [M, D], hidden [M, F]. All null if there is no backward.
+struct Saved {
+    float *query, *key_value, *log_sums, *attended, *middle, *hidden;
 };
 }
 
 namespace {
 
-// A matrix [K, N] cut into panels that lie in one piece each: with a wide N their rows would compete for cache lines.
+// A matrix [K, N] as contiguous panels of columns: in a wide matrix the rows of a panel would compete for cache lines.
 struct Panels {
     std::vector<float> all;
     int64_t K;
@@ -165,10 +167,10 @@ struct Panels {
     operator Right() const { return {all.data(), kPanel * kLanes, K * kPanel * kLanes}; }
 };
 
-struct Turned {  // weights with inputs as rows
+struct TransposedWeights {
     std::vector<float> qkv, out, down;
     Panels up;
-    Turned(const Shape& s, const Weights& w)
+    TransposedWeights(const Shape& s, const Weights& w)
         : qkv(3 * s.D * s.D), out(s.D * s.D), down(s.D * s.F), up(w.up, s.D, s.F, 1, s.D) {
         transpose(w.qkv, 3 * s.D, s.D, s.D, qkv.data(), 3 * s.D);
         transpose(w.out, s.D, s.D, s.D, out.data(), s.D);
@@ -176,76 +178,93 @@ struct Turned {  // weights with inputs as rows
     }
 };
 
+// The gradients of Weights, one after the other; that of `down` is transposed, [F, D].
+struct Gradients {
+    float *norm_scale, *norm_shift, *qkv, *qkv_bias, *out, *out_bias;
+    float *feed_scale, *feed_shift, *up, *up_bias, *down, *down_bias;
+    Gradients(const Shape& s, float* at) {
+        const int64_t D = s.D, F = s.F;
+        const int64_t sizes[] = {D, D, 3 * D * D, 3 * D, D * D, D, D, D, F * D, F, D * F, D};
+        float** all[] = {&norm_scale, &norm_shift, &qkv, &qkv_bias, &out, &out_bias,
+                         &feed_scale, &feed_shift, &up,  &up_bias,  &down, &down_bias};
+        for (int i = 0; i < 12; ++i) *all[i] = at, at += sizes[i];
+    }
+    static int64_t size(const Shape& s) { return 4 * s.D * s.D + 2 * s.D * s.F + 9 * s.D + s.F; }
+    static int64_t down_start(const Shape& s) { return size(s) - s.D - s.D * s.F; }
+};
+
 struct Row {
-    int64_t first, length, query, queries;
-    const int64_t* places;
+    int64_t first, length, first_query, num_queries;
+    const int64_t* queries;
     uint32_t attention_key, feed_key;
     Row(const Rows& rows, const Shape& s, int64_t b)
-        : first(rows.offsets[b]), length(rows.offsets[b + 1] - first), query(rows.query_offsets[b]),
-          queries(rows.query_offsets[b + 1] - query), places(rows.places ? rows.places + query : nullptr),
+        : first(rows.offsets[b]), length(rows.offsets[b + 1] - first), first_query(rows.query_offsets[b]),
+          num_queries(rows.query_offsets[b + 1] - first_query),
+          queries(rows.queries ? rows.queries + first_query : nullptr),
           attention_key(Dropout::key(rows.keys[b], s.site)), feed_key(Dropout::key(rows.keys[b], s.site + 1)) {}
-    int64_t place(int64_t i) const { return places ? places[i] - first : i; }
-    int64_t from_end(int64_t i) const { return length - 1 - place(i); }
-    int64_t seen(int64_t i, const Shape& s) const { return s.is_causal ? place(i) + 1 : length; }
-    // The rows of x [length, D] that are queries.
-    const float* asked(const float* x, int64_t D, float* room) const {
-        if (!places) return x;
-        for (int64_t i = 0; i < queries; ++i) std::memcpy(room + i * D, x + place(i) * D, D * sizeof(float));
-        return room;
+    int64_t position(int64_t i) const { return queries ? queries[i] - first : i; }  // of query i in the row
+    int64_t from_end(int64_t i) const { return length - 1 - position(i); }
+    int64_t visible(int64_t i, const Shape& s) const { return s.is_causal ? position(i) + 1 : length; }
+    // Returns the queries' rows of x [length, D], copied to `scratch` unless every token is a query.
+    const float* query_rows(const float* x, int64_t D, float* scratch) const {
+        if (!queries) return x;
+        for (int64_t i = 0; i < num_queries; ++i) std::memcpy(scratch + i * D, x + position(i) * D, D * sizeof(float));
+        return scratch;
     }
 };
 
-// One thread's room for a row.
-struct Room {
+// The memory in which a thread works on a row.
+struct Scratch {
     std::vector<float> all;
-    float *normed, *asked, *change, *hidden, *slope, *turned, *turned_value, *weights, *by_weights, *by_query, *by_kv;
-    Kept kept;  // of this row
-    Room(const Shape& s, int64_t longest) {
+    float *normed, *query_rows, *change, *hidden, *slope, *keys, *values, *weights, *grad_weights, *grad_query, *grad_kv;
+    Saved saved;  // of the row, if there is no backward
+    Scratch(const Shape& s, int64_t longest) {
         const int64_t wide = round_up(longest), head = s.D / s.H;
         const int64_t D = longest * s.D, F = longest * s.F;
         const int64_t sizes[] = {D, D, D, F, F, head * wide, head * wide, kQueries * wide, kQueries * wide, D, 2 * D,
                                  D, 2 * D, longest * s.H, D, D, F};
-        float** parts[] = {&normed, &asked, &change, &hidden, &slope, &turned, &turned_value, &weights, &by_weights,
-                           &by_query, &by_kv, &kept.query, &kept.key_value, &kept.weight_sums, &kept.attended,
-                           &kept.middle, &kept.hidden};
+        float** parts[] = {&normed, &query_rows, &change, &hidden, &slope, &keys, &values, &weights, &grad_weights,
+                           &grad_query, &grad_kv, &saved.query, &saved.key_value, &saved.log_sums, &saved.attended,
+                           &saved.middle, &saved.hidden};
         int64_t total = 0;
         for (int64_t size : sizes) total += size;
         all.resize(total);
         float* at = all.data();
         for (int i = 0; i < 17; ++i) *parts[i] = at, at += sizes[i];
     }
-    // Where `row` keeps its values: in `all`, or in this room.
-    Kept of(const Kept& all, const Row& row, const Shape& s) const {
-        if (!all.hidden) return kept;
-        return {all.query + row.query * s.D,       all.key_value + row.first * 2 * s.D, all.weight_sums + row.query * s.H,
-                all.attended + row.query * s.D,    all.middle + row.query * s.D,        all.hidden + row.query * s.F};
+    // Returns where the values of `row` are saved: in those of the batch if there is a backward, else here.
+    Saved of_row(const Saved& batch, const Row& row, const Shape& s) const {
+        if (!batch.hidden) return saved;
+        const int64_t query = row.first_query;
+        return {batch.query + query * s.D,    batch.key_value + row.first * 2 * s.D, batch.log_sums + query * s.H,
+                batch.attended + query * s.D, batch.middle + query * s.D,            batch.hidden + query * s.F};
     }
 };
 
-// Scores of `count` queries from `first` on against the keys they see: [count, wide], scaled.
-void scores(const Shape& s, const float* query, const float* turned, int64_t wide, int64_t count, int64_t keys, float* to) {
-    multiply(count, round_up(keys), s.D / s.H, rows_of(query, s.D), {turned, wide}, nullptr, 0, to, wide);
+// to [count, wide] = the products of queries with the keys that they see; `keys` is transposed.
+void scores(const Shape& s, const float* query, const float* keys, int64_t wide, int64_t count, int64_t visible, float* to) {
+    multiply(count, round_up(visible), s.D / s.H, rows_of(query, s.D), {keys, wide}, nullptr, 0, to, wide);
 }
 
-void attend(const Shape& s, const Row& row, const Kept& k, Room& room) {
+void attend(const Shape& s, const Row& row, const Saved& saved, Scratch& scratch) {
     const int64_t D = s.D, head = D / s.H, wide = round_up(row.length);
     const float scale = 1.0f / std::sqrt(static_cast<float>(head));
     for (int64_t h = 0; h < s.H; ++h) {
-        const float *key = k.key_value + h * head, *value = key + D;
-        std::memset(room.turned, 0, head * wide * sizeof(float));
-        transpose(key, row.length, head, 2 * D, room.turned, wide);
-        for (int64_t first = 0; first < row.queries; first += kQueries) {
-            const int64_t count = std::min(kQueries, row.queries - first), keys = row.seen(first + count - 1, s);
-            const float* query = k.query + first * D + h * head;
+        const float *key = saved.key_value + h * head, *value = key + D;
+        std::memset(scratch.keys, 0, head * wide * sizeof(float));
+        transpose(key, row.length, head, 2 * D, scratch.keys, wide);
+        for (int64_t first = 0; first < row.num_queries; first += kQueries) {
+            const int64_t count = std::min(kQueries, row.num_queries - first), visible = row.visible(first + count - 1, s);
+            const float* query = saved.query + first * D + h * head;
             float inverse[kQueries];
-            scores(s, query, room.turned, wide, count, keys, room.weights);
+            scores(s, query, scratch.keys, wide, count, visible, scratch.weights);
             for (int64_t i = 0; i < count; ++i) {
-                float* w = room.weights + i * wide;
-                const int64_t seen = row.seen(first + i, s), end = round_up(keys);
-                for (int64_t j = seen; j < end; ++j) w[j] = -INFINITY;
-                Lanes most = load(w), sum = {};
-                for (int64_t j = kLanes; j < end; j += kLanes) most = load(w + j) > most ? load(w + j) : most;
-                const float top = largest_of(most);
+                float* w = scratch.weights + i * wide;
+                const int64_t end = round_up(visible);
+                for (int64_t j = row.visible(first + i, s); j < end; ++j) w[j] = -INFINITY;
+                Lanes largest = load(w), sum = {};
+                for (int64_t j = kLanes; j < end; j += kLanes) largest = load(w + j) > largest ? load(w + j) : largest;
+                const float top = max_of(largest);
                 for (int64_t j = 0; j < end; j += kLanes) {
                     const Lanes e = exp_of((load(w + j) - top) * scale);
                     store(w + j, e);
@@ -253,62 +272,119 @@ void attend(const Shape& s, const Row& row, const Kept& k, Room& room) {
                 }
                 const float total = sum_of(sum);
                 inverse[i] = 1.0f / total;
-                k.weight_sums[(first + i) * s.H + h] = top * scale + std::log(total);
+                saved.log_sums[(first + i) * s.H + h] = top * scale + std::log(total);
             }
-            float* attended = k.attended + first * D + h * head;
-            multiply(count, head, keys, rows_of(room.weights, wide), {value, 2 * D}, nullptr, 0, attended, D);
+            float* attended = saved.attended + first * D + h * head;
+            multiply(count, head, visible, rows_of(scratch.weights, wide), {value, 2 * D}, nullptr, 0, attended, D);
             for (int64_t i = 0; i < count; ++i)
-                for (int64_t d = 0; d < head; d += kLanes) store(attended + i * D + d, load(attended + i * D + d) * inverse[i]);
+                for (int64_t d = 0; d < head; d += kLanes)
+                    store(attended + i * D + d, load(attended + i * D + d) * inverse[i]);
         }
     }
 }
 
-// by_query and by_kv of `room` from the gradient of `attended`, grad [queries, D].
-void attend_backward(const Shape& s, const Row& row, const Kept& k, const float* grad, Room& room) {
+// scratch.grad_query and scratch.grad_kv from the gradient of `attended`, grad [queries, D].
+void attend_backward(const Shape& s, const Row& row, const Saved& saved, const float* grad, Scratch& scratch) {
     const int64_t D = s.D, head = D / s.H, wide = round_up(row.length);
     const float scale = 1.0f / std::sqrt(static_cast<float>(head));
-    std::memset(room.by_kv, 0, row.length * 2 * D * sizeof(float));
+    std::memset(scratch.grad_kv, 0, row.length * 2 * D * sizeof(float));
     for (int64_t h = 0; h < s.H; ++h) {
-        const float *key = k.key_value + h * head, *value = key + D;
-        std::memset(room.turned, 0, head * wide * sizeof(float));
-        std::memset(room.turned_value, 0, head * wide * sizeof(float));
-        transpose(key, row.length, head, 2 * D, room.turned, wide);
-        transpose(value, row.length, head, 2 * D, room.turned_value, wide);
-        float *by_key = room.by_kv + h * head, *by_value = by_key + D;
-        for (int64_t first = 0; first < row.queries; first += kQueries) {
-            const int64_t count = std::min(kQueries, row.queries - first), keys = row.seen(first + count - 1, s);
-            const int64_t end = round_up(keys);
-            const float *query = k.query + first * D + h * head, *g = grad + first * D + h * head;
-            scores(s, query, room.turned, wide, count, keys, room.weights);
-            multiply(count, end, head, rows_of(g, D), {room.turned_value, wide}, nullptr, 0, room.by_weights, wide);
+        const float *key = saved.key_value + h * head, *value = key + D;
+        std::memset(scratch.keys, 0, head * wide * sizeof(float));
+        std::memset(scratch.values, 0, head * wide * sizeof(float));
+        transpose(key, row.length, head, 2 * D, scratch.keys, wide);
+        transpose(value, row.length, head, 2 * D, scratch.values, wide);
+        float *grad_key = scratch.grad_kv + h * head, *grad_value = grad_key + D;
+        for (int64_t first = 0; first < row.num_queries; first += kQueries) {
+            const int64_t count = std::min(kQueries, row.num_queries - first), visible = row.visible(first + count - 1, s);
+            const int64_t end = round_up(visible);
+            const float *query = saved.query + first * D + h * head, *g = grad + first * D + h * head;
+            scores(s, query, scratch.keys, wide, count, visible, scratch.weights);
+            multiply(count, end, head, rows_of(g, D), {scratch.values, wide}, nullptr, 0, scratch.grad_weights, wide);
             for (int64_t i = 0; i < count; ++i) {
-                const float* out = k.attended + (first + i) * D + h * head;
+                const float* out = saved.attended + (first + i) * D + h * head;
                 Lanes product = {};
                 for (int64_t d = 0; d < head; d += kLanes) product += load(g + i * D + d) * load(out + d);
-                const float mean = sum_of(product), top = k.weight_sums[(first + i) * s.H + h];
-                float *w = room.weights + i * wide, *by = room.by_weights + i * wide;
-                for (int64_t j = row.seen(first + i, s); j < end; ++j) w[j] = -INFINITY;
+                const float mean = sum_of(product), log_sum = saved.log_sums[(first + i) * s.H + h];
+                float *w = scratch.weights + i * wide, *grad_w = scratch.grad_weights + i * wide;
+                for (int64_t j = row.visible(first + i, s); j < end; ++j) w[j] = -INFINITY;
                 for (int64_t j = 0; j < end; j += kLanes) {
-                    const Lanes weight = exp_of(load(w + j) * scale - top);
+                    const Lanes weight = exp_of(load(w + j) * scale - log_sum);
                     store(w + j, weight);
-                    store(by + j, weight * (load(by + j) - mean) * scale);
+                    store(grad_w + j, weight * (load(grad_w + j) - mean) * scale);
                 }
             }
-            multiply(count, head, keys, rows_of(room.by_weights, wide), {key, 2 * D}, nullptr, 0,
-                     room.by_query + first * D + h * head, D);
-            multiply(keys, head, count, columns_of(room.by_weights, wide), {query, D}, by_key, 2 * D, by_key, 2 * D);
-            multiply(keys, head, count, columns_of(room.weights, wide), {g, D}, by_value, 2 * D, by_value, 2 * D);
+            multiply(count, head, visible, rows_of(scratch.grad_weights, wide), {key, 2 * D}, nullptr, 0,
+                     scratch.grad_query + first * D + h * head, D);
+            multiply(visible, head, count, columns_of(scratch.grad_weights, wide), {query, D}, grad_key, 2 * D, grad_key,
+                     2 * D);
+            multiply(visible, head, count, columns_of(scratch.weights, wide), {g, D}, grad_value, 2 * D, grad_value,
+                     2 * D);
         }
     }
 }
 
-// Rows cut into parts of about equal work; part p is rows starts[p] up to the next.
+// grad_middle [queries, D], the gradient of the sum after attention, from that of the block's output.
+void feed_forward_backward(const Shape& s, const Weights& w, const Row& row, const Saved& saved, const Panels& down,
+                           const float* grad_out, float* grad_middle, Scratch& scratch, const Gradients& g) {
+    const int64_t D = s.D, F = s.F, M = row.num_queries;
+    const Dropout dropout{s.dropout};
+    for (int64_t i = 0; i < M; ++i)
+        dropout.apply(grad_out + i * D, D, row.feed_key, row.from_end(i), nullptr, scratch.change + i * D);
+    add_rows(scratch.change, M, D, D, g.down_bias);
+    for (int64_t i = 0; i < M * F; i += kLanes) {
+        Lanes slope;
+        store(scratch.hidden + i, gelu(load(saved.hidden + i), &slope));
+        store(scratch.slope + i, slope);
+    }
+    multiply(F, D, M, columns_of(scratch.hidden, F), {scratch.change, D}, g.down, D, g.down, D);
+    multiply(M, F, D, rows_of(scratch.change, D), down, nullptr, 0, scratch.hidden, F);
+    for (int64_t i = 0; i < M * F; i += kLanes)
+        store(scratch.hidden + i, load(scratch.hidden + i) * load(scratch.slope + i));
+    add_rows(scratch.hidden, M, F, F, g.up_bias);
+    normalize(saved.middle, M, D, w.feed_scale, w.feed_shift, scratch.normed);
+    multiply(F, D, M, columns_of(scratch.hidden, F), {scratch.normed, D}, g.up, D, g.up, D);
+    multiply(M, D, F, rows_of(scratch.hidden, F), {w.up, D}, nullptr, 0, scratch.change, D);
+    normalize_backward(saved.middle, scratch.change, M, D, w.feed_scale, grad_out, grad_middle, g.feed_scale, g.feed_shift);
+}
+
+// grad_x [length, D] of a row from grad_middle.
+void attention_backward(const Shape& s, const Weights& w, const Row& row, const Saved& saved, const float* x,
+                        const float* grad_middle, float* grad_x, Scratch& scratch, const Gradients& g) {
+    const int64_t D = s.D, M = row.num_queries, L = row.length;
+    const Dropout dropout{s.dropout};
+    for (int64_t i = 0; i < M; ++i)
+        dropout.apply(grad_middle + i * D, D, row.attention_key, row.from_end(i), nullptr, scratch.change + i * D);
+    add_rows(scratch.change, M, D, D, g.out_bias);
+    multiply(D, D, M, columns_of(scratch.change, D), {saved.attended, D}, g.out, D, g.out, D);
+    multiply(M, D, D, rows_of(scratch.change, D), {w.out, D}, nullptr, 0, scratch.hidden, D);
+    attend_backward(s, row, saved, scratch.hidden, scratch);
+    add_rows(scratch.grad_query, M, D, D, g.qkv_bias);
+    add_rows(scratch.grad_kv, L, 2 * D, 2 * D, g.qkv_bias + D);
+    normalize(x, L, D, w.norm_scale, w.norm_shift, scratch.normed);
+    multiply(D, D, M, columns_of(scratch.grad_query, D), {row.query_rows(scratch.normed, D, scratch.hidden), D}, g.qkv, D,
+             g.qkv, D);
+    multiply(2 * D, D, L, columns_of(scratch.grad_kv, 2 * D), {scratch.normed, D}, g.qkv + D * D, D, g.qkv + D * D, D);
+    multiply(L, D, 2 * D, rows_of(scratch.grad_kv, 2 * D), {w.qkv + D * D, D}, nullptr, 0, scratch.change, D);
+    if (!row.queries) {
+        multiply(M, D, D, rows_of(scratch.grad_query, D), {w.qkv, D}, scratch.change, D, scratch.change, D);
+        normalize_backward(x, scratch.change, L, D, w.norm_scale, grad_middle, grad_x, g.norm_scale, g.norm_shift);
+        return;
+    }
+    multiply(M, D, D, rows_of(scratch.grad_query, D), {w.qkv, D}, nullptr, 0, scratch.hidden, D);
+    for (int64_t i = 0; i < M; ++i) add_rows(scratch.hidden + i * D, 1, D, D, scratch.change + row.position(i) * D);
+    normalize_backward(x, scratch.change, L, D, w.norm_scale, nullptr, grad_x, g.norm_scale, g.norm_shift);
+    for (int64_t i = 0; i < M; ++i) add_rows(grad_middle + i * D, 1, D, D, grad_x + row.position(i) * D);
+}
+
+// Splits rows into parts of about equal work; part p has the rows starts[p] up to starts[p + 1] - 1.
 std::vector<int64_t> parts_of(const Rows& rows, const Shape& s) {
-    const int64_t parts = std::min(rows.count, std::max<int64_t>(kLeastParts, 2 * omp_get_max_threads()));
+    const int64_t parts = std::min(rows.count, std::max<int64_t>(kMinParts, 2 * omp_get_max_threads()));
     std::vector<double> work(rows.count + 1, 0.0);
     for (int64_t b = 0; b < rows.count; ++b) {
-        const double length = rows.offsets[b + 1] - rows.offsets[b], asked = rows.query_offsets[b + 1] - rows.query_offsets[b];
-        work[b + 1] = work[b] + length * 2 * s.D + asked * (2 * s.D + 2 * s.F + 2 * length);
+        const double length = rows.offsets[b + 1] - rows.offsets[b];
+        const double queries = rows.query_offsets[b + 1] - rows.query_offsets[b];
+        work[b + 1] = work[b] + length * 2 * s.D + queries * (2 * s.D + 2 * s.F + 2 * length);
     }
     std::vector<int64_t> starts;
     for (int64_t p = 0; p < parts; ++p)
@@ -322,139 +398,87 @@ std::vector<int64_t> parts_of(const Rows& rows, const Shape& s) {
 extern "C" {
 
 // out [queries, D] from x [tokens, D]
-void encoder_block(const Shape* shape, const Rows* rows_in, const Weights* weights, const float* x, const Kept* kept,
+void encoder_block(const Shape* shape, const Rows* batch, const Weights* weights, const float* x, const Saved* all_saved,
                    float* out) {
     const Shape& s = *shape;
-    const Rows& rows = *rows_in;
     const Weights& w = *weights;
     const int64_t D = s.D, F = s.F;
-    const Turned turned(s, w);
+    const TransposedWeights transposed(s, w);
     const Dropout dropout{s.dropout};
-    const auto starts = parts_of(rows, s);
+    const auto starts = parts_of(*batch, s);
 #pragma omp parallel
     {
-        Room room(s, rows.longest);
+        Scratch scratch(s, batch->longest);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t part = 0; part < static_cast<int64_t>(starts.size()) - 1; ++part)
             for (int64_t b = starts[part]; b < starts[part + 1]; ++b) {
-                const Row row(rows, s, b);
-                if (!row.queries) continue;
-                const Kept k = room.of(*kept, row, s);
-                const float* own = x + row.first * D;
-                normalize(own, row.length, D, w.norm_scale, w.norm_shift, room.normed);
-                multiply(row.length, 2 * D, D, rows_of(room.normed, D), {turned.qkv.data() + D, 3 * D}, w.qkv_bias + D, 0,
-                         k.key_value, 2 * D);
-                multiply(row.queries, D, D, rows_of(row.asked(room.normed, D, room.asked), D), {turned.qkv.data(), 3 * D},
-                         w.qkv_bias, 0, k.query, D);
-                attend(s, row, k, room);
-                multiply(row.queries, D, D, rows_of(k.attended, D), {turned.out.data(), D}, w.out_bias, 0,
-                         room.change, D);
-                float* middle = k.middle;
-                for (int64_t i = 0; i < row.queries; ++i)
-                    dropout.apply(room.change + i * D, D, row.attention_key, row.from_end(i), own + row.place(i) * D,
-                                  middle + i * D);
-                normalize(middle, row.queries, D, w.feed_scale, w.feed_shift, room.normed);
-                float* hidden = k.hidden;
-                multiply(row.queries, F, D, rows_of(room.normed, D), turned.up, w.up_bias, 0, hidden, F);
-                for (int64_t i = 0; i < row.queries * F; i += kLanes) store(room.hidden + i, gelu(load(hidden + i), nullptr));
-                multiply(row.queries, D, F, rows_of(room.hidden, F), {turned.down.data(), D}, w.down_bias, 0, room.change, D);
-                for (int64_t i = 0; i < row.queries; ++i)
-                    dropout.apply(room.change + i * D, D, row.feed_key, row.from_end(i), middle + i * D,
-                                  out + (row.query + i) * D);
+                const Row row(*batch, s, b);
+                const int64_t M = row.num_queries;
+                if (!M) continue;
+                const Saved saved = scratch.of_row(*all_saved, row, s);
+                const float* row_x = x + row.first * D;
+                normalize(row_x, row.length, D, w.norm_scale, w.norm_shift, scratch.normed);
+                multiply(row.length, 2 * D, D, rows_of(scratch.normed, D), {transposed.qkv.data() + D, 3 * D},
+                         w.qkv_bias + D, 0, saved.key_value, 2 * D);
+                multiply(M, D, D, rows_of(row.query_rows(scratch.normed, D, scratch.query_rows), D),
+                         {transposed.qkv.data(), 3 * D}, w.qkv_bias, 0, saved.query, D);
+                attend(s, row, saved, scratch);
+                multiply(M, D, D, rows_of(saved.attended, D), {transposed.out.data(), D}, w.out_bias, 0, scratch.change, D);
+                for (int64_t i = 0; i < M; ++i)
+                    dropout.apply(scratch.change + i * D, D, row.attention_key, row.from_end(i),
+                                  row_x + row.position(i) * D, saved.middle + i * D);
+                normalize(saved.middle, M, D, w.feed_scale, w.feed_shift, scratch.normed);
+                multiply(M, F, D, rows_of(scratch.normed, D), transposed.up, w.up_bias, 0, saved.hidden, F);
+                for (int64_t i = 0; i < M * F; i += kLanes)
+                    store(scratch.hidden + i, gelu(load(saved.hidden + i), nullptr));
+                multiply(M, D, F, rows_of(scratch.hidden, F), {transposed.down.data(), D}, w.down_bias, 0, scratch.change, D);
+                for (int64_t i = 0; i < M; ++i)
+                    dropout.apply(scratch.change + i * D, D, row.feed_key, row.from_end(i), saved.middle + i * D,
+                                  out + (row.first_query + i) * D);
             }
     }
 }
 
 // grad_x [tokens, D], and the gradients of all weights one after the other in `grads`, in the order of Weights.
-void encoder_block_backward(const Shape* shape, const Rows* rows_in, const Weights* weights, const float* x,
-                            const Kept* kept, const float* grad_out, float* grad_x, float* grads) {
+void encoder_block_backward(const Shape* shape, const Rows* batch, const Weights* weights, const float* x,
+                            const Saved* all_saved, const float* grad_out, float* grad_x, float* grads) {
     const Shape& s = *shape;
-    const Rows& rows = *rows_in;
-    const Weights& w = *weights;
     const int64_t D = s.D, F = s.F;
-    const Dropout dropout{s.dropout};
-    const auto starts = parts_of(rows, s);
-    const int64_t parts = static_cast<int64_t>(starts.size()) - 1;
-    const int64_t sizes[] = {D, D, 3 * D * D, 3 * D, D * D, D, D, D, F * D, F, D * F, D};
-    int64_t total = 0;
-    for (int64_t size : sizes) total += size;
-    const int64_t by_down_first = total - D - D * F;
+    const auto starts = parts_of(*batch, s);
+    const int64_t parts = static_cast<int64_t>(starts.size()) - 1, total = Gradients::size(s);
     std::vector<float> sums(parts * total);
-    const Panels down(w.down, D, F, F, 1);
+    const Panels down(weights->down, D, F, F, 1);
 #pragma omp parallel
     {
-        Room room(s, rows.longest);
+        Scratch scratch(s, batch->longest);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t part = 0; part < parts; ++part) {
-            float* at = sums.data() + part * total;
-            float* g[12];
-            for (int i = 0; i < 12; ++i) g[i] = at, at += sizes[i];
-            float* by_down = g[10];  // as [F, D]
+            const Gradients part_sums(s, sums.data() + part * total);
             for (int64_t b = starts[part]; b < starts[part + 1]; ++b) {
-                const Row row(rows, s, b);
-                const int64_t M = row.queries, L = row.length;
-                if (!M) {
-                    std::memset(grad_x + row.first * D, 0, L * D * sizeof(float));
+                const Row row(*batch, s, b);
+                if (!row.num_queries) {
+                    std::memset(grad_x + row.first * D, 0, row.length * D * sizeof(float));
                     continue;
                 }
-                const Kept k = room.of(*kept, row, s);
-                const float *by_out = grad_out + row.query * D, *middle = k.middle;
-                // feed-forward
-                for (int64_t i = 0; i < M; ++i)
-                    dropout.apply(by_out + i * D, D, row.feed_key, row.from_end(i), nullptr, room.change + i * D);
-                add_rows(room.change, M, D, D, g[11]);
-                const float* hidden = k.hidden;
-                for (int64_t i = 0; i < M * F; i += kLanes) {
-                    Lanes slope;
-                    store(room.hidden + i, gelu(load(hidden + i), &slope));
-                    store(room.slope + i, slope);
-                }
-                multiply(F, D, M, columns_of(room.hidden, F), {room.change, D}, by_down, D, by_down, D);
-                multiply(M, F, D, rows_of(room.change, D), down, nullptr, 0, room.hidden, F);
-                for (int64_t i = 0; i < M * F; i += kLanes) store(room.hidden + i, load(room.hidden + i) * load(room.slope + i));
-                add_rows(room.hidden, M, F, F, g[9]);
-                normalize(middle, M, D, w.feed_scale, w.feed_shift, room.normed);
-                multiply(F, D, M, columns_of(room.hidden, F), {room.normed, D}, g[8], D, g[8], D);
-                multiply(M, D, F, rows_of(room.hidden, F), {w.up, D}, nullptr, 0, room.change, D);
-                float* by_middle = room.asked;
-                normalize_backward(middle, room.change, M, D, w.feed_scale, by_out, by_middle, g[6], g[7]);
-                // attention
-                for (int64_t i = 0; i < M; ++i)
-                    dropout.apply(by_middle + i * D, D, row.attention_key, row.from_end(i), nullptr, room.change + i * D);
-                add_rows(room.change, M, D, D, g[5]);
-                multiply(D, D, M, columns_of(room.change, D), {k.attended, D}, g[4], D, g[4], D);
-                multiply(M, D, D, rows_of(room.change, D), {w.out, D}, nullptr, 0, room.hidden, D);
-                attend_backward(s, row, k, room.hidden, room);
-                add_rows(room.by_query, M, D, D, g[3]);
-                add_rows(room.by_kv, L, 2 * D, 2 * D, g[3] + D);
-                const float* own = x + row.first * D;
-                normalize(own, L, D, w.norm_scale, w.norm_shift, room.normed);
-                multiply(D, D, M, columns_of(room.by_query, D), {row.asked(room.normed, D, room.hidden), D}, g[2], D, g[2], D);
-                multiply(2 * D, D, L, columns_of(room.by_kv, 2 * D), {room.normed, D}, g[2] + D * D, D, g[2] + D * D, D);
-                multiply(L, D, 2 * D, rows_of(room.by_kv, 2 * D), {w.qkv + D * D, D}, nullptr, 0, room.change, D);
-                if (!row.places) {
-                    multiply(M, D, D, rows_of(room.by_query, D), {w.qkv, D}, room.change, D, room.change, D);
-                } else {
-                    multiply(M, D, D, rows_of(room.by_query, D), {w.qkv, D}, nullptr, 0, room.hidden, D);
-                    for (int64_t i = 0; i < M; ++i) add_rows(room.hidden + i * D, 1, D, D, room.change + row.place(i) * D);
-                }
-                float* to = grad_x + row.first * D;
-                normalize_backward(own, room.change, L, D, w.norm_scale, row.places ? nullptr : by_middle, to, g[0], g[1]);
-                if (row.places)
-                    for (int64_t i = 0; i < M; ++i) add_rows(by_middle + i * D, 1, D, D, to + row.place(i) * D);
+                const Saved saved = scratch.of_row(*all_saved, row, s);
+                float* grad_middle = scratch.query_rows;
+                feed_forward_backward(s, *weights, row, saved, down, grad_out + row.first_query * D, grad_middle, scratch,
+                                      part_sums);
+                attention_backward(s, *weights, row, saved, x + row.first * D, grad_middle, grad_x + row.first * D, scratch,
+                                   part_sums);
             }
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < total; ++i) {
             float sum = 0;
             for (int64_t part = 0; part < parts; ++part) sum += sums[part * total + i];
-            const int64_t at = i - by_down_first;
-            grads[at < 0 || at >= D * F ? i : by_down_first + at % D * F + at / D] = sum;
+            const int64_t start = Gradients::down_start(s), at = i - start;  // `down` is transposed back
+            grads[at < 0 || at >= D * F ? i : start + at % D * F + at / D] = sum;
         }
     }
 }
 
-// to [tokens, D] = x with elements dropped, by rows and places; its own gradient as well.
+// to [tokens, D] = dropout(x), and also the gradient of that from `x`.
 void drop_elements(const Rows* rows, int64_t D, int64_t site, float probability, const float* x, float* to) {
     const Dropout dropout{probability};
 #pragma omp parallel for schedule(static)

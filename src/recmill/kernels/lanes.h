@@ -1,4 +1,4 @@
-// Sixteen floats that move together. What a register does not hold becomes several.
+// Vectors of sixteen floats. The compiler uses several registers where one is too small.
 #pragma once
 
 #include <cstdint>
@@ -20,20 +20,20 @@ inline float sum_of(Lanes values) {
     return total;
 }
 
-inline float largest_of(Lanes values) {
-    float most = values[0];
-    for (int i = 1; i < kLanes; ++i) most = values[i] > most ? values[i] : most;
-    return most;
+inline float max_of(Lanes values) {
+    float largest = values[0];
+    for (int i = 1; i < kLanes; ++i) largest = values[i] > largest ? values[i] : largest;
+    return largest;
 }
 
-// e^x within 2 units of the last place; 0 below -87, where float has no ordinary numbers left. Not a number stays so.
+// e^x with an error of at most 2 ulp; 0 below -87, where results would be denormal. NaN stays NaN.
 inline Lanes exp_of(Lanes x) {
     const Lanes small = x > 88.0f ? Lanes{} + 88.0f : x, safe = small < -87.0f ? Lanes{} - 87.0f : small;
-    // 2^n e^r with r in [-ln 2 / 2, ln 2 / 2]; ln 2 in two parts, or the difference would lose digits. Adding
-    // 1.5 * 2^23 rounds to a whole number, which is then in the low bits.
+    // e^x = 2^n e^r with r in [-ln 2 / 2, ln 2 / 2]. ln 2 is subtracted in two parts to keep all digits. Adding
+    // 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
     const Lanes rounded = safe * 1.44269504088896341f + 12582912.0f;
-    const LaneInts whole = reinterpret_cast<const LaneInts&>(rounded) - 0x4B400000, exponent = whole << 23;
-    const Lanes n = __builtin_convertvector(whole, Lanes);
+    const LaneInts integer = reinterpret_cast<const LaneInts&>(rounded) - 0x4B400000, exponent = integer << 23;
+    const Lanes n = __builtin_convertvector(integer, Lanes);
     const Lanes r = (safe - n * 0.693359375f) - n * -2.12194440e-4f;
     Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;

@@ -1,4 +1,4 @@
-// Products of matrices that lie in the cache, for one thread.
+// Single-threaded products of matrices that fit into the cache.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace {
 
 #ifdef __AVX512F__
-constexpr int kPanel = 4, kSums = 24;  // Lanes of a panel of columns, and sums that fit into registers
+constexpr int kPanel = 4, kSums = 24;  // vectors in a panel of columns; sums that fit into registers
 #else
 constexpr int kPanel = 1, kSums = 6;
 #endif
@@ -19,7 +19,7 @@ struct Left {  // element (r, k) is from[r * row + k * step]
     int64_t row, step;
 };
 
-struct Right {  // column panel p of row k are from[p * panel + k * row]
+struct Right {  // columns of panel p in row k start at from[p * panel + k * row]
     const float* from;
     int64_t row, panel;
     Right(const float* start, int64_t stride) : from(start), row(stride), panel(kPanel * kLanes) {}
@@ -55,8 +55,9 @@ inline void panel(int64_t M, int64_t K, Left a, const float* b, int64_t ldb, con
                             c + m * ldc, ldc);
 }
 
-// c [M, N] = a [M, K] b [K, N] + init; N is a multiple of 16. `init`: none, a bias (ldi 0), or c itself.
-__attribute__((noinline)) void multiply(int64_t M, int64_t N, int64_t K, Left a, Right b, const float* init, int64_t ldi, float* c, int64_t ldc) {
+// c [M, N] = a [M, K] b [K, N] + init; N is a multiple of 16. `init` is null, a bias (ldi = 0), or c itself.
+__attribute__((noinline)) void multiply(int64_t M, int64_t N, int64_t K, Left a, Right b, const float* init,
+                                        int64_t ldi, float* c, int64_t ldc) {
     int64_t n = 0;
     const auto columns = [&](auto vectors) {
         constexpr int V = decltype(vectors)::value;

@@ -1,6 +1,6 @@
-// What a training step on CPU spends its time on beside matrix products. Float32, row-major; B rows of a batch.
-// Compiled for the machine it runs on (native.py); threads are those of OpenMP, which torch has as well.
-// Results do not depend on the number of threads, but for the last digits of bias gradients.
+// What a training step of click models spends its time on, apart from matrix products. Float32, row-major; B rows in a
+// batch. Compiled for the machine it runs on (library.py), with the OpenMP threads that torch uses too. Results do not
+// depend on the number of threads, except for the last digits of bias gradients.
 
 #include <algorithm>
 #include <cmath>
@@ -16,8 +16,8 @@ namespace {
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int FourInts __attribute__((vector_size(16)));
 
-// sides[k * stride + j] = v[j][k] for `dim` values of four vectors; dim is a multiple of 4.
-inline void lay_on_side(const float* const* v, int64_t dim, int64_t stride, float* sides) {
+// Transposes four vectors of `dim` values: columns[k * stride + j] = v[j][k]. dim is a multiple of 4.
+inline void transpose_four(const float* const* v, int64_t dim, int64_t stride, float* columns) {
     for (int64_t k = 0; k < dim; k += 4) {
         Four r[4];
         for (int i = 0; i < 4; ++i) r[i] = *reinterpret_cast<const Four*>(v[i] + k);
@@ -26,7 +26,7 @@ inline void lay_on_side(const float* const* v, int64_t dim, int64_t stride, floa
         const Four high = __builtin_shuffle(r[0], r[1], FourInts{2, 6, 3, 7});
         const Four high2 = __builtin_shuffle(r[2], r[3], FourInts{2, 6, 3, 7});
         Four* to[4];
-        for (int i = 0; i < 4; ++i) to[i] = reinterpret_cast<Four*>(sides + (k + i) * stride);
+        for (int i = 0; i < 4; ++i) to[i] = reinterpret_cast<Four*>(columns + (k + i) * stride);
         *to[0] = __builtin_shuffle(low, low2, FourInts{0, 1, 4, 5});
         *to[1] = __builtin_shuffle(low, low2, FourInts{2, 3, 6, 7});
         *to[2] = __builtin_shuffle(high, high2, FourInts{0, 1, 4, 5});
@@ -36,14 +36,14 @@ inline void lay_on_side(const float* const* v, int64_t dim, int64_t stride, floa
 
 struct Lookup {
     int64_t row;
-    int64_t at;  // of the bag in the batch
+    int64_t bag;  // its row in the batch
 };
 
-// Stable, by row; `spare` is as long. 11 bits at a time: three passes sort two billion rows.
-void sort_by_row(Lookup* lookups, Lookup* spare, int64_t count, int64_t rows) {
-    if (count < 2) return;  // and a table may have no rows at all
+// Stable radix sort by row; `scratch` has the same length. With 11 bits per pass, three passes sort two billion rows.
+void sort_by_row(Lookup* lookups, Lookup* scratch, int64_t count, int64_t rows) {
+    if (count < 2) return;  // a table may have no rows
     constexpr int kBits = 11;
-    Lookup *from = lookups, *to = spare;
+    Lookup *from = lookups, *to = scratch;
     for (int shift = 0; (rows - 1) >> shift; shift += kBits) {
         int64_t starts[(1 << kBits) + 1] = {0};
         const int64_t mask = (1 << kBits) - 1;
@@ -59,9 +59,9 @@ void sort_by_row(Lookup* lookups, Lookup* spare, int64_t count, int64_t rows) {
 
 extern "C" {
 
-// Tables of one matrix batch: table f has `rows[f]` rows of `dim` floats from weights[starts[f]] on. The ids of bag b of
-// table f are ids[offsets[f * B + b]] up to the next. out [B, F * dim] gets the sum of each bag's rows.
-// Returns the first place in `ids` with an id that its table does not have, or -1.
+// Sums the rows of each bag into out [B, F * dim]. Table f has rows[f] rows of `dim` floats, starting at
+// weights[starts[f]]. The ids of bag b of table f are ids[offsets[f * B + b]] up to ids[offsets[f * B + b + 1] - 1].
+// Returns the index in `ids` of the first id that its table does not have, or -1.
 int64_t sum_bags(const float* weights, const int64_t* starts, const int64_t* rows, int64_t F, int64_t dim,
                  const int64_t* ids, const int64_t* offsets, int64_t B, float* out) {
     constexpr int64_t kBlock = 64;
@@ -90,14 +90,14 @@ int64_t sum_bags(const float* weights, const int64_t* starts, const int64_t* row
     return bad == INT64_MAX ? -1 : bad;
 }
 
-// One step of the tables' optimizer: 0 SGD, 1 Adagrad, 2 row-wise Adagrad. grad [B, F * dim] is that of sum_bags' out.
-// Gradients of a row are summed first, in the order of the batch. `state` is like `weights`, or has one value a row;
-// state_starts are its tables' first places.
+// One optimizer step of the tables by `rule` 0 SGD, 1 Adagrad or 2 row-wise Adagrad. grad [B, F * dim] is the gradient of
+// sum_bags' out. All gradients of a row are summed first, in batch order. `state` has one value per weight, or per row
+// (rule 2); that of table f starts at state[state_starts[f]].
 void update_bags(float* weights, const int64_t* starts, float* state, const int64_t* state_starts, const int64_t* rows,
                  int64_t F, int64_t dim, const int64_t* ids, const int64_t* offsets, int64_t B, const float* grad,
                  int64_t rule, float lr, float eps) {
     const int64_t total = offsets[F * B];
-    std::vector<Lookup> lookups(total), spare(total);
+    std::vector<Lookup> lookups(total), scratch(total);
 #pragma omp parallel
     {
 #pragma omp for schedule(dynamic, 1)
@@ -105,12 +105,12 @@ void update_bags(float* weights, const int64_t* starts, float* state, const int6
             const int64_t first = offsets[f * B], end = offsets[(f + 1) * B];
             for (int64_t b = 0; b < B; ++b)
                 for (int64_t i = offsets[f * B + b]; i < offsets[f * B + b + 1]; ++i) lookups[i] = {ids[i], b};
-            sort_by_row(lookups.data() + first, spare.data() + first, end - first, rows[f]);
+            sort_by_row(lookups.data() + first, scratch.data() + first, end - first, rows[f]);
         }
         std::vector<float> sum(dim);
-        // A thread's share of all lookups, moved to where rows begin.
-        const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
-        const int64_t from = total * me / threads, to = total * (me + 1) / threads;
+        // This thread's share of all lookups, aligned to where a table row begins.
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int64_t from = total * thread / threads, to = total * (thread + 1) / threads;
         for (int64_t f = 0; f < F; ++f) {
             const int64_t first = offsets[f * B], end = offsets[(f + 1) * B];
             int64_t i = std::max(first, from);
@@ -119,12 +119,12 @@ void update_bags(float* weights, const int64_t* starts, float* state, const int6
                 while (i < end && lookups[i].row == lookups[i - 1].row) ++i;
             while (i < end && i < to) {
                 const int64_t row = lookups[i].row;
-                const float* g = grad + (lookups[i].at * F + f) * dim;
+                const float* g = grad + (lookups[i].bag * F + f) * dim;
                 int64_t next = i + 1;
                 if (next < end && lookups[next].row == row) {
                     std::memcpy(sum.data(), g, dim * sizeof(float));
                     for (; next < end && lookups[next].row == row; ++next) {
-                        const float* more = grad + (lookups[next].at * F + f) * dim;
+                        const float* more = grad + (lookups[next].bag * F + f) * dim;
                         for (int64_t k = 0; k < dim; ++k) sum[k] += more[k];
                     }
                     g = sum.data();
@@ -152,16 +152,16 @@ void update_bags(float* weights, const int64_t* starts, float* state, const int6
     }
 }
 
-// out [B, width] = the dense vector, the dot products of all pairs of the N vectors (dense first, then the bags; the upper
-// triangle row by row, with its diagonal if `itself`), zeros. dim is a multiple of 16.
+// out [B, width] = the dense vector, the dot products of all pairs of the N vectors (the dense one, then the bags), zeros.
+// Pairs are the upper triangle, row by row, with its diagonal if `itself`. dim is a multiple of 16.
 void pair_products(const float* dense, const float* bags, int64_t B, int64_t N, int64_t dim, int64_t itself,
                    int64_t width, float* out) {
     const int64_t columns = (N + kLanes - 1) / kLanes * kLanes;
 #pragma omp parallel
     {
         constexpr int kRows = 6;
-        std::vector<float> sides(dim * columns), results(kRows * columns);  // sides[k][j]: value k of vector j
-        float *side = sides.data(), *products = results.data();
+        std::vector<float> transposed(dim * columns), results(kRows * columns);
+        float *values = transposed.data(), *products = results.data();  // values[k][j]: value k of vector j
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < B; ++b) {
             const float* rest = bags + b * (N - 1) * dim;
@@ -171,7 +171,7 @@ void pair_products(const float* dense, const float* bags, int64_t B, int64_t N, 
                     const int64_t i = std::min(j + r, N - 1);
                     v[r] = i ? rest + (i - 1) * dim : dense + b * dim;
                 }
-                lay_on_side(v, dim, columns, side + j);
+                transpose_four(v, dim, columns, values + j);
             }
             float* to = out + b * width;
             std::memcpy(to, dense + b * dim, dim * sizeof(float));
@@ -188,7 +188,7 @@ void pair_products(const float* dense, const float* bags, int64_t B, int64_t N, 
                     const bool both = c + kLanes < columns;
                     if (both) {
                         for (int64_t k = 0; k < dim; ++k) {
-                            const Lanes l = load(side + k * columns + c), h = load(side + k * columns + c + kLanes);
+                            const Lanes l = load(values + k * columns + c), h = load(values + k * columns + c + kLanes);
                             for (int r = 0; r < kRows; ++r) {
                                 left[r] += v[r][k] * l;
                                 right[r] += v[r][k] * h;
@@ -196,7 +196,7 @@ void pair_products(const float* dense, const float* bags, int64_t B, int64_t N, 
                         }
                     } else {
                         for (int64_t k = 0; k < dim; ++k) {
-                            const Lanes l = load(side + k * columns + c);
+                            const Lanes l = load(values + k * columns + c);
                             for (int r = 0; r < kRows; ++r) left[r] += v[r][k] * l;
                         }
                     }
@@ -216,7 +216,7 @@ void pair_products(const float* dense, const float* bags, int64_t B, int64_t N, 
     }
 }
 
-// The gradients by `dense` and `bags` from that of pair_products' out.
+// The gradients of `dense` and `bags` from that of pair_products' out.
 void pair_products_backward(const float* dense, const float* bags, const float* grad, int64_t B, int64_t N, int64_t dim,
                             int64_t itself, int64_t width, float* grad_dense, float* grad_bags) {
 #pragma omp parallel
@@ -253,19 +253,19 @@ void pair_products_backward(const float* dense, const float* bags, const float* 
     }
 }
 
-// out [B, O]: + bias, and then what is below 0 becomes 0; in place.
+// out [B, O] = max(out + bias, 0), in place.
 void add_bias_relu(float* out, const float* bias, int64_t B, int64_t O) {
 #pragma omp parallel for schedule(static)
     for (int64_t b = 0; b < B; ++b) {
         float* row = out + b * O;
         for (int64_t o = 0; o < O; ++o) {
             const float value = row[o] + bias[o];
-            row[o] = value < 0 ? 0 : value;  // not a number stays so
+            row[o] = value < 0 ? 0 : value;  // NaN stays NaN
         }
     }
 }
 
-// masked [B, O] = 0 where out is 0, else grad (may be `grad` itself); grad_bias [O] = its sum over rows.
+// masked [B, O] = grad where out is positive, else 0, may be `grad` itself; grad_bias [O] = its sum over rows.
 void relu_backward(const float* grad, const float* out, float* masked, float* grad_bias, int64_t B, int64_t O) {
     const int threads = omp_get_max_threads();
     std::vector<float> sums(threads * O, 0.0f);

@@ -1,4 +1,4 @@
-"""Metrics of predicted probabilities: AUROC, log loss, normalised entropy, calibration."""
+"""Metrics of click probabilities: AUROC, log loss, normalised entropy, calibration."""
 
 from typing import TYPE_CHECKING
 
@@ -9,26 +9,26 @@ from recmill.metrics.auc import auroc_over_ranks
 if TYPE_CHECKING:
     from recmill.world import World
 
-UNDEFINED = "undefined"  # what a metric says of a set it has no value for, such as AUROC of one class
+UNDEFINED = "undefined"  # the value of a metric that does not exist, such as AUROC of one class
 
 Value = float | int | str
 Values = dict[str, Value]
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:
-    """float64, without overflow for any logit."""
+    """Return probabilities in float64; no logit overflows."""
     return 0.5 * (1.0 + np.tanh(0.5 * logits.astype(np.float64)))
 
 
 def log_loss_sum(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Sum of -log p(label), from logits, in float64: exact where a rounded probability would be 0 or 1."""
+    """Return the sum of -log p(label), in float64: a rounded probability could be 0 or 1."""
     logits = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):  # NaN in, NaN out: the caller decides
         return float(np.sum(np.logaddexp(0.0, logits) - labels * logits))
 
 
 class BinaryMetrics:
-    """Keeps every score of this rank, because AUROC is exact; everything else is a sum."""
+    """Keeps every score of this rank, because AUROC is exact; the other metrics are sums."""
 
     def __init__(self) -> None:
         self._logits: list[np.ndarray] = []
@@ -39,24 +39,24 @@ class BinaryMetrics:
         self._labels.append(labels.astype(np.bool_))
 
     def compute(self, world: "World") -> Values:
-        """All ranks take part and all get the same values."""
+        """Return the metrics by name. All ranks take part and get the same values."""
         logits = np.concatenate(self._logits) if self._logits else np.empty(0, np.float32)
         labels = np.concatenate(self._labels) if self._labels else np.empty(0, np.bool_)
         loss, predicted, clicks, rows = world.sum(
             [log_loss_sum(logits, labels), float(sigmoid(logits).sum()), float(labels.sum()), float(len(labels))]
         )
-        return values_of(auroc_over_ranks(logits, labels, world), loss, predicted, clicks, rows)
+        return _values(auroc_over_ranks(logits, labels, world), loss, predicted, clicks, rows)
 
 
-def values_of(area: float | None, loss: float, predicted: float, clicks: float, rows: float) -> Values:
-    if not rows or not np.isfinite(loss):  # no rows, or a model that answers NaN
+def _values(area: float | None, loss: float, predicted: float, clicks: float, rows: float) -> Values:
+    if not rows or not np.isfinite(loss):  # no rows, or NaN logits
         return dict.fromkeys(("auroc", "logloss", "normalised_entropy", "calibration"), UNDEFINED) | {"rows": int(rows)}
     rate = clicks / rows
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)) if 0 < rate < 1 else 0.0
     return {
         "auroc": UNDEFINED if area is None else area,
         "logloss": loss / rows,
-        # Log loss over that of always predicting the click rate: below 1 means something was learnt.
+        # Log loss relative to that of always predicting the click rate: below 1, the model has learnt something.
         "normalised_entropy": float(loss / rows / entropy) if entropy else UNDEFINED,
         "calibration": predicted / clicks if clicks else UNDEFINED,  # predicted clicks per click
         "rows": int(rows),

@@ -1,6 +1,7 @@
-"""HR@K, NDCG@K and MRR@K of one relevant item per user, negatives of sampled protocols, the popularity baseline.
+"""HR@K, NDCG@K and MRR@K of one target per user, sampled negatives, the popularity baseline.
 
-A rank is the number of other candidates that score at least as high as the target: ties count against the model.
+The rank of a target is the number of other candidates that score at least as high: ties count
+against the model.
 """
 
 from collections.abc import Iterable
@@ -16,30 +17,31 @@ if TYPE_CHECKING:
 
 NUM_NEGATIVES = 100
 _SAMPLED = ("pop100", "uni100")
-# Part of the protocol, not of a run: every model meets the same negatives.
+# Constants of the protocol, not of a run: every model is compared with the same negatives.
 _NEGATIVES_SEED = 20190814
 _BOOTSTRAP_SEED = 20190815
 _INTERVAL = (0.025, 0.975)
 
 
 def sampled(protocols: Iterable[str]) -> list[str]:
-    """Those that rank a target among `NUM_NEGATIVES` drawn items, in the order in which batches hold them."""
-    asked_for = set(protocols)
-    return [protocol for protocol in _SAMPLED if protocol in asked_for]
+    """Return the protocols that draw negatives, in the order of batches' columns."""
+    requested = set(protocols)
+    return [protocol for protocol in _SAMPLED if protocol in requested]
 
 
 class RankingMetrics:
-    """Counts users by rank (0 is the best place): every metric is a sum over these, exact for any world size."""
+    """Counts users by the rank of their target (0: best). Every metric is a sum over the counts."""
 
     def __init__(
         self, protocols: list[str], ks: list[int], resamples: int = 0, popularity: "Popularity | None" = None
     ) -> None:
-        """`resamples` of the users, for intervals (bootstrap); 0: none. `popularity`: a baseline to measure as well."""
-        self.protocols, self._resamples = protocols, resamples
+        """`resamples`: of the bootstrap, for intervals; 0: none. `popularity`: a baseline to measure."""
+        self.protocols = protocols
+        self._resamples = resamples
         self.popularity = popularity
         self.of_popularity = RankingMetrics(protocols, ks) if popularity else None
         self._users_by_rank = {protocol: np.zeros(max(ks) + 1, np.int64) for protocol in protocols}
-        ranks = np.arange(max(ks) + 1)  # the last stands for all beyond
+        ranks = np.arange(max(ks) + 1)  # the last one stands for all later ranks
         gains = {"hr": np.ones(len(ranks)), "ndcg": 1.0 / np.log2(ranks + 2.0), "mrr": 1.0 / (ranks + 1.0)}
         self._gains = {f"{name}@{k}": gain * (ranks < k) for name, gain in gains.items() for k in ks}
 
@@ -49,9 +51,9 @@ class RankingMetrics:
         users_by_rank += np.bincount(np.minimum(ranks, last), minlength=last + 1)
 
     def compute(self, world: "World | None") -> Values:
-        """All ranks take part and all get the same values. Without a world: this process alone.
+        """Return the metrics by name. All ranks of `world` take part and get the same values.
 
-        "low/NAME" and "high/NAME" are the ends of a 95 % interval, "popularity/NAME" is the baseline's.
+        "low/NAME" and "high/NAME" are the ends of a 95 % interval, "popularity/NAME" is the baseline's value.
         """
         values: Values = {}
         intervals: Values = {}
@@ -66,18 +68,19 @@ class RankingMetrics:
             values |= dict(zip(names, means, strict=True))
             if self._resamples and users:
                 low, high = np.quantile(_resampled_means(gains, counts, self._resamples), _INTERVAL, axis=0)
-                for name, one, other in zip(names, low.tolist(), high.tolist(), strict=True):
-                    intervals |= {f"low/{name}": one, f"high/{name}": other}
+                for name, low_end, high_end in zip(names, low.tolist(), high.tolist(), strict=True):
+                    intervals |= {f"low/{name}": low_end, f"high/{name}": high_end}
         baseline = self.of_popularity.compute(world) if self.of_popularity else {}
         values |= {"users": users, **intervals}
         return values | {f"popularity/{name}": value for name, value in baseline.items() if name != "users"}
 
 
 def _resampled_means(gains: np.ndarray, counts: np.ndarray, resamples: int) -> np.ndarray:
-    """[resamples, metrics] of `counts[i]` users who gain `gains[:, i]`.
+    """Return bootstrapped means [resamples, metrics] for `counts[i]` users who gain `gains[:, i]`.
 
-    Users of one rank are alike, so drawing users with replacement is a multinomial draw of how many have each rank.
-    Each resample has a stream of its own and draws the best ranks first: other cut-offs do not change a result.
+    Users with equal ranks gain the same, so drawing users with replacement is a multinomial draw of
+    the counts. Each resample has its own random stream and draws the best ranks first, so a result
+    does not depend on other cut-offs.
     """
     users = int(counts.sum())
     generators = (np.random.default_rng([_BOOTSTRAP_SEED, number]) for number in range(resamples))
@@ -85,44 +88,45 @@ def _resampled_means(gains: np.ndarray, counts: np.ndarray, resamples: int) -> n
 
 
 class Popularity:
-    """The baseline that knows no user: items ranked by their number of interactions in training."""
+    """The baseline that ignores the user: items ranked by their number of training interactions."""
 
     def __init__(self, train_counts: np.ndarray) -> None:
         """`train_counts[i]`: training interactions of item i+1."""
-        self._counts, self._sorted = train_counts, np.sort(train_counts)
+        self._counts = train_counts
+        self._sorted = np.sort(train_counts)
 
     def full_ranks(self, answers: np.ndarray, seen_rows: np.ndarray, seen_items: np.ndarray) -> np.ndarray:
-        """Of each row's answer among all items but those that the row has seen."""
+        """Return the rank of each row's answer among all items that the row has not seen."""
         least, num_items = self._counts[answers - 1], len(self._counts)
-        at_least = num_items - np.searchsorted(self._sorted, least, side="left")  # items, the answer and seen ones too
+        at_least = num_items - np.searchsorted(self._sorted, least, side="left")  # with the answer and seen items
         rows = np.concatenate([seen_rows, np.arange(len(answers))])
         items = np.concatenate([seen_items, answers]) - 1
         is_counted = self._counts[items] >= least[rows]
-        pairs = np.sort(rows[is_counted] * num_items + items[is_counted])  # np.unique measured 70 times as long
+        pairs = np.sort(rows[is_counted] * num_items + items[is_counted])  # np.unique takes 70 times as long
         is_first = np.append(True, pairs[1:] != pairs[:-1])  # an item may be seen twice
         return at_least - np.bincount(pairs[is_first] // num_items, minlength=len(answers))
 
     def ranks_among(self, answers: np.ndarray, negatives: np.ndarray) -> np.ndarray:
-        """The same among each row's negatives."""
+        """Return the rank of each row's answer among the row's negatives."""
         return np.sum(self._counts[negatives - 1] >= self._counts[answers - 1][:, None], axis=1)
 
 
 class Negatives:
-    """100 different items among those the user has never met, fixed per user and split.
+    """100 distinct items that the user has not interacted with, fixed per user and split.
 
-    `pop100` draws by popularity, `uni100` all items of the catalogue alike. Drawing with replacement and dropping
-    repeats and seen items is drawing without replacement among the rest.
+    `pop100` draws by popularity, `uni100` uniformly from the catalogue. Drawing with replacement and
+    dropping repeats and seen items equals drawing the other items without replacement.
     """
 
     def __init__(self, protocol: str, item_counts: np.ndarray) -> None:
-        """`item_counts[i]`: interactions of item i+1, over everything."""
+        """`item_counts[i]`: interactions of item i+1, in all splits."""
         weights = item_counts if protocol == "pop100" else np.ones_like(item_counts)
         self._cumulative = np.cumsum(weights, dtype=np.float64)
         self._name = () if protocol == "pop100" else (protocol,)
         self.available = int(np.count_nonzero(weights))
 
     def draw(self, split: str, user: int, seen: np.ndarray) -> np.ndarray:
-        """Item ids, int64 [100]; `seen` holds every item of the user, targets included."""
+        """Return item ids, int64 [100]. `seen` holds every item of the user, targets included."""
         assert self.available - len(np.unique(seen)) >= NUM_NEGATIVES
         key = rng.stream_key(_NEGATIVES_SEED, split, user, *self._name)
         chosen: np.ndarray = np.empty(0, np.int64)

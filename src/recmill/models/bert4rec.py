@@ -72,4 +72,4 @@ def window_rules(config: Config) -> WindowRules:
 
 
 def build(config: Config, description: HistoriesDescription, device: "torch.device") -> "nn.Module":
-    return network(config, tables(config, description)[0], description, device, is_causal=False)
+    return network(config, tables(config, description)[0], description, device, attention="bidirectional")

@@ -26,12 +26,11 @@ class Config(ClickModelConfig):
 
 def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
     """Build the network with its tables on `device` ('meta' declares them only) and its layers in memory."""
-    from recmill.nn.click_network import ClickNetwork
+    from recmill.nn.click_network import ClickNetwork, DenseLayers
     from recmill.nn.interactions import CrossInteraction
 
     interaction = CrossInteraction(
         len(description.sparse) + 1, config.embedding_dim, config.num_cross_layers, config.cross_rank
     )
-    return ClickNetwork(
-        tables(config, description), len(description.dense), config.bottom_mlp, interaction, config.top_mlp, device
-    )
+    layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp)
+    return ClickNetwork(tables(config, description), layers, interaction, device)

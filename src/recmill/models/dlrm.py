@@ -30,19 +30,13 @@ class Config(ClickModelConfig):
 
 def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
     """Build the network with its tables on `device` ('meta' declares them only) and its layers in memory."""
-    from recmill.nn.click_network import ClickNetwork
+    from recmill.nn.click_network import ClickNetwork, DenseLayers
     from recmill.nn.interactions import DotInteraction
 
     interaction = DotInteraction(
         len(description.sparse) + 1, config.embedding_dim, config.interaction_itself, config.pad_to_multiple_of
     )
-    return ClickNetwork(
-        tables(config, description),
-        len(description.dense),
-        config.bottom_mlp,
-        interaction,
-        config.top_mlp,
-        device,
-        config.init,
-        config.pad_to_multiple_of,
+    layers = DenseLayers(
+        len(description.dense), config.bottom_mlp, config.top_mlp, config.init, config.pad_to_multiple_of
     )
+    return ClickNetwork(tables(config, description), layers, interaction, device)

@@ -35,12 +35,11 @@ class Config(ClickModelConfig):
 
 def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
     """Build the network with its tables on `device` ('meta' declares them only) and its layers in memory."""
-    from recmill.nn.click_network import ClickNetwork
+    from recmill.nn.click_network import ClickNetwork, DenseLayers
     from recmill.nn.interactions import ProjectionInteraction
 
     interaction = ProjectionInteraction(
         len(description.sparse) + 1, config.embedding_dim, config.branch1_mlp, config.branch2_mlp
     )
-    return ClickNetwork(
-        tables(config, description), len(description.dense), config.bottom_mlp, interaction, config.top_mlp, device
-    )
+    layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp)
+    return ClickNetwork(tables(config, description), layers, interaction, device)

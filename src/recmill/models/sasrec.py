@@ -61,6 +61,6 @@ def build(config: Config, description: HistoriesDescription, device: "torch.devi
         tables(config, description)[0],
         description,
         device,
-        is_causal=True,
+        attention="causal",
         **(loss if config.loss == "gbce" else {}),
     )

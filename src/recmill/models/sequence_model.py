@@ -75,23 +75,16 @@ def network(
     description: HistoriesDescription,
     device: "torch.device",
     *,
-    is_causal: bool,
+    attention: Literal["causal", "bidirectional"],
     **loss: Any,
 ) -> "nn.Module":
-    """Tables on `device` ('meta': only declared), all else in memory. `loss`: fields of `nn.sampled.Loss`."""
-    from recmill.nn.sampled import Loss
+    """Tables on `device` ('meta': only declared), all else in memory. `loss`: fields of `nn.losses.Loss`."""
+    from recmill.nn.losses import Loss
     from recmill.nn.sequences import ItemTransformer
+    from recmill.nn.transformer import TransformerShape
 
-    return ItemTransformer(
-        table,
-        description.num_items,
-        config.max_length,
-        config.num_layers,
-        config.num_heads,
-        config.dropout,
-        device,
-        is_causal=is_causal,
-        is_tied=config.head == "tied",
-        norm=config.norm,
-        loss=Loss(smoothing=config.label_smoothing, **loss),
+    shape = TransformerShape(
+        config.max_length, config.num_layers, config.num_heads, config.dropout, attention, config.norm
     )
+    own_loss = Loss(smoothing=config.label_smoothing, **loss)
+    return ItemTransformer(table, description.num_items, shape, device, config.head, own_loss)

@@ -1,1 +1,1 @@
-"""Layers and networks. One device; nothing distributed."""
+"""Layers and networks. They know one device and nothing distributed."""

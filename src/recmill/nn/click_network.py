@@ -1,6 +1,7 @@
-"""The network of every click model, on TorchRec's embedding tables; the models differ in their interaction."""
+"""The network of every click model. The models differ in their interaction."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +15,26 @@ from recmill.nn.mlp import Init, linear, mlp
 from recmill.tables.spec import TableSpec
 
 
-class ClickNetwork(nn.Module):
-    """Bottom MLP over dense features, sum-pooled tables, their interaction, top MLP -> one logit.
+@dataclass(frozen=True)
+class DenseLayers:
+    """The MLPs below and above the interaction. Zeros pad the dense features to a multiple."""
 
-    The dense features are filled up with zeros to a multiple of `pad_dense_to_multiple_of`.
-    """
+    num_dense: int
+    bottom_mlp: Sequence[int]
+    top_mlp: Sequence[int]
+    init: Init = "torch"
+    pad_to_multiple_of: int = 1
+
+
+class ClickNetwork(nn.Module):
+    """Bottom MLP over dense features, sum-pooled tables, their interaction, top MLP, one logit."""
 
     def __init__(
-        self,
-        tables: list[TableSpec],
-        num_dense: int,
-        bottom_mlp: Sequence[int],
-        interaction: Interaction,
-        top_mlp: Sequence[int],
-        device: torch.device,
-        init: Init = "torch",
-        pad_dense_to_multiple_of: int = 1,
+        self, tables: list[TableSpec], layers: DenseLayers, interaction: Interaction, device: torch.device
     ) -> None:
         super().__init__()
         self._features = [table.feature for table in tables]
-        self._dense_padding = -num_dense % pad_dense_to_multiple_of
+        self._dense_padding = -layers.num_dense % layers.pad_to_multiple_of
         self.tables = EmbeddingBagCollection(
             tables=[
                 EmbeddingBagConfig(
@@ -43,13 +44,13 @@ class ClickNetwork(nn.Module):
             ],
             device=device,
         )
-        self.bottom = mlp(num_dense, bottom_mlp, init, self._dense_padding)
+        self.bottom = mlp(layers.num_dense, layers.bottom_mlp, layers.init, self._dense_padding)
         self.interaction = interaction
-        self.top = mlp(interaction.out_features, top_mlp, init, interaction.padding)
-        self.logit = linear(top_mlp[-1], 1, init)
+        self.top = mlp(interaction.out_features, layers.top_mlp, layers.init, interaction.padding)
+        self.logit = linear(layers.top_mlp[-1], 1, layers.init)
 
     def forward(self, dense_BF: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """Logits [B]."""
+        """Return logits [B]."""
         pooled = self.tables(sparse)
         if self._dense_padding:
             dense_BF = F.pad(dense_BF, (0, self._dense_padding))
@@ -58,11 +59,11 @@ class ClickNetwork(nn.Module):
 
 
 def _in_order(pooled: KeyedTensor, features: list[str]) -> Tensor:
-    """By name: the order of a sharded collection's columns depends on the sharding plan."""
+    """Return the columns in the order of `features`; sharding may change that of the tables."""
     if pooled.keys() == features:
         return pooled.values()
     by_name = pooled.to_dict()
     return torch.cat([by_name[feature] for feature in features], dim=1)
 
 
-torch.fx.wrap("_in_order")  # TorchRec's pipeline traces forward() symbolically, and a branch on values cannot be
+torch.fx.wrap("_in_order")  # TorchRec's pipeline traces forward() symbolically, which cannot branch on values

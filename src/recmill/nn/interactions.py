@@ -1,87 +1,90 @@
-"""How the dense vector and the tables' vectors meet. B rows, N vectors (the dense one first), D dims, P pairs."""
+"""Interactions of the dense vector with the tables' vectors.
 
-import ctypes
+B rows, N vectors (the dense one first), D dims, P pairs.
+"""
+
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recmill.kernels.functions import PairProducts, fits
+from recmill.kernels.layers import UsesKernels
+from recmill.kernels.steps import PairProducts
 from recmill.nn.mlp import mlp
 
 
 class Interaction(nn.Module):
-    """(dense [B, D], bags [B, (N - 1) * D]) -> [B, out_features + padding]; the last `padding` columns are 0."""
+    """(dense [B, D], bags [B, (N - 1) * D]) -> [B, out_features + padding]; padding is 0."""
 
     out_features: int
     padding: int = 0
 
 
-class DotInteraction(Interaction):
-    """The dense vector, then every pair's dot product: the upper triangle, row by row (Naumov et al., 2019).
+class DotInteraction(UsesKernels, Interaction):
+    """The dense vector, then the dot products of all pairs (Naumov et al., 2019).
 
-    `itself`: also each vector with itself, that is with the diagonal.
+    Pairs are the upper triangle, row by row. `itself`: with its diagonal, each vector's square.
     """
 
-    pairs_P: Tensor
-    pair_of_place: Tensor
-    native: ctypes.CDLL | None = None
+    pairs_P: Tensor  # index of each pair in a flattened [N, N]
+    pair_of_cell: Tensor  # index of the pair of each cell of [N, N], flattened
 
     def __init__(self, num_vectors: int, dim: int, itself: bool = False, pad_to_multiple_of: int = 1) -> None:
         super().__init__()
         rows, columns = torch.triu_indices(num_vectors, num_vectors, offset=0 if itself else 1)
-        pair_of_place = torch.zeros(num_vectors, num_vectors, dtype=torch.int64)
-        pair_of_place[rows, columns] = pair_of_place[columns, rows] = torch.arange(len(rows))
+        pair_of_cell = torch.zeros(num_vectors, num_vectors, dtype=torch.int64)
+        pair_of_cell[rows, columns] = pair_of_cell[columns, rows] = torch.arange(len(rows))
         self.register_buffer("pairs_P", rows * num_vectors + columns, persistent=False)
-        self.register_buffer("pair_of_place", pair_of_place.flatten(), persistent=False)
+        self.register_buffer("pair_of_cell", pair_of_cell.flatten(), persistent=False)
         self._itself = itself
         self.out_features = dim + len(rows)
         self.padding = -self.out_features % pad_to_multiple_of
 
     def forward(self, dense_BD: Tensor, bags: Tensor) -> Tensor:
         dim = dense_BD.shape[1]
-        if fits(self.native, bags) and dim % 16 == 0:
+        library = self.library_for(bags)
+        if library is not None and dim % 16 == 0:
             width = self.out_features + self.padding
-            return PairProducts.apply(self.native, dense_BD, bags.contiguous(), self._itself, width)
+            return PairProducts.apply(library, dense_BD, bags.contiguous(), self._itself, width)
         vectors_BND = torch.cat([dense_BD, bags], dim=1).unflatten(1, (-1, dim))
         device = vectors_BND.device.type
-        if torch.is_autocast_enabled(device):  # ours is no operator that autocast knows
+        if torch.is_autocast_enabled(device):  # autocast does not know our operator
             vectors_BND = vectors_BND.to(torch.get_autocast_dtype(device))
-        products_BP = _PairProducts.apply(vectors_BND, self.pairs_P, self.pair_of_place, self._itself)
+        products_BP = _TorchPairProducts.apply(vectors_BND, self.pairs_P, self.pair_of_cell, self._itself)
         zeros = [dense_BD.new_zeros(len(dense_BD), self.padding)] if self.padding else []
         return torch.cat([dense_BD, products_BP, *zeros], dim=1)
 
 
-class _PairProducts(torch.autograd.Function):
-    """Dot products of some pairs of a row's vectors.
+class _TorchPairProducts(torch.autograd.Function):
+    """Dot products of pairs of a row's vectors.
 
-    autograd's own backward sums the gradients of both factors from two matrix products, after adding P columns into
-    zeros. The gradient by products is symmetric, so one gather and one matrix product do: 1.2 to 1.5 times faster
-    with the forward, on CPU.
+    autograd's own backward scatters P columns into zeros and takes two matrix products, one per
+    factor. The gradient by the products is symmetric, so one gather and one matrix product are
+    enough: 1.2 to 1.5 times faster on CPU, forward included.
     """
 
     @staticmethod
-    def forward(ctx: Any, vectors_BND: Tensor, pairs_P: Tensor, pair_of_place: Tensor, itself: bool) -> Tensor:
-        ctx.save_for_backward(vectors_BND, pair_of_place)
+    def forward(ctx: Any, vectors_BND: Tensor, pairs_P: Tensor, pair_of_cell: Tensor, itself: bool) -> Tensor:
+        ctx.save_for_backward(vectors_BND, pair_of_cell)
         ctx.itself = itself
         return torch.bmm(vectors_BND, vectors_BND.transpose(1, 2)).flatten(1).index_select(1, pairs_P)
 
     @staticmethod
     def backward(ctx: Any, grad_BP: Tensor) -> tuple[Tensor, None, None, None]:
-        vectors_BND, pair_of_place = ctx.saved_tensors
+        vectors_BND, pair_of_cell = ctx.saved_tensors
         num_vectors = vectors_BND.shape[1]
-        grad_BNN = grad_BP.index_select(1, pair_of_place).view(-1, num_vectors, num_vectors)
+        grad_BNN = grad_BP.index_select(1, pair_of_cell).view(-1, num_vectors, num_vectors)
         diagonal_BN = grad_BNN.diagonal(dim1=1, dim2=2)
         if ctx.itself:
             diagonal_BN.mul_(2)  # d(v.v) = 2 v
         else:
-            diagonal_BN.zero_()  # no pair
+            diagonal_BN.zero_()  # not a pair
         return torch.bmm(grad_BNN, vectors_BND), None, None, None
 
 
 class CrossInteraction(Interaction):
-    """All vectors end to end through low-rank cross layers (DCN V2: Wang et al., 2021)."""
+    """All vectors concatenated, through low-rank cross layers (DCN V2: Wang et al., 2021)."""
 
     def __init__(self, num_vectors: int, dim: int, num_layers: int, rank: int) -> None:
         super().__init__()
@@ -111,9 +114,10 @@ class CrossLayer(nn.Module):
 
 
 class ProjectionInteraction(Interaction):
-    """The dense vector, then the dot products of F1 and F2 vectors that two MLPs make of all vectors end to end.
+    """The dense vector, then the dot products of F1 with F2 vectors.
 
-    As in TorchRec's DLRM_Projection: the second MLP's output is read as [D, F2].
+    Two MLPs over all vectors, concatenated, compute these vectors. As in TorchRec's
+    DLRM_Projection, the output of the second is read as [D, F2].
     """
 
     def __init__(self, num_vectors: int, dim: int, branch1_mlp: Sequence[int], branch2_mlp: Sequence[int]) -> None:

@@ -1,6 +1,5 @@
-"""Linear layers with ReLU between them, and how they start."""
+"""MLPs of linear layers, each followed by ReLU, and how their weights are initialized."""
 
-import ctypes
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -8,24 +7,24 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recmill.kernels.functions import Tower, fits
+from recmill.kernels.layers import UsesKernels
+from recmill.kernels.steps import MlpFunction
 
 Init = Literal["torch", "dlrm"]
 
 
-class Mlp(nn.Sequential):
+class Mlp(UsesKernels, nn.Sequential):
     """Linear, ReLU, Linear, ReLU, ..."""
 
-    native: ctypes.CDLL | None = None
-
     def forward(self, x: Tensor) -> Tensor:
-        if fits(self.native, x):
-            return Tower.apply(self.native, x.contiguous(), *self.parameters())
+        library = self.library_for(x)
+        if library is not None:
+            return MlpFunction.apply(library, x.contiguous(), *self.parameters())
         return super().forward(x)
 
 
 def mlp(in_features: int, sizes: Sequence[int], init: Init = "torch", padding: int = 0) -> Mlp:
-    """Linear + ReLU for each size; `padding` as for `linear`, of the first layer."""
+    """Return an MLP with layers of these sizes; `padding` as in `linear`, for the first layer."""
     layers: list[nn.Module] = []
     for out_features in sizes:
         layers += [linear(in_features, out_features, init, padding), nn.ReLU()]
@@ -34,9 +33,10 @@ def mlp(in_features: int, sizes: Sequence[int], init: Init = "torch", padding: i
 
 
 def linear(in_features: int, out_features: int, init: Init = "torch", padding: int = 0) -> nn.Linear:
-    """`padding` more inputs are always 0: their weights are 0 and stay so, the others start as without padding.
+    """Return a linear layer with `padding` more inputs, which are always 0, as are their weights.
 
-    'dlrm' is the start of the original DLRM and of OneFlow's; 'torch' that of nn.Linear, and so of TorchRec's DLRM.
+    `dlrm` initializes as the original DLRM and OneFlow's, `torch` as nn.Linear and TorchRec's DLRM.
+    Padding does not change the initial values of the other weights.
     """
     layer = nn.Linear(in_features, out_features)
     if init == "dlrm":

@@ -1,4 +1,4 @@
-"""Layer normalization of packed rows, by place or by window."""
+"""Layer normalization of packed rows: of each position, or of a complete window."""
 
 from typing import Literal
 
@@ -12,27 +12,28 @@ Norm = Literal["place", "window"]
 
 
 class WindowNorm(nn.Module):
-    """Over all places of a row and all dims together, as TorchRec's BERT4Rec example does it: LayerNorm([length, dim]).
+    """LayerNorm([length, dim]) over a complete row, as in TorchRec's BERT4Rec example.
 
-    Rows are padded on the left with zeros for it, so what a place becomes depends on how long its row is.
+    Rows are padded with zeros on the left, so the outputs of a row depend on its length.
     """
 
     def __init__(self, max_length: int, dim: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(max_length, dim)), nn.Parameter(torch.zeros(max_length, dim))
+        self.weight = nn.Parameter(torch.ones(max_length, dim))
+        self.bias = nn.Parameter(torch.zeros(max_length, dim))
 
     def forward(self, x_ND: Tensor, rows: Rows) -> Tensor:
         length, dim = self.weight.shape
-        places_N = rows.padded_to(length)
-        padded = x_ND.new_zeros(len(rows.lengths_B) * length, dim).index_copy(0, places_N, x_ND)
-        normed = F.layer_norm(padded.view(-1, length, dim), (length, dim), self.weight, self.bias)
-        return normed.view(-1, dim)[places_N]
+        index_N = rows.padded_to(length)
+        padded = x_ND.new_zeros(len(rows.lengths_B) * length, dim).index_copy(0, index_N, x_ND)
+        normalized = F.layer_norm(padded.view(-1, length, dim), (length, dim), self.weight, self.bias)
+        return normalized.view(-1, dim)[index_N]
 
 
-def norm_of(kind: Norm, max_length: int, dim: int) -> nn.Module:
+def make_norm(kind: Norm, max_length: int, dim: int) -> nn.Module:
     return nn.LayerNorm(dim) if kind == "place" else WindowNorm(max_length, dim)
 
 
-def normed(norm: nn.Module, x_ND: Tensor, rows: Rows) -> Tensor:
+def apply_norm(norm: nn.Module, x_ND: Tensor, rows: Rows) -> Tensor:
     out: Tensor = norm(x_ND, rows) if isinstance(norm, WindowNorm) else norm(x_ND)
     return out

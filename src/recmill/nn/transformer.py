@@ -1,58 +1,81 @@
-"""Transformer encoder over packed rows. N tokens, M queries, D dims, B rows, T places of the longest row."""
+"""Transformer encoder over packed rows.
 
-import ctypes
+N tokens, M queries, D dims, B rows, T positions of the longest row.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recmill.kernels.encoder import NativeBlock
-from recmill.kernels.functions import fits
+from recmill.kernels.encoder import BlockShape, EncoderBlockFunction
+from recmill.kernels.layers import UsesKernels
+from recmill.kernels.library import KernelLibrary
 from recmill.nn.dropout import RowDropout
-from recmill.nn.norms import WindowNorm, normed
-from recmill.nn.rows import Rows
+from recmill.nn.norms import Norm, WindowNorm, apply_norm, make_norm
+from recmill.nn.rows import Rows, Tokens
+
+Attention = Literal["causal", "bidirectional"]
 
 
-class EncoderBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each added to its input. Attention weights themselves are not dropped.
+@dataclass(frozen=True)
+class TransformerShape:
+    """`causal`: a token sees itself and earlier ones (SASRec); `bidirectional`: its complete row."""
 
-    `is_causal`: a token sees itself and what was before, else all of its row.
+    max_length: int
+    num_layers: int
+    num_heads: int
+    dropout: float
+    attention: Attention = "bidirectional"
+    norm: Norm = "place"
+
+
+class EncoderBlock(UsesKernels, nn.Module):
+    """Pre-norm attention and feed-forward, each added to its input. No dropout of attention weights.
+
+    `site`: that of the first of the block's two dropouts; the second has the next.
     """
 
-    native: ctypes.CDLL | None = None
-
-    def __init__(
-        self, dim: int, num_heads: int, dropout: float, site: int, is_causal: bool, norms: tuple[nn.Module, nn.Module]
-    ) -> None:
+    def __init__(self, dim: int, shape: TransformerShape, site: int) -> None:
         super().__init__()
-        self.num_heads, self.is_causal = num_heads, is_causal
-        self.attention_norm, self.feed_norm = norms
-        self.query_key_value, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.num_heads = shape.num_heads
+        self.is_causal = shape.attention == "causal"
+        self.attention_norm = make_norm(shape.norm, shape.max_length, dim)
+        self.feed_norm = make_norm(shape.norm, shape.max_length, dim)
+        self.query_key_value = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
         self.feed = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
-        self.attention_dropout, self.feed_dropout = RowDropout(dropout, site), RowDropout(dropout, site + 1)
+        self.attention_dropout = RowDropout(shape.dropout, site)
+        self.feed_dropout = RowDropout(shape.dropout, site + 1)
 
-    def forward(self, x_ND: Tensor, rows: Rows, *, is_last: bool = False) -> Tensor:
-        """[N, D]; of the last block only what is asked for, [M, D]."""
-        is_subset = is_last and not rows.asks_all
-        if isinstance(self.feed_norm, WindowNorm):  # needs whole rows
-            out_ND = self._block(x_ND, rows, is_subset=False)
-            return out_ND[rows.queries_M] if is_subset else out_ND
-        return self._block(x_ND, rows, is_subset)
+    def forward(self, x_ND: Tensor, rows: Rows, outputs: Tokens = "all") -> Tensor:
+        """Return [N, D], or only the outputs of the queries, [M, D]."""
+        if rows.all_are_queries:
+            outputs = "all"
+        if isinstance(self.feed_norm, WindowNorm):  # it needs complete rows
+            out_ND = self._forward_in_torch(x_ND, rows, "all")
+            return out_ND if outputs == "all" else out_ND[rows.queries_M]
+        library = self.library_for(x_ND)
+        if library is not None and x_ND.shape[1] // self.num_heads % 16 == 0:
+            return self._forward_in_kernel(library, x_ND, rows, outputs)
+        return self._forward_in_torch(x_ND, rows, outputs)
 
-    def _block(self, x_ND: Tensor, rows: Rows, is_subset: bool) -> Tensor:
-        head, is_plain = x_ND.shape[1] // self.num_heads, isinstance(self.feed_norm, nn.LayerNorm)
-        if self.native is not None and fits(self.native, x_ND) and head % 16 == 0 and is_plain:
-            probability = self.attention_dropout.probability if self.training else 0.0
-            shape = (self.num_heads, self.is_causal, self.attention_dropout.site, probability)
-            layers = (self.attention_norm, self.query_key_value, self.out, self.feed_norm, self.feed[0], self.feed[2])
-            weights = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-            out: Tensor = NativeBlock.apply(x_ND, rows.native(self.native, of_queries=is_subset), shape, *weights)
-            return out
-        mixed_ND = self._attend(normed(self.attention_norm, x_ND, rows), rows)
-        if is_subset:
-            x_ND, mixed_ND = x_ND[rows.queries_M], mixed_ND[rows.queries_M]
-        x_ND = x_ND + self.attention_dropout(self.out(mixed_ND), rows, of_queries=is_subset)
-        return x_ND + self.feed_dropout(self.feed(normed(self.feed_norm, x_ND, rows)), rows, of_queries=is_subset)
+    def _forward_in_kernel(self, library: KernelLibrary, x_ND: Tensor, rows: Rows, outputs: Tokens) -> Tensor:
+        dropout = self.attention_dropout.probability if self.training else 0.0
+        shape = BlockShape(self.num_heads, self.is_causal, self.attention_dropout.site, dropout)
+        layers = (self.attention_norm, self.query_key_value, self.out, self.feed_norm, self.feed[0], self.feed[2])
+        weights = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+        out: Tensor = EncoderBlockFunction.apply(library, x_ND, rows.for_kernels(outputs), shape, *weights)
+        return out
+
+    def _forward_in_torch(self, x_ND: Tensor, rows: Rows, outputs: Tokens) -> Tensor:
+        attended_ND = self._attend(apply_norm(self.attention_norm, x_ND, rows), rows)
+        if outputs == "queries":
+            x_ND, attended_ND = x_ND[rows.queries_M], attended_ND[rows.queries_M]
+        x_ND = x_ND + self.attention_dropout(self.out(attended_ND), rows, outputs)
+        return x_ND + self.feed_dropout(self.feed(apply_norm(self.feed_norm, x_ND, rows)), rows, outputs)
 
     def _attend(self, x_ND: Tensor, rows: Rows) -> Tensor:
         dim = x_ND.shape[1]
@@ -60,11 +83,11 @@ class EncoderBlock(nn.Module):
         padded = values.new_zeros(rows.is_real_BT.numel(), 3 * dim).index_copy(0, rows.padded_N, values)
         split = padded.view(-1, rows.longest, 3, self.num_heads, dim // self.num_heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=self._may_see(rows))
-        return mixed.transpose(1, 2).reshape(-1, dim)[rows.padded_N]
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=self._visible(rows))
+        return attended.transpose(1, 2).reshape(-1, dim)[rows.padded_N]
 
-    def _may_see(self, rows: Rows) -> Tensor:
-        """[B, 1, T or 1, T]. Where nothing is real before a place, it sees itself: it must see something."""
+    def _visible(self, rows: Rows) -> Tensor:
+        """Return what each position sees, [B, 1, T or 1, T]. Padding sees itself, to avoid NaN."""
         real_BT, length = rows.is_real_BT, rows.longest
         if not self.is_causal:
             return real_BT[:, None, None, :]

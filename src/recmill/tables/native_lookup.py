@@ -3,7 +3,6 @@
 FBGEMM keeps the rows, TorchRec cuts and saves them: only the lookup and the fused update are replaced.
 """
 
-import ctypes
 from functools import partial
 from typing import Any
 
@@ -13,15 +12,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 
-from recmill.kernels.native import run
+from recmill.kernels.library import KernelLibrary
 
 _RULES = {EmbOptimType.EXACT_SGD: 0, EmbOptimType.EXACT_ADAGRAD: 1, EmbOptimType.EXACT_ROWWISE_ADAGRAD: 2}
 
 
-def replace_lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, kernels: ctypes.CDLL) -> None:
+def replace_lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, library: KernelLibrary) -> None:
     """Where ours can do what it does: sums of rows of one width, by an optimizer that we have."""
     if _fits(kernel):
-        kernel.forward = partial(_lookup, _Tables(kernel, kernels))
+        kernel.forward = partial(_lookup, _Tables(kernel, library))
 
 
 def _fits(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
@@ -34,8 +33,9 @@ def _fits(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 class _Tables:
     """What the kernels need to know of a group of tables."""
 
-    def __init__(self, kernel: SplitTableBatchedEmbeddingBagsCodegen, kernels: ctypes.CDLL) -> None:
-        self.kernel, self.kernels = kernel, kernels
+    def __init__(self, kernel: SplitTableBatchedEmbeddingBagsCodegen, library: KernelLibrary) -> None:
+        self.kernel = kernel
+        self.library = library
         self.rule = _RULES[kernel.optimizer]
         self.dim = kernel.embedding_specs[0][1]
         self.rows = kernel.rows_per_table.long()
@@ -61,7 +61,7 @@ class _SumOfRows(torch.autograd.Function):
         out = torch.empty(batch, num_tables * tables.dim)
         places = tables.kernel.weights_host, tables.kernel.weights_offsets
         sizes = num_tables, tables.dim
-        bad = run(tables.kernels.sum_bags, *places, tables.rows, *sizes, ids, offsets, batch, out)
+        bad = tables.library.call("sum_bags", *places, tables.rows, *sizes, ids, offsets, batch, out)
         if bad >= 0:  # loading has checked every id, so this is a defect: stop instead of training a wrong row
             raise IndexError(f"id {int(ids[bad])} at place {bad} of {len(ids)} is outside its table")
         ctx.tables, ctx.sizes = tables, (sizes, batch)
@@ -75,5 +75,5 @@ class _SumOfRows(torch.autograd.Function):
         kernel = tables.kernel
         places = kernel.weights_host, kernel.weights_offsets, *tables.state, tables.rows
         rule = tables.rule, kernel.get_learning_rate(), kernel.optimizer_args.eps
-        run(tables.kernels.update_bags, *places, *sizes, ids, offsets, batch, grad.contiguous(), *rule)
+        tables.library.call("update_bags", *places, *sizes, ids, offsets, batch, grad.contiguous(), *rule)
         return None, None, None, None

@@ -1,6 +1,5 @@
 """The one place that cuts tables over processes: TorchRec's DistributedModelParallel, after the plan of plan.py."""
 
-import ctypes
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from recmill.config.sections import TablesOptim
 from recmill.errors import UserError
 from recmill.hardware.memory import memory_bytes
+from recmill.kernels.layers import use_kernels
+from recmill.kernels.library import KernelLibrary
 from recmill.tables.native_lookup import replace_lookup
 from recmill.tables.placement import Machines, Request, make_plan
 from recmill.world import World
@@ -47,11 +48,11 @@ class _SequenceSharder(EmbeddingCollectionSharder):
 
 
 def shard(
-    network: nn.Module, request: Request, optimizer: TablesOptim, world: World, kernels: ctypes.CDLL | None = None
+    network: nn.Module, request: Request, optimizer: TablesOptim, world: World, library: KernelLibrary | None = None
 ) -> DistributedModelParallel:
     """`network` has its tables on 'meta'; each rank gets memory for its own shards only. All ranks take part.
 
-    `kernels`: our own, for CPU.
+    `library`: our own kernels for CPU, if they are to be used.
     """
     sharders = make_sharders(optimizer)
     plan = _plan_for_all(network, sharders, request, world)
@@ -61,8 +62,9 @@ def shard(
     )
     if world.device.type == "cpu":
         _mend_replicated_sequences(model)
-        if kernels is not None:
-            _use_native(model, kernels, is_alone=world.size == 1)
+        if library is not None:
+            use_kernels(model, library)
+            _replace_lookups(model, library, is_alone=world.size == 1)
     return model
 
 
@@ -75,16 +77,13 @@ def _mend_replicated_sequences(model: nn.Module) -> None:
                     kernel.forward = partial(_rows_of_sequences, kernel)
 
 
-def _use_native(model: nn.Module, kernels: ctypes.CDLL, is_alone: bool) -> None:
-    """In every layer and table that has a kernel of ours."""
+def _replace_lookups(model: nn.Module, library: KernelLibrary, is_alone: bool) -> None:
     for module in model.modules():
-        if hasattr(type(module), "native"):
-            module.native = kernels  # type: ignore[assignment]
         if isinstance(module, ShardedEmbeddingBagCollection):
             parts = [part for lookup in module._lookups for part in lookup.modules()]
             groups = [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
             for group in groups:
-                replace_lookup(group, kernels)
+                replace_lookup(group, library)
             if is_alone and len(module._lookups) == len(groups) == 1:
                 module.forward = partial(_without_exchange, module, module.forward, groups[0])
 

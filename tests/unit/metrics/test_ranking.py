@@ -3,111 +3,13 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sklearn.metrics import log_loss, roc_auc_score
 
 from recmill.metrics import ranking
-from recmill.metrics.auc import auroc
-from recmill.metrics.binary import UNDEFINED, BinaryMetrics, Values, log_loss_sum
+from recmill.metrics.binary import UNDEFINED, Values
 from recmill.metrics.ranking import Negatives, Popularity, RankingMetrics
 from recmill.world import World
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
-
-
-def binary(*parts: tuple[list[float], list[int]]) -> Values:
-    metrics = BinaryMetrics()
-    for logits, labels in parts:
-        metrics.update(np.array(logits), np.array(labels))
-    return metrics.compute(ALONE)
-
-
-def logits_of(*probabilities: float) -> list[float]:
-    return [float(np.log(p / (1 - p))) for p in probabilities]
-
-
-def test_auroc_of_a_hand_worked_example_counts_a_tie_as_half() -> None:
-    """Positives .8 and .5, negatives .5, .3, .9: pairs 1 + 1 + 0 and half + 1 + 0, of 6."""
-    assert auroc(np.array([0.8, 0.5, 0.5, 0.3, 0.9]), np.array([1, 1, 0, 0, 0])) == 3.5 / 6
-
-
-@pytest.mark.parametrize("levels", [1, 2, 7, 10**9])
-def test_auroc_equals_scikit_learn(levels: int) -> None:
-    """From all scores equal, over heavy ties, to no ties."""
-    generator = np.random.default_rng(levels)
-    scores = (generator.integers(0, levels, 5000) / levels).astype(np.float64)
-    labels = generator.random(5000) < 0.2 + 0.3 * scores
-    assert auroc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
-
-
-@settings(derandomize=True, deadline=None)
-@given(st.lists(st.tuples(st.floats(-3, 3, width=16), st.booleans()), min_size=2, max_size=50))
-def test_auroc_equals_scikit_learn_on_any_rows(rows: list[tuple[float, bool]]) -> None:
-    scores, labels = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
-    if labels.all() or not labels.any():
-        assert auroc(scores, labels) is None
-    else:
-        assert auroc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
-
-
-def test_log_loss_equals_scikit_learn() -> None:
-    generator = np.random.default_rng(5)
-    logits = generator.normal(size=1000) * 3
-    labels = generator.integers(0, 2, 1000)
-    assert log_loss_sum(logits, labels) / 1000 == pytest.approx(log_loss(labels, 1 / (1 + np.exp(-logits))), rel=1e-9)
-
-
-@pytest.mark.filterwarnings("error")
-def test_log_loss_is_exact_for_huge_logits() -> None:
-    """Two certain and right answers cost nothing, two certain and wrong ones 1000 each."""
-    values = binary(([1000.0, -1000.0, 1000.0, -1000.0], [1, 0, 0, 1]))
-    assert values["logloss"] == 500.0
-    assert values["calibration"] == 1.0
-    assert values["auroc"] == 0.5
-
-
-def test_binary_metrics_of_a_hand_worked_example() -> None:
-    values = binary((logits_of(0.8, 0.5, 0.4, 0.1), [1, 1, 0, 0]))
-    loss = -(np.log(0.8) + np.log(0.5) + np.log(0.6) + np.log(0.9)) / 4
-    assert values == {
-        "auroc": 1.0,
-        "logloss": pytest.approx(loss, rel=1e-6),
-        "normalised_entropy": pytest.approx(loss / np.log(2), rel=1e-6),  # half of the rows are clicks
-        "calibration": pytest.approx(1.8 / 2, rel=1e-6),
-        "rows": 4,
-    }
-
-
-def test_always_predicting_the_click_rate_has_a_normalised_entropy_of_one() -> None:
-    values = binary((logits_of(*[0.2] * 10), [1, 1] + [0] * 8))
-    assert values["normalised_entropy"] == pytest.approx(1.0, rel=1e-6)
-    assert values["calibration"] == pytest.approx(1.0, rel=1e-6)
-    assert values["auroc"] == 0.5
-
-
-@pytest.mark.parametrize(("label", "calibration"), [(1, 0.6), (0, UNDEFINED)])
-def test_one_class_alone_has_no_auroc_and_no_entropy(label: int, calibration: float | str) -> None:
-    values = binary((logits_of(0.4, 0.8), [label, label]))
-    assert (values["auroc"], values["normalised_entropy"]) == (UNDEFINED, UNDEFINED)
-    assert values["calibration"] == (calibration if calibration == UNDEFINED else pytest.approx(calibration, rel=1e-6))
-    assert values["logloss"] == pytest.approx(-np.mean(np.log([0.4, 0.8] if label else [0.6, 0.2])), rel=1e-6)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "parts", [[], [([], [])], [([0.3, np.nan], [1, 0])], [([np.nan], [1]), ([0.0, 1.0, 2.0], [0, 1, 0])]]
-)
-def test_nan_answers_and_no_rows_make_every_metric_undefined(parts: list[tuple[list[float], list[int]]]) -> None:
-    names = ("auroc", "logloss", "normalised_entropy", "calibration")
-    assert binary(*parts) == dict.fromkeys(names, UNDEFINED) | {"rows": sum(len(labels) for _, labels in parts)}
-
-
-def test_binary_metrics_in_pieces_equal_those_of_all_rows_at_once() -> None:
-    generator = np.random.default_rng(3)
-    logits, labels = np.round(generator.normal(size=100), 1).tolist(), generator.integers(0, 2, 100).tolist()
-    pieces = [(logits[a:b], labels[a:b]) for a, b in ((0, 1), (1, 60), (60, 60), (60, 100))]
-    assert binary(*pieces) == binary((logits, labels))
 
 
 def ranked(ks: list[int], *batches: list[int]) -> Values:
@@ -118,7 +20,10 @@ def ranked(ks: list[int], *batches: list[int]) -> Values:
 
 
 def test_ranking_metrics_of_a_hand_worked_example() -> None:
-    """Targets at places 1, 3, 5 and 11 (ranks start at 0): NDCG 1, 1/log2(4), 1/log2(6), 1/log2(12); MRR 1/place."""
+    """Targets at positions 1, 3, 5 and 11 (ranks start at 0): NDCG 1, 1/log2(4), 1/log2(6), 1/log2(12).
+
+    MRR is 1/position.
+    """
     assert ranked([1, 3, 10], [0, 2, 4, 10]) == {
         "full/hr@1": 1 / 4,
         "full/hr@3": 2 / 4,
@@ -155,7 +60,7 @@ def test_ranking_metrics_of_nobody_are_undefined() -> None:
     )
 
 
-def test_protocols_are_counted_apart() -> None:
+def test_protocols_are_counted_separately() -> None:
     metrics = RankingMetrics(["full", "pop100"], [1])
     metrics.update("full", np.array([3, 0]))
     metrics.update("pop100", np.array([0, 0]))
@@ -184,7 +89,7 @@ def test_intervals_are_those_of_drawing_users_again_and_again() -> None:
         assert low < values[f"full/{name}"] < high
 
 
-def test_intervals_do_not_depend_on_how_users_were_dealt_out() -> None:
+def test_intervals_do_not_depend_on_how_users_were_batched() -> None:
     ranks = np.random.default_rng(0).integers(0, 40, 300)
     one, other = (RankingMetrics(["full"], [10], resamples=50) for _ in range(2))
     one.update("full", ranks)
@@ -214,7 +119,7 @@ POPULARITY = Popularity(np.array([5, 3, 3, 8, 0, 1]))
         (1, [], 1),
         (2, [], 3),  # 4 and 1 are before it, and 3 ties
         (2, [4, 6], 2),
-        (2, [3, 3, 1], 1),  # seen twice is out once
+        (2, [3, 3, 1], 1),  # seen twice counts once
         (2, [2], 3),  # seen before, and the target all the same
         (5, [], 5),
         (5, [1, 2, 3, 4], 1),
@@ -262,8 +167,8 @@ def test_negatives_are_the_same_each_time_and_differ_by_split_and_user(protocol:
         assert set(negatives.draw(split, user, SEEN).tolist()) != set(first)
 
 
-def test_popular_negatives_are_the_ones_they_always_were() -> None:
-    """Part of the protocol: results of before must stay comparable."""
+def test_popular_negatives_never_change() -> None:
+    """They are part of the protocol: results of different versions must stay comparable."""
     assert Negatives("pop100", COUNTS).draw("test", 7, SEEN)[:8].tolist() == [83, 153, 26, 103, 91, 124, 44, 14]
 
 

@@ -1,0 +1,79 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import log_loss
+
+from recmill.metrics.binary import UNDEFINED, BinaryMetrics, Values, log_loss_sum
+from recmill.world import World
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def binary(*parts: tuple[list[float], list[int]]) -> Values:
+    metrics = BinaryMetrics()
+    for logits, labels in parts:
+        metrics.update(np.array(logits), np.array(labels))
+    return metrics.compute(ALONE)
+
+
+def logits_of(*probabilities: float) -> list[float]:
+    return [float(np.log(p / (1 - p))) for p in probabilities]
+
+
+def test_log_loss_equals_scikit_learn() -> None:
+    generator = np.random.default_rng(5)
+    logits = generator.normal(size=1000) * 3
+    labels = generator.integers(0, 2, 1000)
+    assert log_loss_sum(logits, labels) / 1000 == pytest.approx(log_loss(labels, 1 / (1 + np.exp(-logits))), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("error")
+def test_log_loss_is_exact_for_huge_logits() -> None:
+    """Two certain and right answers cost nothing, two certain and wrong ones 1000 each."""
+    values = binary(([1000.0, -1000.0, 1000.0, -1000.0], [1, 0, 0, 1]))
+    assert values["logloss"] == 500.0
+    assert values["calibration"] == 1.0
+    assert values["auroc"] == 0.5
+
+
+def test_binary_metrics_of_a_hand_worked_example() -> None:
+    values = binary((logits_of(0.8, 0.5, 0.4, 0.1), [1, 1, 0, 0]))
+    loss = -(np.log(0.8) + np.log(0.5) + np.log(0.6) + np.log(0.9)) / 4
+    assert values == {
+        "auroc": 1.0,
+        "logloss": pytest.approx(loss, rel=1e-6),
+        "normalised_entropy": pytest.approx(loss / np.log(2), rel=1e-6),  # half of the rows are clicks
+        "calibration": pytest.approx(1.8 / 2, rel=1e-6),
+        "rows": 4,
+    }
+
+
+def test_always_predicting_the_click_rate_has_a_normalised_entropy_of_one() -> None:
+    values = binary((logits_of(*[0.2] * 10), [1, 1] + [0] * 8))
+    assert values["normalised_entropy"] == pytest.approx(1.0, rel=1e-6)
+    assert values["calibration"] == pytest.approx(1.0, rel=1e-6)
+    assert values["auroc"] == 0.5
+
+
+@pytest.mark.parametrize(("label", "calibration"), [(1, 0.6), (0, UNDEFINED)])
+def test_one_class_alone_has_no_auroc_and_no_entropy(label: int, calibration: float | str) -> None:
+    values = binary((logits_of(0.4, 0.8), [label, label]))
+    assert (values["auroc"], values["normalised_entropy"]) == (UNDEFINED, UNDEFINED)
+    assert values["calibration"] == (calibration if calibration == UNDEFINED else pytest.approx(calibration, rel=1e-6))
+    assert values["logloss"] == pytest.approx(-np.mean(np.log([0.4, 0.8] if label else [0.6, 0.2])), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "parts", [[], [([], [])], [([0.3, np.nan], [1, 0])], [([np.nan], [1]), ([0.0, 1.0, 2.0], [0, 1, 0])]]
+)
+def test_nan_answers_and_no_rows_make_every_metric_undefined(parts: list[tuple[list[float], list[int]]]) -> None:
+    names = ("auroc", "logloss", "normalised_entropy", "calibration")
+    assert binary(*parts) == dict.fromkeys(names, UNDEFINED) | {"rows": sum(len(labels) for _, labels in parts)}
+
+
+def test_binary_metrics_of_several_batches_equal_those_of_one() -> None:
+    generator = np.random.default_rng(3)
+    logits, labels = np.round(generator.normal(size=100), 1).tolist(), generator.integers(0, 2, 100).tolist()
+    batches = [(logits[a:b], labels[a:b]) for a, b in ((0, 1), (1, 60), (60, 60), (60, 100))]
+    assert binary(*batches) == binary((logits, labels))

@@ -1,0 +1,24 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from recmill.nn.cross_entropy import cross_entropy_sum
+
+NUM_ITEMS = 20
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("per_chunk", [1, 3 * NUM_ITEMS, 1 << 20])
+def test_cross_entropy_in_chunks_is_torchs_summed_and_ignores_fillers(
+    per_chunk: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recmill.nn.cross_entropy._LOGITS_PER_CHUNK", per_chunk)
+    torch.manual_seed(0)
+    queries, weight, bias = torch.randn(7, 5), torch.randn(NUM_ITEMS, 5), torch.randn(NUM_ITEMS)
+    answers, weights = torch.randint(0, NUM_ITEMS, (7,)), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.5, 1.0])
+    inputs = [value.requires_grad_() for value in (queries, weight, bias)]
+    losses = F.cross_entropy(F.linear(queries, weight, bias), answers, reduction="none", label_smoothing=smoothing)
+    expected = (losses * weights).sum()
+    found = cross_entropy_sum(queries, weight, bias, answers, weights, smoothing)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(3 * found, inputs), torch.autograd.grad(3 * expected, inputs))

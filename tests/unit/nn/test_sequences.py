@@ -1,0 +1,157 @@
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recmill.nn.losses import SOFTMAX, Loss
+from recmill.nn.sequences import ItemTransformer
+from recmill.nn.transformer import TransformerShape
+from recmill.tables.spec import TableSpec
+
+CPU = torch.device("cpu")
+NUM_ITEMS = 20
+MASK = NUM_ITEMS + 1
+HEADS: list[Literal["linear", "tied"]] = ["linear", "tied"]
+
+
+def network(
+    max_length: int = 5,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    head: Literal["linear", "tied"] = "linear",
+    loss: Loss = SOFTMAX,
+    **shape: Any,
+) -> ItemTransformer:
+    """Untrained, with two heads."""
+    torch.manual_seed(0)
+    table = TableSpec("item", "item", NUM_ITEMS + 2, 8, 0.05)
+    sizes = TransformerShape(max_length, num_layers, num_heads=2, dropout=dropout, **shape)
+    return ItemTransformer(table, NUM_ITEMS, sizes, CPU, head, loss)
+
+
+def packed(*rows: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([token for row in rows for token in row]), torch.tensor([len(row) for row in rows])
+
+
+@pytest.fixture(params=["eval", "train"])
+def logits(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    """Logits of the last position of each history, with and without dropout, from an untrained BERT4Rec."""
+    model = network(max_length=12, num_layers=2, dropout=0.3)
+    model.train(request.param == "train")
+
+    def compute(*rows: list[int], keys: list[int] | None = None) -> Tensor:
+        tokens, lengths = packed(*rows)
+        with torch.no_grad():
+            return model(tokens, lengths, lengths.cumsum(0) - 1, torch.tensor(keys or range(len(rows))))
+
+    return compute
+
+
+HISTORIES = [[4, 17, 3, MASK], [9, 1, 2, 20, 5, 6, MASK], [8, MASK]]
+
+
+def test_the_other_rows_of_a_batch_do_not_change_the_logits(logits: Callable[..., Tensor]) -> None:
+    together = logits(*HISTORIES, keys=[11, 12, 13])
+    assert together.shape == (3, NUM_ITEMS)
+    for row, history in enumerate(HISTORIES):
+        alone = logits(history, keys=[11 + row])
+        torch.testing.assert_close(alone[0], together[row])
+
+
+def test_the_logits_depend_on_every_item_on_both_sides_and_on_their_order(logits: Callable[..., Tensor]) -> None:
+    reference = logits([4, 17, 3, MASK])
+    for changed in ([5, 17, 3, MASK], [4, 17, 5, MASK], [17, 4, 3, MASK], [17, 3, MASK]):
+        assert (logits(changed) - reference).abs().max() > 1e-4
+    hidden_inside = logits([4, MASK, 3, 17])
+    assert (logits([4, MASK, 9, 17]) - hidden_inside).abs().max() > 1e-4
+
+
+def test_queries_select_positions_of_all_rows_together() -> None:
+    model = network(dropout=0.3)
+    inputs, keys = packed([3, MASK], [MASK, 5, 6]), torch.arange(2)
+    everywhere = model(*inputs, torch.arange(5), keys)
+    torch.testing.assert_close(model(*inputs, torch.tensor([1, 2]), keys), everywhere[[1, 2]])
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_with_answers_the_network_gives_the_loss_of_its_logits(head: Literal["linear", "tied"]) -> None:
+    """Item i is column i - 1."""
+    model = network(head=head)
+    rows = packed([3, MASK], [MASK, 5, MASK])
+    inputs = *rows, torch.tensor([1, 2, 4]), torch.zeros(2, dtype=torch.int64)
+    answers, weights = torch.tensor([1, 20, 7]), torch.tensor([1.0, 1.0, 0.0])
+    expected = F.cross_entropy(model(*inputs)[:2], torch.tensor([0, 19]), reduction="sum")
+    torch.testing.assert_close(model(*inputs, answers, weights), expected)
+
+
+def test_a_tied_head_multiplies_with_the_rows_of_the_items() -> None:
+    model = network(head="tied")
+    inputs = *packed([3, 4]), torch.tensor([1]), torch.zeros(1, dtype=torch.int64)
+    before = model(*inputs)
+    with torch.no_grad():
+        next(model.tables.parameters())[7] += torch.randn(8)  # not in the history
+    changed = (model(*inputs) - before).abs()[0]
+    assert changed.nonzero().flatten().tolist() == [6]
+
+
+def rows_with_gradient(weight: Tensor) -> set[int]:
+    assert weight.grad is not None
+    return set(weight.grad.any(1).nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_sampling_network_looks_at_answers_and_negatives_only(head: Literal["linear", "tied"]) -> None:
+    loss = Loss("gbce", negatives=3, calibration=0.75)
+    model = network(head=head, loss=loss, attention="causal")
+    inputs = *packed([3, 4]), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int64)
+    answers, negatives, weights = torch.tensor([4, 9]), torch.tensor([2, 9, 20]), torch.ones(2)
+    logits, power = model(*inputs), loss.power(NUM_ITEMS)
+    expected = sum(
+        -power * F.logsigmoid(logits[row, answer - 1])
+        + sum(F.softplus(logits[row, item - 1]) for item in negatives.tolist() if item != answer)
+        for row, answer in enumerate(answers.tolist())
+    )
+    found = model(*inputs, answers, weights, negatives)
+    torch.testing.assert_close(found, expected / 4)
+    found.backward()
+    if head == "tied":  # row i is item i, and the history has 3 and 4
+        touched = rows_with_gradient(next(model.tables.parameters()))
+        assert touched == {2, 3, 4, 9, 20}
+    else:
+        assert model.output is not None
+        assert {row + 1 for row in rows_with_gradient(model.output.weight)} == {2, 4, 9, 20}
+
+
+def test_a_network_with_window_norms_answers_queries_as_it_answers_everywhere() -> None:
+    model = network(num_layers=2, dropout=0.3, norm="window")
+    inputs, keys = packed([3, MASK], [MASK, 5, 6]), torch.arange(2)
+    everywhere = model(*inputs, torch.arange(5), keys)
+    torch.testing.assert_close(model(*inputs, torch.tensor([1, 2]), keys), everywhere[[1, 2]])
+    assert {tuple(p.shape) for name, p in model.named_parameters() if "norm" in name} == {(5, 8), (8,)}
+
+
+def causal_network() -> ItemTransformer:
+    return network(max_length=6, num_layers=2, attention="causal")
+
+
+def test_a_causal_position_sees_earlier_items_and_no_later_ones() -> None:
+    model, key = causal_network(), torch.zeros(1, dtype=torch.int64)
+    everywhere = torch.arange(4)
+    reference = model(*packed([4, 17, 3, 9]), everywhere, key)
+    later = model(*packed([4, 17, 5, 9]), everywhere, key)
+    torch.testing.assert_close(later[:2], reference[:2])
+    assert ((later[2:] - reference[2:]).abs().amax(1) > 1e-4).all()
+
+
+def test_a_longer_row_beside_it_changes_nothing_for_a_causal_network() -> None:
+    """torch's attention pads rows to the longest one."""
+    model, keys = causal_network(), torch.zeros(2, dtype=torch.int64)
+    alone = model(*packed([4, 17]), torch.tensor([0, 1]), keys[:1])
+    beside = model(*packed([4, 17], [1, 2, 3, 4, 5]), torch.tensor([0, 1]), keys)
+    torch.testing.assert_close(beside, alone)
+    loss = model(*packed([4, 17], [1, 2, 3, 4, 5]), torch.tensor([1]), keys, torch.tensor([1]), torch.ones(1))
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)

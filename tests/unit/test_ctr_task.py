@@ -1,0 +1,33 @@
+import numpy as np
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recmill.batch import CtrBatch
+from recmill.config.sections import EvalSection
+from recmill.tasks import ctr
+from recmill.world import World
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def ctr_batch(labels: list[float], weights: list[float]) -> CtrBatch:
+    nothing = KeyedJaggedTensor(keys=[], values=torch.empty(0), lengths=torch.empty(0, dtype=torch.int32))
+    return CtrBatch(torch.zeros(len(labels), 1), nothing, torch.tensor(labels), torch.tensor(weights))
+
+
+def test_click_loss_is_a_sum_that_ignores_fillers() -> None:
+    """Probabilities .8, .25 and one that must not count: -log .8 - log .75."""
+    logits = torch.log(torch.tensor([0.8 / 0.2, 0.25 / 0.75, 0.9 / 0.1])).requires_grad_()
+    loss = ctr.loss_sum(lambda *inputs: logits, ctr_batch([1.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
+    assert loss.item() == pytest.approx(-np.log(0.8) - np.log(0.75), rel=1e-6)
+    loss.backward()
+    assert logits.grad is not None
+    assert logits.grad.tolist() == pytest.approx([0.8 - 1, 0.25, 0.0], abs=1e-6)
+
+
+def test_click_metrics_ignore_fillers() -> None:
+    metrics = ctr.new_metrics(EvalSection())
+    ctr.update(metrics, torch.tensor([2.0, -1.0, 9.0]), ctr_batch([1.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
+    values = metrics.compute(ALONE)
+    assert (values["auroc"], values["rows"]) == (1.0, 2)
