@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -239,9 +239,9 @@ def train_command(config: str, run: str, **options: Any) -> None:
     """
     from recmill.commands.train import train
 
-    train(config, run, **options)
+    results = train(config, run, **options)
     if own_rank() == 0:
-        _print_results([run])
+        printed.print_results([results.report])
 
 
 @commands.command("evaluate", cls=_Command)
@@ -327,10 +327,6 @@ def _print_checkpoints(run: str, as_json: bool, digests: bool) -> bool:
 @click.argument("runs", nargs=-1, required=True, type=click.Path())
 def results_command(runs: tuple[str, ...]) -> None:
     """Show what RUNS have reached on their test split, and where their files are."""
-    _print_results(runs)
-
-
-def _print_results(runs: Sequence[str]) -> None:
     from recmill.commands.results import results
 
     printed.print_results(results(*runs))

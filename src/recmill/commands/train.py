@@ -23,6 +23,7 @@ from recmill.commands.assemble import (
     task_module,
 )
 from recmill.commands.options import Fallback, Procs, Verify
+from recmill.commands.results import RunReport
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.config.sections import Section, TrainSection
 from recmill.errors import ConfigError, Interrupted, Preempted, UserError
@@ -71,6 +72,14 @@ class Options(Section):
     verify: Verify = False
 
 
+class TrainResults(dict[str, dict[str, Any]]):
+    """The final metrics by split; `report` is how the run is shown beside others."""
+
+    def __init__(self, values: dict[str, dict[str, Any]], report: RunReport) -> None:
+        super().__init__(values)
+        self.report = report
+
+
 def train(
     config: str | Path | Mapping[str, Any],
     run: str | Path,
@@ -81,7 +90,7 @@ def train(
     init_from: str | Path | None = None,
     allow_partial: bool = False,
     fallback: bool = False,
-) -> Results:
+) -> TrainResults:
     """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ...}}.
 
     A run that a signal stopped raises `recmill.errors.Preempted` or, by Ctrl-C, `Interrupted`.
@@ -96,9 +105,14 @@ def train(
     run_directory = RunDirectory(Path(run).absolute())
     _check_continuation(run_directory, checked)
     dataset = open_matching_dataset(checked, "digests" if verify else "sizes")
+
+    def reported(results: Results) -> TrainResults:
+        best = dataset.description.truth.get("test", {})
+        return TrainResults(results, RunReport(str(run), checked.model_name, "done", results["test"], best))
+
     if _is_finished(run_directory, checked, dataset):
         log.info("%s is finished: nothing to do", run_directory.path)
-        return run_directory.read_results()
+        return reported(run_directory.read_results())
     arguments: dict[str, Any] = {
         "config": checked.as_dict(),
         "run": str(run_directory.path),
@@ -115,12 +129,12 @@ def train(
 
             with joined_world(section.device, wait_seconds) as world:
                 results = work(world, **arguments)
-        return _unless_stopped(results)
+        return reported(_unless_stopped(results))
     run_directory.path.mkdir(parents=True, exist_ok=True)
     arguments |= {"device": section.device, "wait_seconds": wait_seconds, "stop_signals": section.stop_signals}
     try:
         environment = _precision_environment(section, procs)
-        return _unless_stopped(run_job("train", arguments, procs, section.max_restarts, environment))
+        return reported(_unless_stopped(run_job("train", arguments, procs, section.max_restarts, environment)))
     except UserError as error:
         _note_failure(run_directory, error)
         raise
