@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_refused_shown_and_gone_around(dlrm: Config, run
     train(dlrm, run, overrides=["train.max_steps=8"])
     shutil.copytree(run, tmp_path / "unbroken")
     listed = run_cli("checkpoint", "list", run)
-    assert re.search(r"4 +0 +4 +full .* whole\n8 +0 +8 +full .* best +whole", listed.stdout)
+    assert re.search(r"4 +0 +4 +full .* complete\n8 +0 +8 +full .* best +complete", listed.stdout)
     facts = inspect_checkpoint(run, step=4)
     assert (facts["position"]["step"], facts["origin"]["world_size"]) == (4, 1)
     tables = {tensor["key"]: tensor["size"] for tensor in facts["tensors"] if tensor["table"] == "table_C4"}
@@ -189,8 +189,7 @@ def test_a_full_disk_is_told_with_its_numbers_and_the_checkpoint_before_stays(
     assert "step-00000001/MANIFEST.json" in done.stdout
     assert ".saving-" not in done.stdout
     assert "CORRUPT" not in done.stdout
-    whole = len(re.findall(r" whole\n", done.stdout))
-    assert whole >= 2
+    assert len(re.findall(r" complete\n", done.stdout)) >= 2
     went_on = "step 13  loss" in done.stderr  # to the end, where it must say that its last state is lost
     assert went_on == (on_error == "continue")
     assert ("Training goes on, as checkpoint.on_error says" in done.stderr) == (on_error == "continue")

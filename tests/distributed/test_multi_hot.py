@@ -1,4 +1,4 @@
-"""Multi-hot ids that are made while loading: those of the stored form, through a whole run."""
+"""Multi-hot ids that are made while loading equal stored ones, in batches and in complete runs."""
 
 from collections.abc import Iterator
 from pathlib import Path

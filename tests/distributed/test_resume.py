@@ -110,7 +110,7 @@ def test_one_signal_finishes_the_step_saves_and_says_so(dlrm: dict[str, Any], tm
         assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "unbroken"), rel=2e-5)
 
 
-def test_a_killed_worker_is_named_and_the_run_goes_on_later(dlrm: dict[str, Any], tmp_path: Path) -> None:
+def test_a_killed_worker_is_named_and_the_run_resumes_later(dlrm: dict[str, Any], tmp_path: Path) -> None:
     process = start(endless(dlrm), tmp_path, procs=2)
     wait_for_step(tmp_path / "run", 12)  # beyond the first checkpoint
     os.kill(children(process)[1], signal.SIGKILL)
@@ -195,8 +195,8 @@ def test_a_finished_run_is_kept_and_guarded(dlrm: dict[str, Any], tmp_path: Path
         group.train(dlrm, run, overrides=["train.seed=2"])
     with pytest.raises(ConfigError, match=r"is at step 2 already, beyond the 1 of train.num_epochs"):
         group.train(dlrm, run, overrides=["train.max_steps=1"])
-    assert group.train(dlrm, run, overrides=["train.max_steps=2"]) == first  # nothing was damaged
-    group.train(dlrm, run, overrides=["train.max_steps=3"])  # longer, if asked to
+    assert group.train(dlrm, run, overrides=["train.max_steps=2"]) == first  # unchanged
+    group.train(dlrm, run, overrides=["train.max_steps=3"])  # longer
     assert len(losses(run)) == 3
     flip_a_bit(run / "checkpoints" / "step-00000003")
     with pytest.raises(CheckpointError, match="its content changed since it was saved"):
@@ -226,7 +226,7 @@ def test_a_lost_terminal_does_not_end_a_run(dlrm: dict[str, Any], tmp_path: Path
     assert status(tmp_path / "run")["state"] == "done"
 
 
-def test_a_crash_of_ours_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_of_a_worker_is_reported_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(local.WorkerError, match=r"Process \d of the job failed: TypeError") as caught:
         local.run_job("doctor", {"device": "cpu", "surprise": 1}, procs=2)
     assert "Traceback" in caught.value.traceback

@@ -61,7 +61,7 @@ def test_two_sharded_processes_equal_plain_torch(
 ) -> None:
     """The reference: an unsharded network, torch's own SGD on everything, one process, no launcher.
 
-    That the other ways to cut tables give the same is in test_sharding.py.
+    test_sharding.py shows the same for the other ways to shard tables.
     """
     config = request.getfixturevalue(model)
     config["optim"] = {"dense": {"name": "sgd", "lr": 0.1}, "tables": {"name": "sgd", "lr": 0.1}}

@@ -132,7 +132,7 @@ def test_titles_ids_and_commas_name_the_same_history(run: Path) -> None:
     assert recommend(run, list(map(TITLES.__getitem__, [20, 30, 40, 10])), k=5) == by_id
 
 
-def test_a_damaged_checkpoint_is_gone_around_if_asked(run: Path, tmp_path: Path) -> None:
+def test_fallback_uses_the_checkpoint_before_a_corrupt_one(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     shard = flip_a_bit(copy / "checkpoints" / "step-00000004")
     with pytest.raises(CheckpointError, match="its content changed since it was saved"):
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_gone_around_if_asked(run: Path, tmp_path: Path)
     assert before == recommend(copy, [10, 20]) != recommend(run, [10, 20])
 
 
-def test_users_get_what_their_whole_history_gets(
+def test_users_get_what_their_full_history_gets(
     each_run: Path, movies: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One, some, or all of them; batches of any size."""
@@ -234,7 +234,7 @@ def test_what_cannot_be_recommended_is_one_clear_error(
         (["--protocol", "full,"], 2, ["unknown protocol ''"]),
         (["--k", "0"], 2, ["--k 0: give cut-offs of 1 to 30"]),
         (["--k", "5,31"], 2, ["--k 31: give cut-offs of 1 to 30"]),
-        (["--k", "ten"], 2, ["whole numbers"]),
+        (["--k", "ten"], 2, ["integers separated by commas"]),
         (["--bootstrap", "-1"], 2, ["--bootstrap -1"]),
     ],
 )

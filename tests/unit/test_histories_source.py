@@ -87,7 +87,7 @@ def test_a_shortened_window_asks_for_its_last_item(histories: Path) -> None:
             lengths.add((key, len(tokens)))
         found.append(lengths)
         shares = [len(tokens) / len(uncut) for (uncut, *_), (tokens, *_) in zip(whole, cut, strict=True)]
-        assert 0.5 < sum(shares) / len(shares) < 0.75  # short windows cannot be cut much
+        assert 0.5 < sum(shares) / len(shares) < 0.75  # short windows cannot be shortened much
     assert found[0] != found[1]
 
 

@@ -141,8 +141,8 @@ class Trainer:
         self.step(next(self.batches), factor)
 
     def state(self) -> list[Tensor]:
-        """Dense weights, this process's pieces of tables, and the state of all optimizers."""
-        found = list(self.model.parameters()) + [piece for *_, piece in local_shards(self.model)]
+        """Return dense weights, this process's shards of tables, and the state of all optimizers."""
+        found = list(self.model.parameters()) + [shard for *_, shard in local_shards(self.model)]
         for _, part in self.optimizer.optimizers:
             for values in part.state.values():
                 for value in values.values():

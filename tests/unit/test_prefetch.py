@@ -27,7 +27,7 @@ def test_the_same_batches_come_in_the_same_order(ahead: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_only_so_many_batches_are_made_ahead(ahead: int) -> None:
+def test_at_most_n_batches_are_made_ahead(ahead: int) -> None:
     made: list[int] = []
     with prefetched(numbers(100, made), ahead) as batches:
         for used in range(10):

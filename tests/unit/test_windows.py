@@ -60,7 +60,7 @@ def test_windows_hold_every_training_item_and_never_the_last_two(
     assert counts.min() >= 1
     assert counts.max() <= max_length
     covered = {int(p) for start, count in zip(starts, counts, strict=True) for p in range(start, start + count)}
-    held_out = {int(end) - place for end in offsets[1:] for place in (1, 2)}
+    held_out = {int(end) - from_end for end in offsets[1:] for from_end in (1, 2)}
     assert covered == set(range(int(offsets[-1]))) - held_out
 
 

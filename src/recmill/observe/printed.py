@@ -81,16 +81,16 @@ def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> 
     print_table([split, *kept], list(zip(names, *kept.values(), strict=True)))
 
 
-def print_results(results: Sequence[Any]) -> None:
+def print_results(reports: Sequence[Any]) -> None:
     """Print a list of `commands.results.RunReport`."""
     rows = [
-        [reached.run, reached.model, name, _shown(value), _shown(reached.best.get(name, ""))]
-        for reached in results
-        for name, value in reached.values.items()
+        [report.run, report.model, name, _shown(value), _shown(report.best.get(name, ""))]
+        for report in reports
+        for name, value in report.values.items()
     ]
     print_table(["run", "model", "test metric", "reached", "best reachable"], rows)
-    for reached in results:
-        print(f"{reached.run}/: {_RUN_FILES}")
+    for report in reports:
+        print(f"{report.run}/: {_RUN_FILES}")
 
 
 def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:
