@@ -90,7 +90,7 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
         ),
         (
             {**GOOD, "model": {"name": "bert4rec", "mask_random": 0.6, "mask_keep": 0.5}},
-            "model.mask_random = 0.6 and model.mask_keep = 0.5 are more than all",
+            "model.mask_random = 0.6 and model.mask_keep = 0.5 add up to more than",
         ),
         (
             {**GOOD, "model": {"name": "sasrec", "num_negatives": 9}},
