@@ -1,4 +1,4 @@
-"""Every plug-in: its name and its module, loaded when it is used. Adding one is a file and a line here."""
+"""All plug-ins: their names and modules, which are imported on first use. A new one is a file and a line here."""
 
 import difflib
 import importlib
@@ -34,13 +34,22 @@ TASKS = {
 
 
 def load(registry: Mapping[str, str], name: str, what: str) -> ModuleType:
+    """Import the plug-in `name`; `what` says in an error what kind of plug-in it is."""
     if name not in registry:
         raise ConfigError(unknown(what, name, registry))
     return importlib.import_module(registry[name])
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """Say that `name` is unknown, which known name it resembles, and which there are."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    hint = f"Did you mean '{near[0]}'? " if near else ""
+    near = nearest(name, names)
+    hint = f"Did you mean '{near}'? " if near else ""
     return f"unknown {what} '{name}'. {hint}Known: {', '.join(names)}."
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `name` resembles most, if any does. Of keys like a.b, the last parts are compared."""
+    by_last_part = {full.rpartition(".")[2]: full for full in sorted(known)}
+    near = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1, cutoff=0.6)
+    return by_last_part[near[0]] if near else None

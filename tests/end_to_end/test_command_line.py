@@ -1,4 +1,4 @@
-"""Through the installed command, as a user types it."""
+"""Commands as a user types them, through the installed program."""
 
 import ctypes
 import json
@@ -34,7 +34,9 @@ def assert_one_clear_error(done: "subprocess.CompletedProcess[str]", exit_code: 
         assert fact in done.stderr
 
 
-def test_a_run_directory_tells_the_whole_story(run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_directory_is_enough_to_repeat_and_evaluate_the_run(
+    run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path
+) -> None:
     done = run_cli(
         "train", write_config(tmp_path, dlrm), "--run", "runs/a", "--procs", "2", "--set", "optim.dense.lr=0.02"
     )
@@ -83,14 +85,14 @@ def test_python_does_what_the_commands_do(run_cli: RunCli, bert4rec: dict[str, A
     )
 
 
-def test_under_torchrun_it_uses_what_it_finds(dlrm: dict[str, Any], tmp_path: Path) -> None:
+def test_under_torchrun_training_uses_the_processes_that_torchrun_started(dlrm: dict[str, Any], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "recmill"]
     command = [*torchrun, "train", str(write_config(tmp_path, dlrm)), "--run-dir"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run([*command, str(tmp_path / "a")], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "a" / "env.json").read_text())["world_size"] == 2
-    assert done.stdout.count("best reachable") == 1  # one process speaks
+    assert done.stdout.count("best reachable") == 1  # only rank 0 prints
     train(dlrm, tmp_path / "b")
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=2e-5)
 
@@ -130,7 +132,7 @@ def test_a_split_that_is_none_is_an_error(tmp_path: Path) -> None:
         evaluate(tmp_path, split="tset")  # type: ignore[arg-type]
 
 
-def test_doctor_finds_this_machine_fit(run_cli: RunCli) -> None:
+def test_doctor_finds_that_training_would_work_here(run_cli: RunCli) -> None:
     done = run_cli("doctor")
     assert done.returncode == 0, done.stdout
     for fact in (
@@ -191,7 +193,7 @@ def test_bad_data_is_one_clear_error(
 
 
 def without_root_s_privilege() -> None:
-    """Root may write anywhere; give that up for the command, so that permissions hold for it too."""
+    """Drop root's right to write anywhere, so that file permissions hold for the command."""
     drop_from_bounding_set, may_override_permissions = 24, 1
     ctypes.CDLL(None).prctl(drop_from_bounding_set, may_override_permissions)
 
@@ -210,7 +212,7 @@ def test_no_permission_to_write_is_a_resource_error(
     elif where == "prepare":
         command = ("prepare", "random-histories", "--output", locked / "d")
     done = run_cli(*command, preexec_fn=without_root_s_privilege)
-    assert_one_clear_error(done, 5, str(locked), "Permission denied", "Choose a place you may write to")
+    assert_one_clear_error(done, 5, str(locked), "Permission denied", "Choose a directory that you may write to")
     assert list(locked.iterdir()) == []
 
 
@@ -219,10 +221,12 @@ def test_a_path_through_a_file_is_a_resource_error(run_cli: RunCli, tmp_path: Pa
     assert_one_clear_error(run_cli("prepare", "random-histories", "--output", "file/d"), 5, "a file")
 
 
-def test_unknown_names_on_the_command_line_name_the_nearest(run_cli: RunCli) -> None:
+def test_an_unknown_name_on_the_command_line_is_answered_with_the_nearest(run_cli: RunCli) -> None:
     assert_one_clear_error(run_cli("prepare", "synthetic-click", "--output", "d"), 2, "'synthetic-clicks'")
     assert_one_clear_error(run_cli("trian"), 2, "trian")
-    assert_one_clear_error(run_cli("prepare", "random-clicks", "--output", "d", "--tables", "a,b"), 2, "whole numbers")
+    assert_one_clear_error(
+        run_cli("prepare", "random-clicks", "--output", "d", "--tables", "a,b"), 2, "integers separated by commas"
+    )
 
 
 def test_runs_without_a_checkpoint_or_config_are_checkpoint_errors(

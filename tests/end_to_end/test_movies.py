@@ -216,7 +216,7 @@ def test_what_cannot_be_recommended_is_one_clear_error(
         (["--protocol", "full,"], 2, ["unknown protocol ''"]),
         (["--k", "0"], 2, ["--k 0: give cut-offs of 1 to 30"]),
         (["--k", "5,31"], 2, ["--k 31: give cut-offs of 1 to 30"]),
-        (["--k", "ten"], 2, ["whole numbers"]),
+        (["--k", "ten"], 2, ["integers separated by commas"]),
         (["--bootstrap", "-1"], 2, ["--bootstrap -1"]),
     ],
 )

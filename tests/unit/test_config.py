@@ -2,8 +2,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import model_validator
 
-from recmill.config import differences, load_config, to_toml
+from recmill.config import Section, differences, fingerprint, load_config, to_toml
+from recmill.config.compare import changeable_keys
 from recmill.errors import ConfigError
 
 GOOD: dict[str, Any] = {"data": {"path": "data/clicks"}, "model": {"name": "dlrm"}}
@@ -43,7 +45,7 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"model": {"name": "dlrm"}}, "'data' is missing"),
+        ({"model": {"name": "dlrm"}}, "'data.path' is missing. Directory of the prepared dataset"),
         ({**GOOD, "tables": {"store": "device_men"}}, "unknown store 'device_men'. Did you mean 'device_mem'?"),
         ({**GOOD, "sharding": {"default": "rowwise"}}, "unknown value 'rowwise'. Did you mean 'row_wise'?"),
         (
@@ -100,9 +102,12 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
         ),
         (
             {"data": {"path": "d", "train_on_validation": True}, "model": {"name": "sasrec"}, "eval": {"patience": 2}},
-            "data.train_on_validation with eval.patience: validation cannot tell what is best",
+            "data.train_on_validation with eval.patience: validation cannot select the best step",
         ),
-        ({**GOOD, "optim": {"tables": {"name": "adam"}}, "train": {"device": "cpu"}}, "no fused Adam on CPU"),
+        (
+            {**GOOD, "optim": {"tables": {"name": "adam"}}, "train": {"device": "cpu"}},
+            "FBGEMM has no fused Adam",
+        ),
         (
             schedule(name="mlperf", warmup_steps=9, decay_start_step=8, decay_steps=1),
             "before the end of warmup, at step 9",
@@ -111,7 +116,10 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
         (schedule(warmup_steps=5), "warmup_steps has no meaning for optim.schedule.name = 'constant'"),
         (schedule(name="step", step_size=2, decay_steps=5), "decay_steps has no meaning for"),
         (schedule(name="oneflow", decay_start_step=5), "without optim.schedule.decay_steps does nothing"),
-        (schedule(name="oneflow", decay_steps=5, end_lr=0.02), "end_lr = 0.02 is above a learning rate, 0.001"),
+        (
+            schedule(name="oneflow", decay_steps=5, end_lr=0.01),
+            "end_lr = 0.01 is above optim.dense.lr = 0.001",
+        ),
         ({**GOOD, "train": {"loss_scale": 1024}}, "loss_scale = 1024 has no meaning for train.precision = 'float32'"),
         (
             {**GOOD, "train": {"loss_scale": 8, "precision": "bfloat16"}},
@@ -121,7 +129,7 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
         ({**GOOD, "sharding": {"default": "column_wise"}}, "the run would depend on the number of processes"),
         (
             {**GOOD, "sharding": {"tables": {"C1": "grid"}}},
-            "sharding 'grid' with optim.tables.name = 'rowwise_adagrad'",
+            "sharding.tables.C1 = 'grid' with optim.tables.name = 'rowwise_adagrad'",
         ),
         ({**GOOD, "sharding": {"mode": "ddp", "default": "row_wise"}}, "keeps every table on every process, but"),
         ({**GOOD, "sharding": {"mode": "ddp", "tables": {"C1": "data_parallel"}}}, "Remove them, or the mode"),
@@ -129,6 +137,75 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
 )
 def test_contradictions_are_errors(values: dict[str, Any], expected: str) -> None:
     assert expected in problem(values)
+
+
+def test_contradictions_are_reported_together_with_all_other_problems(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[data]\npath = "d"\nordre = "file"\n'
+        '[model]\nname = "bert4rec"\nnum_heads = 3\n'
+        '[optim.dense]\nname = "sgd"\neps = 1e-8\nlr = "fast"\n'
+        "[optim.schedule]\nwarmup_steps = 5\ngamma = 0.5\n"
+        "[train]\nloss_scale = 8\n"
+        "[eval]\ntarget_auroc = 0.8\n",
+        encoding="utf-8",
+    )
+    expected = [
+        f"{file}: unknown key 'data.ordre'. Did you mean 'data.order'?",
+        f"{file}: 'optim.dense.lr': should be a valid number, got 'fast'.",
+        f"{file}: optim.dense.eps has no meaning for optim.dense.name = 'sgd'.",
+        f"{file}: optim.schedule.warmup_steps has no meaning for optim.schedule.name = 'constant'.",
+        f"{file}: optim.schedule.gamma has no meaning for optim.schedule.name = 'constant'.",
+        f"{file}: train.loss_scale = 8 has no meaning for train.precision = 'float32'",
+        "--set: checkpoint.row_bits = 8 without checkpoint.full_every does nothing.",
+        f"{file}: model.embedding_dim = 64 is not a multiple of model.num_heads = 3.",
+        f"{file}: eval.target_auroc: model 'bert4rec' is not measured by AUROC.",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["checkpoint.row_bits=8"])
+    text = str(caught.value)
+    assert text.startswith(f"{len(expected)} problems in the config:\n")
+    assert [text.count(line) for line in expected] == [1] * len(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({**GOOD, "train": {"loss_scale": 8, "precision": "half"}}, "'train.precision': unknown value 'half'"),
+        ({**GOOD, "train": {"loss_scale": 8, "precison": "float16"}}, "unknown key 'train.precison'"),
+        ({**GOOD, "optim": {"schedule": {"name": "stepp", "step_size": 3}}}, "unknown value 'stepp'"),
+    ],
+)
+def test_a_contradiction_with_a_key_that_has_a_problem_of_its_own_is_not_reported(
+    values: dict[str, Any], expected: str
+) -> None:
+    text = problem(values)
+    assert expected in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_name_that_resembles_none_gets_no_suggestion() -> None:
+    text = problem({**GOOD, "optim": {"foo": 1}})
+    assert text == "config: unknown key 'optim.foo'. Known: optim.dense, optim.schedule, optim.tables."
+
+
+def test_an_error_of_a_model_s_own_validator_is_one_of_the_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Checked(Section):
+        size: int = 1
+
+        @model_validator(mode="after")
+        def check(self) -> "Checked":
+            raise ValueError("model.size is never right.")
+
+    monkeypatch.setattr("recmill.models.dlrm.Config", Checked)
+    text = problem({**GOOD, "train": {"sead": 1}})
+    assert text.startswith("2 problems")
+    assert "config: model.size is never right." in text
+
+
+def test_a_key_of_several_types_has_one_problem() -> None:
+    text = problem({**GOOD, "model": {"name": "sasrec", "sliding_step": "far"}})
+    assert text.startswith("config: 'model.sliding_step': should be a valid number, got 'far'.")
 
 
 def test_defaults_then_file_then_set(tmp_path: Path) -> None:
@@ -177,12 +254,45 @@ def test_the_written_config_is_read_back_the_same(tmp_path: Path) -> None:
     assert load_config(file) == config
 
 
-def test_what_makes_another_run_is_told_apart_from_what_does_not() -> None:
+def test_the_keys_that_may_change_on_resume_are_these() -> None:
+    assert changeable_keys() == {
+        "data.path",
+        "data.limit_val_batches",
+        "data.limit_test_batches",
+        "data.prefetch",
+        "data.multi_hot.collect_frequencies",
+        "tables",
+        "sharding",
+        "train.device",
+        "train.kernels",
+        "train.num_epochs",
+        "train.max_steps",
+        "train.log_every_steps",
+        "train.check_replicas_every",
+        "train.stop_signals",
+        "train.max_restarts",
+        "train.hang_seconds",
+        "eval",
+        "checkpoint",
+    }
+
+
+def test_a_config_whose_changes_are_allowed_on_resume_is_the_same_run() -> None:
     old = load_config(GOOD)
-    assert (
-        differences(
-            old, load_config(GOOD, ["train.num_epochs=9", "sharding.default=row_wise", "sharding.tables.C1=table_wise"])
-        )
-        == []
-    )
-    assert differences(old, load_config(GOOD, ["train.seed=9"])) == ["train.seed: 1 -> 9"]
+    allowed = ["train.num_epochs=9", "sharding.default=row_wise", "sharding.tables.C1=table_wise", "eval.ks=[3]"]
+    new = load_config(GOOD, allowed)
+    assert differences(old, new) == []
+    assert fingerprint(old) == fingerprint(new)
+
+
+def test_a_config_with_any_other_change_is_another_run() -> None:
+    old = load_config(GOOD)
+    new = load_config(GOOD, ["train.seed=9", "train.num_epochs=9"])
+    assert differences(old, new) == ["train.seed: 1 -> 9"]
+    assert fingerprint(old) != fingerprint(new)
+
+
+def test_the_fingerprint_of_a_config_stays_the_same_from_version_to_version() -> None:
+    """Checkpoints hold it: another value would refuse to resume them."""
+    assert fingerprint(load_config(GOOD)) == "1eb0dc88389baf6d"
+    assert fingerprint(load_config(GOOD, ["train.seed=3"])) == "2ef9a1c628ebcbf1"

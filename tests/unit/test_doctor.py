@@ -5,7 +5,7 @@ from recmill.hardware.precision import Finding
 
 
 def fake_versions(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """What pip would say; nothing is uninstalled for a test."""
+    """Pretend that pip has installed these versions."""
     monkeypatch.setattr(doctor, "installed_version", lambda package: versions.get(package.replace("-", "_")))
     monkeypatch.setattr(doctor, "_real_operations", lambda: [])
 
@@ -14,7 +14,9 @@ def problems(checks: list[doctor.Check]) -> dict[str, str]:
     return {check.name: check.remedy for check in checks if not check.is_good}
 
 
-def test_an_unmatched_trio_is_told_with_the_command_that_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_do_not_match_are_reported_with_the_command_that_fixes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake_versions(monkeypatch, torch="2.14.0", torchrec="1.8.0", fbgemm_gpu_cpu="1.8.0")
     checks = doctor.doctor()
     assert not doctor.would_work(checks)
@@ -39,12 +41,12 @@ def test_a_missing_compiler_does_not_stop_training(monkeypatch: pytest.MonkeyPat
     assert doctor.would_work(checks)
 
 
-def test_libraries_that_do_not_fit_together_are_found_by_a_real_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_that_do_not_match_are_found_by_a_real_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_FBGEMM_PROBE", "raise ImportError('undefined symbol')")
     (check,) = doctor._real_operations()
     assert not check.is_good
     assert "undefined symbol" in check.found
-    assert check.remedy == doctor.mend()
+    assert check.remedy == doctor.fix_command()
 
 
 def test_an_operation_that_kills_its_process_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +60,8 @@ def test_a_missing_compiler_costs_our_kernels(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("shutil.which", lambda name: None)
     check = doctor._compiler()
     assert (
-        "our CPU kernels cannot be compiled. Without them, steps of click models take 1.2 to 1.3 times" in check.found
+        "Recmill's CPU kernels cannot be compiled. Without them, steps of click models take 1.2 to 1.3 times"
+        in check.found
     )
 
 

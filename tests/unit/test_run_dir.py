@@ -1,12 +1,16 @@
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from recmill.errors import CheckpointError
 from recmill.observe.run_dir import RunDirectory
 
 
-def test_the_lock_of_a_killed_owner_stops_nobody(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
         "from recmill.observe.run_dir import RunDirectory\n"
@@ -22,3 +26,47 @@ def test_the_lock_of_a_killed_owner_stops_nobody(tmp_path: Path) -> None:
     assert f"process {owner.pid} on" in (tmp_path / ".lock").read_text()
     with RunDirectory(tmp_path).locked():
         assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+
+
+def test_a_run_that_has_ended_is_not_set_to_running_again(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.write_status("running", step=5)
+    run.write_status("done", step=10)
+    run.write_status("running", step=10)
+    assert run.read_status()["state"] == "done"
+
+
+def test_metrics_after_a_step_and_an_incomplete_line_are_removed(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for step in (1, 2, 3):
+        run.append_metrics({"step": step})
+    with run.metrics_file.open("a") as file:
+        file.write('{"step": 1, "lo')
+    run.forget_metrics_after(2)
+    assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([], None),
+        ([".lock", "log.txt", "log.rank-1.txt", ".status.json.17"], None),
+        (["status.json", "anything"], None),
+        (["status.json", "dataset.json"], "dataset.json"),
+        (["log.txt", "thesis.tex"], "thesis.tex"),
+    ],
+)
+def test_a_file_of_something_else_shows_that_a_directory_is_not_a_run_s(
+    files: list[str], expected: str | None, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    assert RunDirectory(tmp_path).foreign_file() == expected
+
+
+@pytest.mark.parametrize("text", ["\0", "[1]"])
+def test_a_status_that_is_not_json_is_an_error_with_its_path(text: str, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.status_file.write_text(text)
+    with pytest.raises(CheckpointError, match=r"status\.json: not readable as JSON"):
+        run.read_status()

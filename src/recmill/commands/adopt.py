@@ -51,10 +51,23 @@ _ANY_ID = 2**63 - 1  # stands for a table size that is not known yet
 
 
 class Options(Section):
-    last_day: Literal["val-first", "test-first", "none"] = "val-first"
-    val_fraction: float | None = Field(None, gt=0.0, lt=0.5)
-    table_size: list[PositiveInt] | None = Field(None, min_length=1)
-    dense_transform: str | None = None
+    last_day: Literal["val-first", "test-first", "none"] = Field(
+        "val-first", description="Which half of the last day is for validation, the other for test; none: no split."
+    )
+    val_fraction: float | None = Field(
+        None,
+        gt=0.0,
+        lt=0.5,
+        description=f"Share of the rows for val, and as much for test. A single day: {VAL_FRACTION}.",
+    )
+    table_size: list[PositiveInt] | None = Field(
+        None,
+        min_length=1,
+        description="Rows of all tables, or of each one, like 10,1000 (default: the largest id + 1).",
+    )
+    dense_transform: str | None = Field(
+        None, description="How the dense values were made, like 'log(x+3)'; kept as a note in dataset.json."
+    )
 
 
 def adopt(path: str | Path, **options: Any) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
+from recmill.config.sections import Section
 from recmill.data.click_rows import BLOCK_ROWS, ClickRows, StoredDay, bad_id_text, feature_of_column, id_limits
 from recmill.datasets.criteo.rules import memory_bytes
 from recmill.errors import ConfigError
@@ -24,6 +26,10 @@ ROUNDED_SHARE, ROUNDED_IDS = 0.999, 32  # so large a share of so many ids is no 
 LEAST_MEMORY = 10**6
 _BYTES_PER_HELD_OUT_ROW = 20  # its hash, twice while they are sorted; its part of the sieve; whether it was found
 _NO_LOGARITHM, _UNCLEAR = "no logarithm of whole numbers", "unclear"
+
+
+class Options(Section):
+    memory_budget: str = Field("2GB", description="Most memory to use; with less the data is read more often.")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ Facts = dict[str, Any]
 def list_checkpoints(run: str | Path, *, digests: bool = False) -> list[Facts]:
     """One of each, oldest first: step, epoch, batch, kind, bytes, saved_at, processes, is_best, health.
 
-    `health` is "whole" or what is wrong; `digests`: every byte is read for it, otherwise names and sizes only.
+    `health` is "complete" or what is wrong; `digests`: every byte is read for it, otherwise names and sizes only.
     """
     directory = open_trained_run(run)[0].checkpoints
     paths = saved.committed(directory)
@@ -37,7 +37,7 @@ def _facts(path: Path, is_best: bool, digests: bool) -> Facts:
     kind = f"changes since step {int(state.base.removeprefix('step-')):,}" if state.base else "full"
     at = {"epoch": state.position.epoch, "batch": state.position.batch}
     made = {"kind": kind, "saved_at": state.saved_at, "processes": state.origin.world_size}
-    return facts | at | made | {"health": "whole"}
+    return facts | at | made | {"health": "complete"}
 
 
 def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
@@ -66,7 +66,7 @@ def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
                 "table": table_of(key),
                 "size": list(description.size),
                 "dtype": str(dtype).removeprefix("torch."),
-                "pieces": len(description.chunks),
+                "shards": len(description.chunks),
                 "bytes": dtype.itemsize * description.size.numel(),
             }
 

@@ -1,4 +1,4 @@
-"""`recmill doctor`: what is installed, does it fit together, what to run if not."""
+"""`recmill doctor`: check the installation and the machine, and say how to fix what is wrong."""
 
 import signal
 import subprocess
@@ -12,14 +12,13 @@ from recmill.hardware.memory import memory_bytes
 from recmill.hardware.precision import Dtype, probe
 from recmill.kernels import COST_WITHOUT
 from recmill.launch.local import run_job
-from recmill.observe.run_dir import installed_version
+from recmill.observe.provenance import installed_version
+from recmill.tables.pins import FBGEMM, TORCH, TORCHREC
 
 if TYPE_CHECKING:
     from recmill.world import World
 
-# The trio is built together: any other combination fails at import or, worse, later.
-TORCH, TORCHREC, FBGEMM = "2.13.0", "1.8.0", "1.8.0"
-MEND_TWO_FBGEMMS = (
+FIX_TWO_FBGEMMS = (
     f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install fbgemm-gpu-cpu=={FBGEMM} (or fbgemm-gpu, for CUDA)"
 )
 MIN_MEMORY_GB = 2
@@ -42,19 +41,20 @@ class Check:
 
 
 def doctor() -> list[Check]:
-    """Every check in order; training would work if none that `is_needed` is bad."""
+    """Run every check, in the order in which they are printed."""
     checks = [_python(), *_versions()]
-    trio_is_there = all(check.is_good for check in checks)
-    checks += _real_operations() if trio_is_there else []
+    if all(check.is_good for check in checks):
+        checks += _real_operations()
     return [*checks, _compiler(), *_hardware()]
 
 
 def would_work(checks: list[Check]) -> bool:
+    """Return whether training would work: all checks that it needs are good."""
     return all(check.is_good or not check.is_needed for check in checks)
 
 
 def work(world: "World") -> bool:
-    """In each of two processes: an all-to-all over gloo, the way sharded tables talk."""
+    """Exchange values over gloo in each of two processes, as sharded tables do."""
     from recmill.world import exchange
 
     received = exchange(world, [10 * world.rank + to for to in range(world.size)])
@@ -62,8 +62,8 @@ def work(world: "World") -> bool:
     return True
 
 
-def mend() -> str:
-    """For the build that is there: the CPU's, unless CUDA's is installed."""
+def fix_command() -> str:
+    """Return the command that installs matching versions, for CUDA if its FBGEMM is installed, otherwise for CPU."""
     fbgemm = "fbgemm-gpu" if installed_version("fbgemm-gpu") else "fbgemm-gpu-cpu"
     return (
         f"pip install torch=={TORCH} {fbgemm}=={FBGEMM} tensordict torchmetrics==1.0.3 tqdm pyre-extensions "
@@ -81,26 +81,26 @@ def _versions() -> list[Check]:
     cpu, cuda = installed_version("fbgemm-gpu-cpu"), installed_version("fbgemm-gpu")
     if cpu and cuda:
         found = f"fbgemm-gpu {cuda} and fbgemm-gpu-cpu {cpu} overwrite each other's files"
-        return [*checks, Check("fbgemm", found, is_good=False, remedy=MEND_TWO_FBGEMMS)]
+        return [*checks, Check("fbgemm", found, is_good=False, remedy=FIX_TWO_FBGEMMS)]
     return [*checks, _version("fbgemm-gpu" if cuda else "fbgemm-gpu-cpu", FBGEMM)]
 
 
-def _version(package: str, wanted: str) -> Check:
+def _version(package: str, expected: str) -> Check:
     found = installed_version(package)
     if found is None:
-        return Check(package, f"not installed, {wanted} wanted", is_good=False, remedy=mend())
-    fits = found.split("+")[0] == wanted
-    return Check(package, found if fits else f"{found}, {wanted} wanted", is_good=fits, remedy=mend())
+        return Check(package, f"not installed, expected {expected}", is_good=False, remedy=fix_command())
+    matches = found.split("+")[0] == expected
+    return Check(package, found if matches else f"{found}, expected {expected}", is_good=matches, remedy=fix_command())
 
 
 def _real_operations() -> list[Check]:
-    # In a process of its own: libraries that do not fit together may end it without an exception.
+    # In a separate process: libraries that do not match may kill it without an exception.
     done = subprocess.run([sys.executable, "-P", "-c", _FBGEMM_PROBE], capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         if done.returncode < 0:
             reason = f"killed by {signal.Signals(-done.returncode).name}"
-        return [Check("FBGEMM operation", reason, is_good=False, remedy=mend())]
+        return [Check("FBGEMM operation", reason, is_good=False, remedy=fix_command())]
     gpu = done.stdout.strip()
     try:
         run_job("doctor", {"device": "cpu"}, procs=2)
@@ -118,25 +118,30 @@ def _real_operations() -> list[Check]:
 
 
 def _precision(dtype: Dtype) -> Check:
-    """Run products of this dtype on the CPU. Training works anyway: it uses float32 where they fail or are slow."""
+    """Run matrix products in this dtype on the CPU. Where they fail or are slow, training uses float32."""
     finding = probe(dtype, threads_per_process(1))
     use = "train.precision can use it" if finding.is_faster else "training stays in float32"
-    works = finding.ratio is not None
     remedy = f"Use train.precision = 'float32' (training does, whatever is set), or a machine that has {dtype}."
-    return Check(f"{dtype} on CPU", f"{finding}: {use}", is_good=works, is_needed=False, remedy=remedy)
+    return Check(
+        f"{dtype} on CPU", f"{finding}: {use}", is_good=finding.ratio is not None, is_needed=False, remedy=remedy
+    )
 
 
 def _compiler() -> Check:
     if path := cxx_compiler():
         return Check("C++ compiler", path)
-    found = f"none (CXX, {', '.join(COMPILERS)}): our CPU kernels cannot be compiled. {COST_WITHOUT}"
+    found = f"none (CXX, {', '.join(COMPILERS)}): Recmill's CPU kernels cannot be compiled. {COST_WITHOUT}"
     return Check("C++ compiler", found, is_good=False, is_needed=False, remedy="apt-get install g++")
 
 
 def _hardware() -> list[Check]:
     gigabytes = memory_bytes() / 1e9
-    enough = gigabytes >= MIN_MEMORY_GB
     return [
         Check("cores", f"{num_cores()} ({cpu_name()})"),
-        Check("memory", f"{gigabytes:.1f} GB", enough, remedy=f"Training needs {MIN_MEMORY_GB} GB or more."),
+        Check(
+            "memory",
+            f"{gigabytes:.1f} GB",
+            gigabytes >= MIN_MEMORY_GB,
+            remedy=f"Training needs {MIN_MEMORY_GB} GB or more.",
+        ),
     ]

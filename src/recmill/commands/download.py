@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from recmill.config.sections import Section, key
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_directory, write_json
 from recmill.observe.progress import Progress
@@ -28,6 +29,15 @@ _FIRST_PAUSE_SECONDS = 1.0  # doubled from try to try
 _SILENCE_SECONDS = 60.0
 _BLOCK_BYTES = 1 << 20
 _AGAIN = (408, 429, 500, 502, 503, 504)
+
+
+class Options(Section):
+    variant: str | None = key(
+        None,
+        "movielens: ml-100k, ml-1m (default), ml-20m, ml-25m; goodreads: interactions (default), or books and book-ids "
+        "for titles.",
+    )
+    url: str | None = key(None, "Another address of the same file, such as a mirror; its checksum must be the same.")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from pydantic import Field
+
 from recmill import registry
 from recmill.commands.assemble import (
     build_sharded,
@@ -16,8 +18,9 @@ from recmill.commands.assemble import (
     task_module,
     trained_checkpoint,
 )
+from recmill.commands.options import Fallback, Procs, Verify, Which
 from recmill.config import Config
-from recmill.config.sections import RankingProtocol
+from recmill.config.sections import RankingProtocol, Section
 from recmill.errors import ConfigError
 from recmill.launch.local import is_launched_with, run_job
 from recmill.schema import Dataset
@@ -26,7 +29,31 @@ if TYPE_CHECKING:
     from recmill.world import World
 
 Split = Literal["val", "test"]
-Which = Literal["newest", "best"]
+
+
+class Options(Section):
+    """The flags of `recmill evaluate RUN`."""
+
+    split: Split = Field("test", description="What to evaluate on.")
+    checkpoint: Which = "newest"
+    fallback: Fallback = False
+    protocols: list[str] | None = Field(
+        None,
+        description="How sequence models rank targets: full, pop100, uni100, with commas.  [default: the run's]",
+        json_schema_extra={"flags": ["--protocol"]},
+    )
+    ks: list[int] | None = Field(
+        None,
+        description="Cut-offs of ranking metrics, like 1,5,10.  [default: the run's]",
+        json_schema_extra={"flags": ["--k"]},
+    )
+    bootstrap: int = Field(
+        0,
+        description="95 % intervals of ranking metrics, from N resamples of the users.",
+        json_schema_extra={"metavar": "N"},
+    )
+    procs: Procs = 1
+    verify: Verify = False
 
 
 def evaluate(

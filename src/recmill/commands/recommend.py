@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import Field
 
 from recmill.commands.assemble import (
     check_which,
@@ -17,6 +18,8 @@ from recmill.commands.assemble import (
     open_trained_run,
     trained_checkpoint,
 )
+from recmill.commands.options import Fallback, Which
+from recmill.config.sections import Section
 from recmill.data.names import Names
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_file
@@ -31,6 +34,21 @@ log = logging.getLogger(__name__)
 
 _HISTORIES_AT_ONCE = 1024
 _SCORES_AT_ONCE = 1 << 24  # histories times items
+
+
+class Options(Section):
+    """The flags of `recmill recommend RUN`."""
+
+    history: str | None = Field(None, description="Original ids or titles of items, oldest first, separated by commas.")
+    users: str | None = Field(None, description="Original ids of users of the dataset, separated by commas.")
+    is_for_all: bool = Field(
+        False, description="Every user of the dataset; needs --output.", json_schema_extra={"flags": ["--all"]}
+    )
+    output: str | None = Field(None, description="Parquet file to write: user, rank, item, title, score.")
+    k: int = Field(10, description="How many items.")
+    include_seen: bool = Field(False, description="Include items that are in the history already.")
+    checkpoint: Which = "newest"
+    fallback: Fallback = False
 
 
 def recommend(

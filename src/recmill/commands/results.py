@@ -10,7 +10,7 @@ from recmill.schema import open_dataset
 
 
 @dataclass(frozen=True)
-class Reached:
+class RunReport:
     run: str
     model: str
     state: str  # of status.json
@@ -18,11 +18,11 @@ class Reached:
     best: dict[str, float]  # known for synthetic data alone
 
 
-def results(*runs: str | Path, split: str = "test") -> list[Reached]:
+def results(*runs: str | Path, split: str = "test") -> list[RunReport]:
     return [_reached(run, split) for run in runs]
 
 
-def _reached(path: str | Path, split: str) -> Reached:
+def _reached(path: str | Path, split: str) -> RunReport:
     run, config = open_run(path)
     state = run.read_status().get("state", "unknown")
     if not run.results_file.is_file():
@@ -35,7 +35,7 @@ def _reached(path: str | Path, split: str) -> Reached:
         raise CheckpointError(
             f"{run.results_file}: no metrics of split '{split}'. Remove it and train again to write it anew."
         )
-    return Reached(str(path), config.model_name, state, values, best_reachable(config.settings.data.path, split))
+    return RunReport(str(path), config.model_name, state, values, best_reachable(config.settings.data.path, split))
 
 
 def best_of_run(run: str | Path, split: str) -> dict[str, float]:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
+from recmill.config.sections import Section
 from recmill.datasets.compressed import read_blocks
 from recmill.errors import ConfigError, DataError
 from recmill.files.atomic import new_directory
@@ -17,6 +19,11 @@ log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 20  # stays in the processor's cache between being read, searched and written
 _NEWLINE = ord("\n")
+
+
+class Options(Section):
+    lines: PositiveInt = Field(5_000_000, description="Lines of each slice.")
+    days: PositiveInt = Field(24, description="Number of slices: day_0, day_1, ...; the rest of the log is left out.")
 
 
 def split(input: str | Path, output: str | Path, *, lines: int, days: int) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from recmill.commands.assemble import (
     build_sharded,
     build_source,
@@ -20,8 +22,10 @@ from recmill.commands.assemble import (
     open_trained_run,
     task_module,
 )
+from recmill.commands.options import Fallback, Procs, Verify
+from recmill.commands.results import RunReport
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
-from recmill.config.sections import TrainSection
+from recmill.config.sections import Section, TrainSection
 from recmill.errors import ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
@@ -30,7 +34,8 @@ from recmill.hardware.precision import probe, worker_environment
 from recmill.launch.local import is_launched_with, job_directory, num_restarts, run_job
 from recmill.launch.signals import error_for, listening, stop_with_parent
 from recmill.launch.watchdog import Hang, beat, watching
-from recmill.observe.run_dir import RunDirectory, State, environment, versions
+from recmill.observe.provenance import environment, versions
+from recmill.observe.run_dir import RunDirectory, State
 from recmill.schema import Dataset
 
 if TYPE_CHECKING:
@@ -40,6 +45,39 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Results = dict[str, dict[str, Any]]
+
+
+class Options(Section):
+    """The flags of `recmill train CONFIG`."""
+
+    run: str = Field(
+        description="Run directory; an interrupted run resumes from its newest checkpoint.",
+        json_schema_extra={"flags": ["--run", "--run-dir"]},  # torchrun takes '--run' for its own '--run-path'
+    )
+    procs: Procs = 1
+    overrides: list[str] = Field(
+        [],
+        description="Change a config key, like optim.dense.lr=0.02.",
+        json_schema_extra={"flags": ["--set"], "metavar": "KEY=VALUE"},
+    )
+    init_from: str | None = Field(
+        None,
+        description="A new run starts from the newest checkpoint of this one.",
+        json_schema_extra={"metavar": "RUN"},
+    )
+    allow_partial: bool = Field(
+        False, description="With --init-from: take the tables and layers that have the same size."
+    )
+    fallback: Fallback = False
+    verify: Verify = False
+
+
+class TrainResults(dict[str, dict[str, Any]]):
+    """The final metrics by split; `report` is how the run is shown beside others."""
+
+    def __init__(self, values: dict[str, dict[str, Any]], report: RunReport) -> None:
+        super().__init__(values)
+        self.report = report
 
 
 def train(
@@ -52,7 +90,7 @@ def train(
     init_from: str | Path | None = None,
     allow_partial: bool = False,
     fallback: bool = False,
-) -> Results:
+) -> TrainResults:
     """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ...}}.
 
     A run that a signal stopped raises `recmill.errors.Preempted` or, by Ctrl-C, `Interrupted`.
@@ -67,9 +105,14 @@ def train(
     run_directory = RunDirectory(Path(run).absolute())
     _check_continuation(run_directory, checked)
     dataset = open_matching_dataset(checked, "digests" if verify else "sizes")
+
+    def reported(results: Results) -> TrainResults:
+        best = dataset.description.truth.get("test", {})
+        return TrainResults(results, RunReport(str(run), checked.model_name, "done", results["test"], best))
+
     if _is_finished(run_directory, checked, dataset):
         log.info("%s is finished: nothing to do", run_directory.path)
-        return run_directory.read_results()
+        return reported(run_directory.read_results())
     arguments: dict[str, Any] = {
         "config": checked.as_dict(),
         "run": str(run_directory.path),
@@ -86,12 +129,12 @@ def train(
 
             with joined_world(section.device, wait_seconds) as world:
                 results = work(world, **arguments)
-        return _unless_stopped(results)
+        return reported(_unless_stopped(results))
     run_directory.path.mkdir(parents=True, exist_ok=True)
     arguments |= {"device": section.device, "wait_seconds": wait_seconds, "stop_signals": section.stop_signals}
     try:
         environment = _precision_environment(section, procs)
-        return _unless_stopped(run_job("train", arguments, procs, section.max_restarts, environment))
+        return reported(_unless_stopped(run_job("train", arguments, procs, section.max_restarts, environment)))
     except UserError as error:
         _note_failure(run_directory, error)
         raise

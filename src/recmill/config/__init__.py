@@ -1,6 +1,7 @@
-"""Strict run configs."""
+"""Strict run configs: `load_config` reads a TOML file into typed sections, or reports everything that is wrong."""
 
-from recmill.config.load import Config, differences, fingerprint, flat, load_config, plain, to_toml
+from recmill.config.compare import differences, fingerprint
+from recmill.config.load import Config, load_config, plain, to_toml
 from recmill.config.sections import Section, Settings
 
-__all__ = ["Config", "Section", "Settings", "differences", "fingerprint", "flat", "load_config", "plain", "to_toml"]
+__all__ = ["Config", "Section", "Settings", "differences", "fingerprint", "load_config", "plain", "to_toml"]

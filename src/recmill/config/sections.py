@@ -3,135 +3,169 @@
 A model's own section is the `Config` in its file under `models/`.
 """
 
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from recmill import registry
+
+T = TypeVar("T")
+MAY_CHANGE = "may change on resume"
+MayChange = Annotated[T, MAY_CHANGE]  # a key or section that may differ between a run and its continuation
+
+ADAM_ON_CPU = (
+    "optim.tables.name = 'adam' on CPU: FBGEMM has no fused Adam there. "
+    "Use 'rowwise_adagrad' or 'adagrad', or sharding.mode = 'ddp'."
+)
+
+
+def key(default: Any, help: str, **constraints: Any) -> Any:
+    """Declare a key with its default (... if it is required), its one-line help, and pydantic's constraints."""
+    return Field(default, description=help, **constraints)
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    def contradictions(self) -> list[str]:
+        """Return a sentence for each set of keys that contradict each other.
+
+        A sentence names all these keys in full ('train.seed'): it is left out if one of them has a wrong value.
+        """
+        return []
+
+    def changed_keys(self) -> list[str]:
+        """Return the keys whose values are not their defaults, in the order of their declaration."""
+        fields = type(self).model_fields
+        return [key for key in fields if getattr(self, key) != fields[key].default]
+
 
 class MultiHotSection(Section):
-    sizes: list[PositiveInt] = Field(
-        [], description="Ids of a row by feature, or one number for all: others are added to its one. Empty: none."
+    sizes: list[PositiveInt] = key(
+        [], "Ids per row by feature, or one number for all; fixed ids are added to a row's own. Empty: off."
     )
-    distribution: Literal["uniform", "pareto"] = Field("uniform", description="Of the ids that are added.")
-    min_table_size: NonNegativeInt = Field(0, description="Features of smaller tables keep their one id.")
-    seed: NonNegativeInt = Field(0, lt=2**32, description="Which ids go together: 0 is the DLRM reference's.")
-    collect_frequencies: bool = Field(
-        False, description="At the end, write how often each id was trained on to frequencies.npz."
-    )
+    distribution: Literal["uniform", "pareto"] = key("uniform", "Distribution of the added ids.")
+    min_table_size: NonNegativeInt = key(0, "Features whose tables have fewer rows keep one id per row.")
+    seed: NonNegativeInt = key(0, "Seed of the added ids; 0 gives those of the DLRM reference.", lt=2**32)
+    collect_frequencies: MayChange[bool] = key(False, "Write how often each id was trained on to frequencies.npz.")
 
     def ids_per_row(self, table_rows: list[int]) -> list[int]:
-        """By feature."""
+        """Return the number of ids per row for each feature, given the rows of its table."""
         sizes = self.sizes * len(table_rows) if len(self.sizes) == 1 else self.sizes
         return [s if rows >= self.min_table_size else 1 for s, rows in zip(sizes, table_rows, strict=True)]
 
-    @model_validator(mode="after")
-    def no_contradictions(self) -> "MultiHotSection":
-        fields = type(self).model_fields
-        useless = [key for key in fields if getattr(self, key) != fields[key].default]
-        if useless and not self.sizes:
-            raise ValueError(f"data.multi_hot.{useless[0]} without data.multi_hot.sizes does nothing. Set both.")
-        return self
+    def contradictions(self) -> list[str]:
+        if self.sizes:
+            return []
+        return [
+            f"data.multi_hot.{key} without data.multi_hot.sizes does nothing. Set both." for key in self.changed_keys()
+        ]
 
 
 class DataSection(Section):
-    path: str = Field(description="The prepared dataset's directory (as given: relative to where you are).")
-    order: Literal["shuffled", "file", "batch"] = Field(
-        "shuffled",
-        description="Training order: a new permutation each epoch; the files' own; or that, mixed within each batch.",
+    path: MayChange[str] = key(..., "Directory of the prepared dataset, relative to the current directory.")
+    order: Literal["shuffled", "file", "batch"] = key(
+        "shuffled", "Training order: a new permutation each epoch, as stored, or as stored but shuffled in each batch."
     )
-    drop_last: bool = Field(False, description="Leave out the last global batch of an epoch if it is not full.")
-    limit_train_batches: NonNegativeInt = Field(0, description="Train on so many global batches an epoch; 0: all.")
-    limit_val_batches: NonNegativeInt = Field(0, description="Validate on the first so many global batches; 0: all.")
-    limit_test_batches: NonNegativeInt = Field(0, description="Test on the first so many global batches; 0: all.")
-    prefetch: NonNegativeInt = Field(2, le=64, description="Batches prepared ahead, in the background; 0: none.")
-    train_on_validation: bool = Field(
-        False, description="Histories: train on the items of validation too, as BERT4Rec's own code does."
-    )
+    drop_last: bool = key(False, "Drop the last global batch of an epoch if it is not full.")
+    limit_train_batches: NonNegativeInt = key(0, "Train on N global batches per epoch; 0: all.")
+    limit_val_batches: MayChange[NonNegativeInt] = key(0, "Validate on the first N global batches; 0: all.")
+    limit_test_batches: MayChange[NonNegativeInt] = key(0, "Test on the first N global batches; 0: all.")
+    prefetch: MayChange[NonNegativeInt] = key(2, "Batches to prepare ahead in the background; 0: none.", le=64)
+    train_on_validation: bool = key(False, "Histories: train on validation items too, as BERT4Rec's own code does.")
     multi_hot: MultiHotSection = MultiHotSection()
 
 
+def _known_store(name: str) -> str:
+    if name not in registry.STORES:
+        raise ValueError(f"'tables.store': {registry.unknown('store', name, registry.STORES)}")
+    return name
+
+
 class TablesSection(Section):
-    store: str = Field("device_mem", description="Where table rows live.")
+    store: Annotated[str, AfterValidator(_known_store)] = key("device_mem", "Where table rows live.")
 
 
 ShardingType = Literal["auto", "data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "grid"]
 
 
 class ShardingSection(Section):
-    mode: Literal["auto", "ddp"] = Field(
-        "auto", description="'ddp': plain data parallelism, every table on every process."
-    )
-    default: ShardingType = Field(
-        "auto", description="How tables are cut over processes: 'auto' leaves it to TorchRec's planner."
-    )
-    tables: dict[str, ShardingType] = Field({}, description="The same for single tables, by table or feature name.")
+    mode: Literal["auto", "ddp"] = key("auto", "'ddp': plain data parallelism, with every table on every process.")
+    default: ShardingType = key("auto", "How tables are sharded; 'auto' leaves it to TorchRec's planner.")
+    tables: dict[str, ShardingType] = key({}, "How single tables are sharded, by table or feature name.")
 
     def type_of(self, table: str, feature: str) -> ShardingType:
         if self.mode == "ddp":
             return "data_parallel"
         return self.tables.get(table, self.tables.get(feature, self.default))
 
-    def asked_for(self) -> set[ShardingType]:
-        return {"data_parallel"} if self.mode == "ddp" else {self.default, *self.tables.values()}
+    def requested_types(self) -> dict[str, ShardingType]:
+        """Return the type that each key requests."""
+        if self.mode == "ddp":
+            return {"sharding.mode": "data_parallel"}
+        return {
+            "sharding.default": self.default,
+            **{f"sharding.tables.{name}": kind for name, kind in self.tables.items()},
+        }
+
+    def contradictions(self) -> list[str]:
+        if self.mode != "ddp" or (self.default == "auto" and not self.tables):
+            return []
+        return [
+            "sharding.mode = 'ddp' keeps every table on every process, but sharding.default or sharding.tables request "
+            "something else. Remove them, or the mode."
+        ]
 
 
 class DenseOptim(Section):
-    name: Literal["adam", "adamw", "adagrad", "sgd"] = Field("adam", description="Optimizer of all dense layers.")
-    lr: PositiveFloat = Field(0.001, description="Learning rate of the dense layers.")
-    weight_decay: float = Field(0.0, ge=0.0, description="Weight decay of the dense layers.")
-    eps: float = Field(
-        0.0, ge=0.0, description="Added to the denominator; 0: torch's own (Adam 1e-8, Adagrad 1e-10). Not for SGD."
+    name: Literal["adam", "adamw", "adagrad", "sgd"] = key("adam", "Optimizer of all dense layers.")
+    lr: PositiveFloat = key(0.001, "Learning rate of the dense layers.")
+    weight_decay: float = key(0.0, "Weight decay of the dense layers.", ge=0.0)
+    eps: float = key(
+        0.0, "Added to the denominator; 0: PyTorch's default (Adam 1e-8, Adagrad 1e-10). Not for SGD.", ge=0.0
     )
-    clip_grad_norm: float = Field(0.0, ge=0.0, description="Largest norm of all dense gradients together; 0: any.")
+    clip_grad_norm: float = key(0.0, "Clip the norm of all dense gradients together; 0: no limit.", ge=0.0)
 
-    @model_validator(mode="after")
-    def no_contradictions(self) -> "DenseOptim":
+    def contradictions(self) -> list[str]:
         if self.eps and self.name == "sgd":
-            raise ValueError("optim.dense.eps has no meaning for optim.dense.name = 'sgd'. Remove it.")
-        return self
+            return ["optim.dense.eps has no meaning for optim.dense.name = 'sgd'. Remove it."]
+        return []
 
 
 class TablesOptim(Section):
-    name: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = Field(
-        "rowwise_adagrad", description="Optimizer of the tables; on CPU 'adam' needs data_parallel tables."
+    name: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = key(
+        "rowwise_adagrad", "Optimizer of the tables; on CPU, 'adam' needs data_parallel tables."
     )
-    lr: PositiveFloat = Field(0.05, description="Learning rate of the tables.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator (Adagrad, Adam).")
+    lr: PositiveFloat = key(0.05, "Learning rate of the tables.")
+    eps: PositiveFloat = key(1e-8, "Added to the denominator (Adagrad, Adam).")
 
 
+_DECAY_KEYS = {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"}
 _SCHEDULE_KEYS = {
     "constant": set[str](),
-    "mlperf": {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"},
-    "oneflow": {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"},
-    "linear": {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"},
+    "mlperf": _DECAY_KEYS,
+    "oneflow": _DECAY_KEYS,
+    "linear": _DECAY_KEYS,
     "step": {"step_size", "gamma"},
 }
 
 
 class Schedule(Section):
-    name: Literal["constant", "linear", "mlperf", "oneflow", "step"] = Field(
-        "constant", description="How both learning rates change from step to step."
+    name: Literal["constant", "linear", "mlperf", "oneflow", "step"] = key(
+        "constant", "How both learning rates change from step to step."
     )
-    warmup_steps: NonNegativeInt = Field(0, description="Steps of linear warmup (linear, mlperf, oneflow).")
-    decay_start_step: NonNegativeInt = Field(
-        0, description="First step of the decay (linear; quadratic: mlperf, oneflow)."
-    )
-    decay_steps: NonNegativeInt = Field(0, description="Length of the decay; 0: none (linear, mlperf, oneflow).")
-    end_lr: float = Field(0.0, ge=0.0, description="Where the decay ends (linear, oneflow); mlperf: at least 1e-7.")
-    step_size: NonNegativeInt = Field(0, description="Steps between two changes (step).")
-    gamma: PositiveFloat = Field(0.1, description="Factor of each change (step).")
+    warmup_steps: NonNegativeInt = key(0, "Steps of linear warmup (linear, mlperf, oneflow).")
+    decay_start_step: NonNegativeInt = key(0, "First step of the decay: linear, or quadratic (mlperf, oneflow).")
+    decay_steps: NonNegativeInt = key(0, "Steps of the decay; 0: no decay (linear, mlperf, oneflow).")
+    end_lr: float = key(0.0, "Learning rate at the end of the decay (linear, oneflow); mlperf: at least 1e-7.", ge=0.0)
+    step_size: NonNegativeInt = key(0, "Steps between two changes (step).")
+    gamma: PositiveFloat = key(0.1, "Factor of each change (step).")
 
-    @model_validator(mode="after")
-    def no_contradictions(self) -> "Schedule":
-        fields = type(self).model_fields
-        set_keys = {key for key in fields if key != "name" and getattr(self, key) != fields[key].default}
+    def contradictions(self) -> list[str]:
+        changed = set(self.changed_keys()) - {"name"}
         problems = [
             f"optim.schedule.{key} has no meaning for optim.schedule.name = '{self.name}'. Remove it."
-            for key in sorted(set_keys - _SCHEDULE_KEYS[self.name])
+            for key in sorted(changed - _SCHEDULE_KEYS[self.name])
         ]
         if self.name == "step" and not self.step_size:
             problems.append("optim.schedule.name = 'step' needs optim.schedule.step_size. Set it to 1 or more.")
@@ -140,13 +174,12 @@ class Schedule(Section):
                 f"optim.schedule.decay_start_step = {self.decay_start_step} is before the end of warmup, at step "
                 f"{self.warmup_steps}. Start the decay at optim.schedule.warmup_steps or later."
             )
-        if not self.decay_steps and (useless := set_keys & {"decay_start_step", "end_lr"}):
-            problems.append(
-                f"optim.schedule.{sorted(useless)[0]} without optim.schedule.decay_steps does nothing. Set both."
-            )
-        if problems:
-            raise ValueError("\n  ".join(problems))
-        return self
+        if not self.decay_steps:
+            problems += [
+                f"optim.schedule.{key} without optim.schedule.decay_steps does nothing. Set both."
+                for key in sorted(changed & _SCHEDULE_KEYS[self.name] & {"decay_start_step", "end_lr"})
+            ]
+        return problems
 
 
 class OptimSection(Section):
@@ -154,136 +187,125 @@ class OptimSection(Section):
     tables: TablesOptim = TablesOptim()
     schedule: Schedule = Schedule()
 
-    @model_validator(mode="after")
-    def decay_goes_down(self) -> "OptimSection":
-        lowest = min(self.dense.lr, self.tables.lr)
-        if self.schedule.end_lr > lowest:
-            raise ValueError(f"optim.schedule.end_lr = {self.schedule.end_lr} is above a learning rate, {lowest}.")
-        return self
+    def contradictions(self) -> list[str]:
+        rates = {"optim.dense.lr": self.dense.lr, "optim.tables.lr": self.tables.lr}
+        end = self.schedule.end_lr
+        return [
+            f"optim.schedule.end_lr = {end} is above {key} = {rate}, where the decay starts. Lower it."
+            for key, rate in rates.items()
+            if end > rate
+        ]
 
 
 StopSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2"]
 
 
 class TrainSection(Section):
-    seed: NonNegativeInt = Field(1, lt=2**63, description="Fixes tables, layers, sample order, masks and dropout.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="'auto': CUDA where there is a GPU, else CPU.")
-    tf32: bool = Field(False, description="Let GPUs round the inputs of float32 multiplications to 10 bits.")
-    precision: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32",
-        description="Of the dense layers while training; float32 where it fails or is not faster.",
+    seed: NonNegativeInt = key(1, "Seed of table and layer weights, sample order, masks and dropout.", lt=2**63)
+    device: MayChange[Literal["auto", "cpu", "cuda"]] = key("auto", "'auto': CUDA if there is a GPU, otherwise CPU.")
+    tf32: bool = key(False, "Let GPUs round the inputs of float32 multiplications to 10 bits.")
+    precision: Literal["float32", "bfloat16", "float16"] = key(
+        "float32", "Precision of the dense layers in training; float32 where it fails or is not faster."
     )
-    kernels: Literal["auto", "torch"] = Field(
-        "auto", description="On CPU: our own where a C++ compiler is, else torch's and FBGEMM's; or always those."
+    kernels: MayChange[Literal["auto", "torch"]] = key(
+        "auto", "On CPU: Recmill's C++ kernels if there is a compiler, or always PyTorch's and FBGEMM's."
     )
-    loss_scale: float = Field(0.0, ge=0.0, description="Loss times this (float16 only); 0: found by itself.")
-    global_batch_size: PositiveInt = Field(2048, lt=2**31, description="Samples per step, over all processes together.")
-    num_epochs: PositiveInt = Field(1, description="Passes over the training split.")
-    max_steps: NonNegativeInt = Field(0, description="Stop after this many steps; 0: no limit.")
-    log_every_steps: PositiveInt = Field(50, description="How often the training loss is logged.")
-    check_replicas_every: NonNegativeInt = Field(
-        0, description="Every so many steps see that all processes have the same dense layers, to the bit; 0: do not."
+    loss_scale: float = key(0.0, "Factor of the loss (float16 only); 0: chosen automatically.", ge=0.0)
+    global_batch_size: PositiveInt = key(2048, "Samples per step, over all processes together.", lt=2**31)
+    num_epochs: MayChange[PositiveInt] = key(1, "Passes over the training split.")
+    max_steps: MayChange[NonNegativeInt] = key(0, "Stop after this many steps; 0: no limit.")
+    log_every_steps: MayChange[PositiveInt] = key(50, "Log the training loss every N steps.")
+    check_replicas_every: MayChange[NonNegativeInt] = key(
+        0, "Every N steps, check that all processes hold bit-identical dense layers; 0: never."
     )
-    stop_signals: list[StopSignal] = Field(
-        ["SIGTERM", "SIGUSR1", "SIGUSR2"], description="Signals that mean: finish the step, save, end with code 75."
+    stop_signals: MayChange[list[StopSignal]] = key(
+        ["SIGTERM", "SIGUSR1", "SIGUSR2"], "Signals on which training finishes its step, saves and exits with code 75."
     )
-    max_restarts: NonNegativeInt = Field(
-        0, description="How often a job whose process was killed, crashed or hung starts again (--procs)."
+    max_restarts: MayChange[NonNegativeInt] = key(
+        0, "How often a job restarts after one of its processes was killed, crashed or hung (--procs)."
     )
-    hang_seconds: PositiveFloat = Field(1800.0, description="A process that gets nowhere for so long has hung.")
+    hang_seconds: MayChange[PositiveFloat] = key(1800.0, "A process without progress for this long counts as hung.")
 
-    @model_validator(mode="after")
-    def only_float16_is_scaled(self) -> "TrainSection":
-        if self.loss_scale and self.precision != "float16":
-            raise ValueError(
-                f"train.loss_scale = {self.loss_scale:g} has no meaning for train.precision = '{self.precision}', "
-                "whose gradients do not vanish. Remove it, or use 'float16'."
-            )
-        return self
+    def contradictions(self) -> list[str]:
+        if not self.loss_scale or self.precision == "float16":
+            return []
+        return [
+            f"train.loss_scale = {self.loss_scale:g} has no meaning for train.precision = '{self.precision}', "
+            "whose gradients do not vanish. Remove it, or use 'float16'."
+        ]
 
 
 RankingProtocol = Literal["full", "pop100", "uni100"]
 
 
 class EvalSection(Section):
-    global_batch_size: PositiveInt = Field(
-        4096, lt=2**31, description="Samples per evaluation step, over all processes."
+    global_batch_size: PositiveInt = key(4096, "Samples per evaluation step, over all processes together.", lt=2**31)
+    every_steps: NonNegativeInt = key(0, "Validate every N steps; 0: after each epoch.")
+    each_epoch: bool = key(False, "If every_steps is set, validate after each epoch as well.")
+    before_training: bool = key(False, "Validate before the first step, as a baseline (step 0).")
+    target_auroc: float = key(0.0, "Stop when validation reaches this AUROC (clicks); 0: off.", ge=0.0, le=1.0)
+    patience: NonNegativeInt = key(0, "Stop after N validations without an improvement; 0: off.")
+    protocols: list[RankingProtocol] = key(
+        ["full", "pop100"], "How targets are ranked: full, pop100, uni100 (histories only).", min_length=1
     )
-    every_steps: NonNegativeInt = Field(0, description="Validate every so many steps; 0: after each epoch.")
-    each_epoch: bool = Field(False, description="Validate after each epoch as well, where every_steps is set.")
-    before_training: bool = Field(False, description="Validate before the first step: the baseline, as step 0.")
-    target_auroc: float = Field(0.0, ge=0.0, le=1.0, description="Stop when validation reaches it (clicks); 0: off.")
-    patience: NonNegativeInt = Field(0, description="Stop after so many validations without a better one; 0: off.")
-    protocols: list[RankingProtocol] = Field(
-        ["full", "pop100"], min_length=1, description="How targets are ranked: full, pop100, uni100 (histories only)."
-    )
-    ks: list[PositiveInt] = Field(
-        [1, 5, 10], min_length=1, description="Cut-offs of HR@K, NDCG@K and MRR@K (histories only)."
-    )
+    ks: list[PositiveInt] = key([1, 5, 10], "Cut-offs of HR@K, NDCG@K and MRR@K (histories only).", min_length=1)
 
 
 class CheckpointSection(Section):
-    every_steps: NonNegativeInt = Field(0, description="Save every so many steps; 0: after each epoch.")
-    every_minutes: float = Field(0.0, ge=0.0, description="Save when so many minutes have passed as well; 0: do not.")
-    each_eval: bool = Field(False, description="Save after each validation as well.")
-    at_start: bool = Field(False, description="Save before the first step as well, to see that it can be done.")
-    background: bool = Field(True, description="Train on while a copy is written, if there is memory for it.")
-    on_error: Literal["stop", "continue"] = Field(
-        "stop",
-        description="If a checkpoint cannot be written (a full disk): end with an error, or train on without it.",
+    every_steps: NonNegativeInt = key(0, "Save every N steps; 0: after each epoch.")
+    every_minutes: float = key(0.0, "Save every N minutes as well; 0: off.", ge=0.0)
+    each_eval: bool = key(False, "Save after each validation as well.")
+    at_start: bool = key(False, "Save before the first step as well, to find out whether saving works.")
+    background: bool = key(True, "Continue training while a copy is written, if memory allows.")
+    on_error: Literal["stop", "continue"] = key(
+        "stop", "If a checkpoint cannot be written (disk full): stop with an error, or train without it."
     )
-    full_every: PositiveInt = Field(
-        1, description="Every so manieth is whole; those between hold the table rows that changed since. 1: all whole."
+    full_every: PositiveInt = key(
+        1, "Write a full checkpoint every N saves; the others hold only rows changed since then."
     )
-    row_bits: Literal[32, 8] = Field(
-        32, description="Of the values of changed rows: 8 is a quarter of the bytes, and not exact."
+    row_bits: Literal[32, 8] = key(32, "Bits per value of changed rows; 8 is a quarter of the bytes, but not exact.")
+    keep: PositiveInt = key(2, "Number of newest checkpoints to keep.", ge=2)
+    keep_best: bool = key(
+        False, "Save when a validation is the best so far (AUROC, NDCG), and keep that checkpoint as well."
     )
-    keep: PositiveInt = Field(2, ge=2, description="How many of the newest checkpoints stay on disk.")
-    keep_best: bool = Field(False, description="Save each validation's best (auroc, ndcg) and keep it beside those.")
 
-    @model_validator(mode="after")
-    def no_contradictions(self) -> "CheckpointSection":
+    def contradictions(self) -> list[str]:
         if self.row_bits == 8 and self.full_every == 1:
-            raise ValueError("checkpoint.row_bits = 8 without checkpoint.full_every does nothing. Set both.")
-        return self
+            return ["checkpoint.row_bits = 8 without checkpoint.full_every does nothing. Set both."]
+        return []
 
 
 class Settings(Section):
-    """Everything but the model, whose keys depend on its name."""
+    """All sections but the model's, whose keys depend on its name."""
 
     data: DataSection
-    tables: TablesSection = TablesSection()
-    sharding: ShardingSection = ShardingSection()
+    tables: MayChange[TablesSection] = TablesSection()
+    sharding: MayChange[ShardingSection] = ShardingSection()
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection()
-    eval: EvalSection = EvalSection()
-    checkpoint: CheckpointSection = CheckpointSection()
+    eval: MayChange[EvalSection] = EvalSection()
+    checkpoint: MayChange[CheckpointSection] = CheckpointSection()
 
-    @model_validator(mode="after")
-    def no_contradictions(self) -> "Settings":
+    def contradictions(self) -> list[str]:
         problems = []
-        asked_for, optimizer = self.sharding.asked_for(), self.optim.tables.name
-        if self.sharding.mode == "ddp" and (self.sharding.default != "auto" or self.sharding.tables):
+        requested = self.sharding.requested_types()
+        optimizer = self.optim.tables.name
+        if optimizer == "adam" and self.train.device == "cpu" and set(requested.values()) != {"data_parallel"}:
+            problems.append(ADAM_ON_CPU)
+        splits_rows = [key for key, kind in requested.items() if kind in ("column_wise", "grid")]
+        if optimizer == "rowwise_adagrad" and splits_rows:
+            key = splits_rows[0]
             problems.append(
-                "sharding.mode = 'ddp' keeps every table on every process, but sharding.default or sharding.tables "
-                "say otherwise. Remove them, or the mode."
+                f"{key} = '{requested[key]}' with optim.tables.name = 'rowwise_adagrad': each shard of a row would "
+                "keep a state of its own, so the run would depend on the number of processes. Use 'adagrad' or "
+                "'row_wise'."
             )
-        if self.train.device == "cpu" and optimizer == "adam" and asked_for != {"data_parallel"}:
-            problems.append(
-                "optim.tables.name = 'adam' with train.device = 'cpu': FBGEMM has no fused Adam on CPU. "
-                "Use 'rowwise_adagrad' or 'adagrad', or sharding.mode = 'ddp'."
-            )
-        if self.data.train_on_validation and (self.eval.patience or self.checkpoint.keep_best):
-            key = "eval.patience" if self.eval.patience else "checkpoint.keep_best"
-            problems.append(
-                f"data.train_on_validation with {key}: validation cannot tell what is best when it is trained on. "
-                "Remove one of the two."
-            )
-        if optimizer == "rowwise_adagrad" and (cut := asked_for & {"column_wise", "grid"}):
-            problems.append(
-                f"sharding '{min(cut)}' with optim.tables.name = 'rowwise_adagrad': each piece of a row would keep a "
-                "state of its own, so the run would depend on the number of processes. Use 'adagrad' or 'row_wise'."
-            )
-        if problems:
-            raise ValueError("\n  ".join(problems))
-        return self
+        selects_best = {"eval.patience": self.eval.patience, "checkpoint.keep_best": self.checkpoint.keep_best}
+        if self.data.train_on_validation:
+            problems += [
+                f"data.train_on_validation with {key}: validation cannot select the best step of a run that trains "
+                "on it. Remove one of the two."
+                for key, is_set in selects_best.items()
+                if is_set
+            ]
+        return problems

@@ -7,7 +7,7 @@ weights.
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from recmill.models.sequence_model import SequenceModelConfig, item_table, network, windows
 from recmill.schema import HistoriesDescription
@@ -40,16 +40,16 @@ class Config(SequenceModelConfig):
     )
     dupe_factor: PositiveInt = Field(1, description="Copies of each window in an epoch, each with masks of its own.")
 
-    @model_validator(mode="after")
-    def shares_fit_together(self) -> "Config":
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
         if self.mask_random + self.mask_keep > 1:
-            raise ValueError(
+            problems.append(
                 f"model.mask_random = {self.mask_random} and model.mask_keep = {self.mask_keep} are more than all of "
                 "the hidden items. Make them 1 or less together."
             )
         if self.mask_last_anywhere and not self.mask_last_only:
-            raise ValueError("model.mask_last_anywhere without model.mask_last_only does nothing. Set both.")
-        return self
+            problems.append("model.mask_last_anywhere without model.mask_last_only does nothing. Set both.")
+        return problems
 
 
 def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]:

@@ -1,6 +1,6 @@
 """What the click models declare alike: their tables, and the MLPs below and above their interaction. No plug-in."""
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from recmill.config.sections import Section
 from recmill.schema import ClicksDescription
@@ -18,12 +18,6 @@ class ClickModelConfig(Section):
     top_mlp: list[PositiveInt] = Field(
         [64, 32], min_length=1, description="Layers over the interactions, before the logit."
     )
-
-    @model_validator(mode="after")
-    def sizes_fit_together(self) -> "ClickModelConfig":
-        if problems := self.contradictions():
-            raise ValueError("\n  ".join(problems))
-        return self
 
     def contradictions(self) -> list[str]:
         if self.bottom_mlp[-1] == self.embedding_dim:

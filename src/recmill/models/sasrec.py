@@ -7,7 +7,7 @@ width in the feed-forward layers, no dropout of attention weights.
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from recmill.models.sequence_model import SequenceModelConfig, item_table, network, windows
 from recmill.schema import HistoriesDescription
@@ -28,15 +28,17 @@ class Config(SequenceModelConfig):
     num_negatives: PositiveInt = Field(256, description="Random items that a batch is compared with (gbce).")
     gbce_t: float = Field(0.75, ge=0.0, le=1.0, description="Calibration: 0 is plain binary cross-entropy (gbce).")
 
-    @model_validator(mode="after")
-    def loss_keys_fit_together(self) -> "Config":
-        fields, sampled = type(self).model_fields, ("num_negatives", "gbce_t")
-        useless = [key for key in sampled if getattr(self, key) != fields[key].default]
-        if self.loss == "softmax" and useless:
-            raise ValueError(f"model.{useless[0]} has no meaning for model.loss = 'softmax'. Remove it, or use 'gbce'.")
-        if self.loss == "gbce" and self.label_smoothing:
-            raise ValueError("model.label_smoothing has no meaning for model.loss = 'gbce'. Remove it.")
-        return self
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.loss == "softmax":
+            problems += [
+                f"model.{key} has no meaning for model.loss = 'softmax'. Remove it, or use 'gbce'."
+                for key in self.changed_keys()
+                if key in ("num_negatives", "gbce_t")
+            ]
+        elif self.label_smoothing:
+            problems.append("model.label_smoothing has no meaning for model.loss = 'gbce'. Remove it.")
+        return problems
 
 
 def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]:

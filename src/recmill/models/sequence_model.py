@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from recmill.config.sections import Section
 from recmill.schema import HistoriesDescription
@@ -32,8 +32,7 @@ class SequenceModelConfig(Section):
         description="Items between a long history's windows; below 1: a share of max_length; 0: no overlap.",
     )
 
-    @model_validator(mode="after")
-    def sizes_fit_together(self) -> "SequenceModelConfig":
+    def contradictions(self) -> list[str]:
         problems = []
         if self.embedding_dim % self.num_heads:
             problems.append(
@@ -48,9 +47,7 @@ class SequenceModelConfig(Section):
             problems.append(
                 f"model.sliding_step = {self.sliding_step} is neither a number of items nor a share below 1."
             )
-        if problems:
-            raise ValueError("\n  ".join(problems))
-        return self
+        return problems
 
 
 def item_table(config: SequenceModelConfig, rows: int) -> list[TableSpec]:

@@ -1,6 +1,23 @@
-"""What commands print: plain aligned columns, read by people, cut by awk."""
+"""What commands print: plain aligned columns, for people and for tools like awk."""
 
+from collections.abc import Sequence
 from typing import Any
+
+_RUN_FILES = "config.toml env.json status.json log.txt metrics.jsonl results.json checkpoints/"
+
+
+Row = Sequence[str]
+
+
+def table_lines(rows: Sequence[Row]) -> list[str]:
+    """Return one line per row, with its cells in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def print_table(header: Row, rows: Sequence[Row]) -> None:
+    rule = ["-" * max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print("\n".join(table_lines([header, rule, *rows])))
 
 
 def print_dataset(description: dict[str, Any]) -> None:
@@ -20,6 +37,8 @@ def print_dataset(description: dict[str, Any]) -> None:
 
 
 def print_audit(report: Any) -> None:
+    """Print a `commands.audit.AuditReport`."""
+
     def percent(share: float | None) -> str:
         return "" if share is None else f"{share:.2%}"
 
@@ -27,17 +46,17 @@ def print_audit(report: Any) -> None:
     parts = [[part.day, part.split, f"{part.rows:,}", percent(rate[part]), part.dense] for part in report.parts]
     print_table(["day", "split", "rows", "label rate", "dense values"], parts)
     print()
-    unseen = list(report.shared_rows)
+    held_out = list(report.shared_rows)
     tables = [
         [
             table.name,
             f"{table.rows:,}",
             "" if table.ids_in_train is None else f"{table.ids_in_train:,}",
-            *(percent(table.unseen.get(split)) for split in unseen),
+            *(percent(table.unseen.get(split)) for split in held_out),
         ]
         for table in report.tables
     ]
-    print_table(["table", "rows", "ids in train", *(f"unseen in {split}" for split in unseen)], tables)
+    print_table(["table", "rows", "ids in train", *(f"unseen in {split}" for split in held_out)], tables)
     print()
     print(f"rows: {sum(report.rows.values()):,} in all; " + ", ".join(f"{s} {n:,}" for s, n in report.rows.items()))
     print("table sizes: " + ",".join(str(table.rows) for table in report.tables))
@@ -47,61 +66,80 @@ def print_audit(report: Any) -> None:
 
 
 def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> None:
-    """Of one evaluation; columns that nothing is known for are left out."""
+    """Print the metrics of one evaluation; columns without any value are left out."""
     names = [name for name in values if name.split("/")[0] not in ("low", "high", "popularity")]
-    rows = value_rows({name: values[name] for name in names}, best)
     columns = {
-        "model": [row[1] for row in rows],
+        "model": [_shown(values[name]) for name in names],
         "95 % interval": [
             f"{values[f'low/{name}']:.4f} to {values[f'high/{name}']:.4f}" if f"low/{name}" in values else ""
             for name in names
         ],
         "popularity": [_shown(values.get(f"popularity/{name}", "")) for name in names],
-        "best reachable": [row[2] for row in rows],
+        "best reachable": [_shown(best.get(name, "")) for name in names],
     }
     kept = {title: cells for title, cells in columns.items() if any(cells)}
-    print_table([split, *kept], [[name, *cells] for name, *cells in zip(names, *kept.values(), strict=True)])
+    print_table([split, *kept], list(zip(names, *kept.values(), strict=True)))
 
 
-def value_rows(values: dict[str, Any], best: dict[str, float]) -> list[list[str]]:
-    return [[name, _shown(value), _shown(best.get(name, ""))] for name, value in values.items()]
+def print_results(reports: Sequence[Any]) -> None:
+    """Print a list of `commands.results.RunReport`."""
+    rows = [
+        [report.run, report.model, name, _shown(value), _shown(report.best.get(name, ""))]
+        for report in reports
+        for name, value in report.values.items()
+    ]
+    print_table(["run", "model", "test metric", "reached", "best reachable"], rows)
+    for report in reports:
+        print(f"{report.run}/: {_RUN_FILES}")
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:
+    columns = [column for column in ("user", "rank", "item", "title") if rows and column in rows[0]]
+    cells = [[*(str(row[column]) for column in columns), f"{row['score']:.3f}"] for row in rows]
+    print_table([*columns, "score"], cells)
 
 
-def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """Plain aligned columns: read by people, cut by awk."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, ["-" * width for width in widths], *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+def print_written_recommendations(written: dict[str, Any]) -> None:
+    print(f"{written['rows']:,} rows for {written['users']:,} users: {written['output']}")
 
 
-def print_checkpoints(found: list[dict[str, Any]]) -> None:
+def print_checks(checks: Sequence[Any], would_work: bool) -> None:
+    """Print a list of `commands.doctor.Check`."""
+    marks = {True: "ok", False: "PROBLEM"}
+    print_table(["check", "", "found"], [[check.name, marks[check.is_good], check.found] for check in checks])
+    for check in checks:
+        if not check.is_good:
+            print(f"{check.name}: {check.remedy}")
+    print("Training would work." if would_work else "Training would not work until the problems above are fixed.")
+
+
+def print_checkpoints(found: Sequence[dict[str, Any]]) -> None:
     rows = []
     for facts in found:
-        at = [f"{facts.get('epoch', '?')}", f"{facts.get('batch', '?')}", facts.get("kind", "?")]
+        position = [f"{facts.get('epoch', '?')}", f"{facts.get('batch', '?')}", facts.get("kind", "?")]
+        size = f"{facts['bytes'] / 1e6:,.1f}"
         mark = "best" if facts["is_best"] else ""
-        health = "whole" if facts["health"] == "whole" else "DAMAGED"
-        rows.append(
-            [f"{facts['step']:,}", *at, f"{facts['bytes'] / 1e6:,.1f}", facts.get("saved_at", "?"), mark, health]
-        )
+        health = "complete" if facts["health"] == "complete" else "CORRUPT"
+        rows.append([f"{facts['step']:,}", *position, size, facts.get("saved_at", "?"), mark, health])
     print_table(["step", "epoch", "batch", "kind", "MB", "saved", "", "health"], rows)
     for facts in found:
-        if facts["health"] != "whole":
+        if facts["health"] != "complete":
             print(facts["health"])
 
 
 def print_checkpoint(facts: dict[str, Any]) -> None:
     print(facts["path"])
-    base = f"changes of {facts['changed_tensors']} pieces since {facts['base']}" if facts["base"] else "full"
+    base = f"changes of {facts['changed_tensors']} shards since {facts['base']}" if facts["base"] else "full"
     values = {"kind": base, "saved": facts["saved_at"]} | facts["position"] | facts["origin"]
     versions = values.pop("versions")
     print_table(["state", ""], [[name, str(value)] for name, value in (values | versions).items()])
     rows = []
     for tensor in facts["tensors"]:
         size = " x ".join(f"{number:,}" for number in tensor["size"])
-        numbers = [str(tensor["pieces"]), f"{tensor['bytes'] / 1e6:,.3f}"]
+        numbers = [str(tensor["shards"]), f"{tensor['bytes'] / 1e6:,.3f}"]
         rows.append([tensor["key"], tensor["table"] or "", size, tensor["dtype"], *numbers])
-    print_table(["tensor", "table", "size", "type", "pieces", "MB"], rows)
+    print_table(["tensor", "table", "size", "type", "shards", "MB"], rows)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

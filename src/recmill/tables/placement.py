@@ -16,6 +16,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardEstimator, Sha
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from recmill.config.sections import ADAM_ON_CPU
 from recmill.errors import ConfigError, ResourceError
 from recmill.tables.spec import TableSpec
 
@@ -113,10 +114,7 @@ def as_text(placed: list[Placed], world_size: int) -> str:
 def _check_types(network: nn.Module, request: Request, machines: Machines) -> None:
     types = set(request.types.values())
     if request.optimizer == "adam" and machines.device_type == "cpu" and types != {"data_parallel"}:
-        raise ConfigError(
-            "optim.tables.name = 'adam' on CPU: FBGEMM has no fused Adam there. "
-            "Use 'rowwise_adagrad' or 'adagrad', or sharding.mode = 'ddp'."
-        )
+        raise ConfigError(ADAM_ON_CPU)
     for module in network.modules():
         for table in module.embedding_configs() if isinstance(module, EmbeddingCollection) else []:
             if request.types[table.name] not in _SEQUENCE_TYPES:

@@ -1,0 +1,132 @@
+"""Check sections of a run config and describe each problem in a sentence that names its key."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from recmill import registry
+from recmill.config.sections import Section
+
+_KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
+
+
+@dataclass(frozen=True)
+class Problem:
+    text: str
+    keys: tuple[str, ...]  # what it is about
+    meant: str | None = None  # the known key that an unknown one resembles
+
+
+def validated(
+    cls: type[Section], values: Mapping[str, Any], prefix: str = "", siblings: Sequence[str] = ()
+) -> tuple[Section, list[Problem]]:
+    """Return the section and its problems, without contradictions; keys with a problem have their defaults in it.
+
+    `prefix`: the section's name in the config; `siblings`: keys beside those of `cls` that exist there.
+    """
+    try:
+        # Through JSON: strict about types, yet a TOML list may fill a list of any kind.
+        return cls.model_validate_json(json.dumps(values, default=str)), []
+    except ValidationError as error:
+        errors: Sequence[Mapping[str, Any]] = error.errors()
+    problems = {problem.keys: problem for problem in (_problem(cls, error, prefix, siblings) for error in errors)}
+    return _without_problems(cls, values, [error["loc"] for error in errors]), list(problems.values())
+
+
+def contradictions(sentences: Sequence[str], others: Sequence[Problem]) -> list[Problem]:
+    """Return a problem for each sentence that names no key with a problem among `others`."""
+    doubtful = [key for other in others for key in (*other.keys, other.meant) if key]
+    found = [Problem(text, tuple(_KEY.findall(text))) for text in sentences]
+    return [problem for problem in found if not any(concerns(problem, key) for key in doubtful)]
+
+
+def contradictions_within(section: Section) -> Iterator[str]:
+    """Yield the contradictions of a section and of the sections in it."""
+    for name in type(section).model_fields:
+        value = getattr(section, name, None)
+        if isinstance(value, Section):
+            yield from contradictions_within(value)
+    if all(hasattr(section, name) for name in type(section).model_fields):  # else a required key is missing
+        yield from section.contradictions()
+
+
+def concerns(problem: Problem, key: str) -> bool:
+    """Whether the problem is about `key`, about its section, or about something in it."""
+    return any(f"{key}.".startswith(f"{own}.") or own.startswith(f"{key}.") for own in problem.keys)
+
+
+def report(name: str, problems: Sequence[Problem], overridden: set[str]) -> str:
+    """Return one line per problem, each with its origin: the config's name or --set."""
+
+    def line(problem: Problem) -> str:
+        if problem.text.startswith("--set"):
+            return problem.text
+        is_override = any(concerns(problem, key) for key in overridden)
+        return f"{'--set' if is_override else name}: {problem.text}"
+
+    lines = list(dict.fromkeys(map(line, problems)))
+    if len(lines) == 1:
+        return lines[0]
+    return f"{len(lines)} problems in the config:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _without_problems(cls: type[Section], values: Any, problems: Sequence[tuple[Any, ...]]) -> Section:
+    """Return the section without the values at these locations, which are relative to it; nothing is validated."""
+    values = values if isinstance(values, Mapping) else {}
+    good: dict[str, Any] = {}
+    for name, field in cls.model_fields.items():
+        inside = [location[1:] for location in problems if location[:1] == (name,)]
+        if subsection := _section(field):
+            good[name] = _without_problems(subsection, values.get(name, {}), [rest for rest in inside if rest])
+        elif name in values and not inside:
+            good[name] = values[name]
+    return cls.model_construct(**good)
+
+
+def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings: Sequence[str]) -> Problem:
+    parent, field, location = _locate(cls, error["loc"])
+    key = (prefix + ".".join(map(str, location))).rstrip(".")
+    if error["type"] == "extra_forbidden":
+        names = [*parent.model_fields, *(siblings if len(location) == 1 else [])]
+        before = key[: len(key) - len(str(location[-1]))]
+        known = [f"{before}{name}" for name in names]
+        return Problem(registry.unknown("key", key, known), (key,), registry.nearest(key, known))
+    help_text = (field.description or "") if field else ""
+    if error["type"] == "missing":
+        return Problem(f"'{key}' is missing. {help_text}", (key,))
+    if error["type"] == "value_error":
+        return Problem(str(error["ctx"]["error"]), (key,))
+    if error["type"] == "literal_error" and field:
+        return Problem(f"'{key}': {registry.unknown('value', str(error['input']), _literals(field))}", (key,))
+    message = error["msg"].replace("Input should be", "should be")
+    return Problem(f"'{key}': {message}, got {error['input']!r}. {help_text}".rstrip(), (key,))
+
+
+def _locate(cls: type[Section], location: Sequence[Any]) -> tuple[type[Section], FieldInfo | None, Sequence[Any]]:
+    """Return the section that holds the key, its field if it is known, and the location as a user would write it."""
+    field = None
+    for depth, name in enumerate(location, start=1):
+        field = cls.model_fields.get(name)
+        subsection = _section(field) if field else None
+        if field is None or subsection is None:
+            is_inside = field is not None and get_origin(field.annotation) in (list, dict)
+            return cls, field, location if is_inside else location[:depth]  # else a union's alternative
+        cls = subsection
+    return cls, field, location
+
+
+def _section(field: FieldInfo) -> type[Section] | None:
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def _literals(field: FieldInfo) -> list[str]:
+    annotation = field.annotation
+    if get_origin(annotation) is not Literal:
+        annotation = get_args(annotation)[-1]  # the values of a list or mapping
+    return [str(value) for value in get_args(annotation)]

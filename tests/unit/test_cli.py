@@ -1,0 +1,114 @@
+"""How the command line makes flags from `Options` classes, and reports errors."""
+
+import sys
+from typing import Any, Literal
+
+import click
+import pytest
+from click.testing import CliRunner
+from pydantic import Field, PositiveInt
+
+from recmill import cli
+from recmill.config import Section
+from recmill.errors import DataError
+
+
+class Options(Section):
+    path: str = Field(description="Where to write.")
+    num_rows: PositiveInt = Field(5, description="Rows.")
+    sizes: list[PositiveInt] = Field([1, 20], description="Sizes.")
+    order: Literal["file", "batch"] = "file"
+    verify: bool = False
+    protocols: list[str] | None = Field(None, json_schema_extra={"flags": ["--protocol", "--proto"]})
+    overrides: list[str] = Field([], json_schema_extra={"flags": ["--set"], "metavar": "KEY=VALUE"})
+    seed: int | None = None
+
+
+def parsed(*arguments: str) -> Any:
+    """What a command with these options receives, or what the command line answers instead."""
+    received: dict[str, Any] = {}
+    command = click.Command("test", callback=received.update, params=list(cli._flags(Options)))
+    result = CliRunner().invoke(command, list(arguments))
+    return result.output if result.exit_code or "--help" in arguments else received
+
+
+def test_flags_that_are_not_given_have_the_defaults_of_their_fields() -> None:
+    assert parsed("--path", "p") == {
+        "path": "p",
+        "num_rows": 5,
+        "sizes": [1, 20],
+        "order": "file",
+        "verify": False,
+        "protocols": None,
+        "overrides": (),
+        "seed": None,
+    }
+
+
+def test_flags_set_the_fields_of_their_name_or_of_the_flags_that_the_field_declares() -> None:
+    line = "--path p --num-rows 3 --sizes 4,5 --order batch --verify --proto full,uni100 --set a=1 --set b=2 --seed 0"
+    assert parsed(*line.split()) == {
+        "path": "p",
+        "num_rows": 3,
+        "sizes": [4, 5],
+        "order": "batch",
+        "verify": True,
+        "protocols": ["full", "uni100"],
+        "overrides": ("a=1", "b=2"),
+        "seed": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "Missing option '--path'"),
+        (["--path", "p", "--num-rows", "0"], "0 is not in the range x>=1"),
+        (["--path", "p", "--sizes", "4,many"], "'4,many': expected integers separated by commas"),
+        (["--path", "p", "--order", "random"], "'random' is not one of 'file', 'batch'"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_its_value(arguments: list[str], expected: str) -> None:
+    assert expected in parsed(*arguments)
+
+
+def test_help_shows_the_help_and_default_of_each_field() -> None:
+    text = parsed("--help")
+    for part in (
+        "--path TEXT",
+        "Where to write.  [required]",
+        "[default: 5; x>=1]",
+        "[default: 1,20]",
+        "--set KEY=VALUE",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("command", ["download", "split", "adopt", "audit", "train", "evaluate", "recommend"])
+def test_every_option_of_a_command_is_a_flag_with_help(command: str) -> None:
+    found = cli.commands.commands[command]
+    parameters = found.get_params(click.Context(found))
+    assert all(parameter.help for parameter in parameters if isinstance(parameter, click.Option))
+    assert {parameter.name for parameter in parameters} >= set(
+        sys.modules[f"recmill.commands.{command}"].Options.model_fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (DataError("no such row"), 3, "recmill: data error: no such row\n"),
+        (KeyError("x"), 1, "recmill: internal error; please report it with --debug output: KeyError: 'x'\n"),
+        (KeyboardInterrupt(), 130, "recmill: interrupted; what was committed before is complete\n"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    error: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.commands, "main", fail)
+    monkeypatch.setattr(sys, "argv", ["recmill"])
+    assert cli._run([]) == code
+    assert capsys.readouterr().err == message

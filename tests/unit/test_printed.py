@@ -1,0 +1,31 @@
+import pytest
+
+from recmill.observe.printed import print_checkpoints, print_table, print_values, table_lines
+
+
+def test_columns_are_aligned_without_trailing_spaces() -> None:
+    assert table_lines([["a", "bb", "c"], ["aaa", "b", ""]]) == ["a    bb  c", "aaa  b"]
+
+
+def test_a_table_has_a_header_and_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(["run", "metric"], [["a", "0.5"], ["long", "1"]])
+    assert capsys.readouterr().out == "run   metric\n----  ------\na     0.5\nlong  1\n"
+
+
+def test_columns_of_metrics_without_any_value_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"full/ndcg@10": 0.25, "users": 1000, "popularity/full/ndcg@10": 0.125}
+    print_values("test", values, {})
+    header, _, ndcg, users = capsys.readouterr().out.splitlines()
+    assert header.split() == ["test", "model", "popularity"]
+    assert ndcg.split() == ["full/ndcg@10", "0.2500", "0.1250"]
+    assert users.split() == ["users", "1,000"]
+
+
+def test_a_corrupt_checkpoint_is_marked_and_its_problem_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    good = {"step": 5, "epoch": 0, "batch": 5, "kind": "full", "saved_at": "2026-01-01T00:00:00Z", "health": "complete"}
+    bad = {"step": 10, "health": "checkpoints/step-10: a file is missing."}
+    print_checkpoints([{**facts, "bytes": 10**6, "is_best": False} for facts in (good, bad)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("complete")
+    assert lines[3].endswith("CORRUPT")
+    assert lines[4] == "checkpoints/step-10: a file is missing."
