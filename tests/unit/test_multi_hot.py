@@ -71,8 +71,9 @@ def test_the_file_is_the_same_however_many_rows_are_written_at_once(tmp_path: Pa
     for path, table in zip(paths, tables, strict=True):
         np.save(path, table)
     ids = np.arange(230).reshape(115, 2)
+    np.save(tmp_path / "ids.npy", ids)
     for rows_at_once in (50, 1000):
-        write_multi_hot(tmp_path / f"{rows_at_once}.npz", ids, paths, rows_at_once)
+        write_multi_hot(tmp_path / f"{rows_at_once}.npz", tmp_path / "ids.npy", paths, rows_at_once)
     assert (tmp_path / "50.npz").read_bytes() == (tmp_path / "1000.npz").read_bytes()
     with np.load(tmp_path / "50.npz") as archive:
         np.testing.assert_array_equal(archive["0"], tables[0][ids[:, 0] % 10])

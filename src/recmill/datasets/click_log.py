@@ -7,6 +7,7 @@ silently reads a short row or a truncated file as missing values, and in these l
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,25 +181,17 @@ def _count_bad(parsed: ParsedLog, source: Path, problem: str, allowed: int | Non
         raise DataError(f"{source}: {problem}. This is one bad row more than --max-bad-rows allows.")
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Bytes start..stop of a file, which end with a line break."""
-
-    path: Path
-    start: int
-    stop: int
-
-    def read(self) -> bytes:
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.start)
-            text = file.read(self.stop - self.start)
-        if len(text) != self.stop - self.start or not text.endswith(b"\n"):
-            raise DataError(f"{self.path}: the file changed while it was being read.")
-        return text
+def _read_range(path: Path, start: int, stop: int) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        text = file.read(stop - start)
+    if len(text) != stop - start or not text.endswith(b"\n"):
+        raise DataError(f"{path}: the file changed while it was being read.")
+    return text
 
 
-def _chunks(source: Path, chunk_bytes: int, num_fields: int) -> Iterator[bytes | _Range]:
-    """Yield the text in chunks of complete lines. Those of a plain file are ranges, which the threads read."""
+def _chunks(source: Path, chunk_bytes: int, num_fields: int) -> Iterator[bytes | Callable[[], bytes]]:
+    """Yield the text in chunks of complete lines. Those of a plain file are functions: the threads read the file."""
     if source.suffix in SUFFIXES[1:]:
         yield from _complete_lines(source, chunk_bytes, num_fields)
         return
@@ -211,7 +204,7 @@ def _chunks(source: Path, chunk_bytes: int, num_fields: int) -> Iterator[bytes |
             file.seek(stop - 1)
             if file.read(1) != b"\n":
                 break  # the last line, or no line at all
-            yield _Range(source, start, stop)
+            yield partial(_read_range, source, start, stop)
             start = stop
         if size - start > chunk_bytes + _LONGEST_ROW:
             raise _too_long(source)
@@ -257,9 +250,11 @@ def _last_line(source: Path, line: bytes, num_fields: int) -> Iterator[bytes]:
     yield line + b"\n"
 
 
-def _parse_chunk(chunk: bytes | _Range, log_format: LogFormat) -> tuple[LogBlock, int, list[tuple[int, str]]]:
+def _parse_chunk(
+    chunk: bytes | Callable[[], bytes], log_format: LogFormat
+) -> tuple[LogBlock, int, list[tuple[int, str]]]:
     """Return (good rows, number of lines, bad rows as (line of this chunk, problem)); the first line is 1."""
-    text = chunk if isinstance(chunk, bytes) else chunk.read()
+    text = chunk if isinstance(chunk, bytes) else chunk()
     letters = np.frombuffer(text, dtype=np.uint8)
     eights = np.ndarray(max(len(text) - 7, 0), np.uint64, text, strides=(1,))  # the 8 bytes from each position on
     lines = int(np.count_nonzero(letters == _LINE))  # unlike bytes.count, this lets other threads run

@@ -88,32 +88,23 @@ def write_parquet_parts(
     import polars as pl
 
     rows_of: dict[str, int] = {}
-    columns: dict[str, np.ndarray] = {}
-    filled = 0
+    pending = pl.DataFrame()
 
-    def write_part() -> None:
+    def write_part(frame: pl.DataFrame) -> None:
         name = f"{stem}-{len(rows_of):05d}.parquet"
-        frame = pl.DataFrame({column: values[:filled] for column, values in columns.items()})
-        write_parquet(directory / name, frame, row_group_size=STORED_BLOCK_ROWS)
-        rows_of[name] = filled
+        write_parquet(directory / name, frame.rechunk(), row_group_size=STORED_BLOCK_ROWS)
+        rows_of[name] = len(frame)
 
     for block in blocks:
-        if not columns:
-            columns["label"] = np.empty(rows_per_file, label_type)
-            columns |= {name: np.empty(rows_per_file, np.float32) for name in dense_names(block.dense.shape[1])}
-            columns |= {name: np.empty(rows_per_file, id_type) for name in sparse_names(block.ids.shape[1])}
-        while len(block):
-            part = block[: rows_per_file - filled]
-            by_column = [part.labels, *part.dense.T, *part.ids.T]
-            for values, new in zip(columns.values(), by_column, strict=True):
-                values[filled : filled + len(part)] = new
-            filled += len(part)
-            block = block[len(part) :]
-            if filled == rows_per_file:
-                write_part()
-                filled = 0
-    if filled:
-        write_part()
+        columns = {"label": block.labels.astype(label_type)}
+        columns |= zip(dense_names(block.dense.shape[1]), block.dense.T.astype(np.float32), strict=True)
+        columns |= zip(sparse_names(block.ids.shape[1]), block.ids.T.astype(id_type), strict=True)
+        pending = pl.concat([pending, pl.DataFrame(columns)]) if len(pending) else pl.DataFrame(columns)
+        while len(pending) >= rows_per_file:
+            write_part(pending[:rows_per_file])
+            pending = pending[rows_per_file:]
+    if len(pending):
+        write_part(pending)
     return rows_of
 
 

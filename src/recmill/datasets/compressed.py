@@ -18,22 +18,11 @@ _SAMPLE_BYTES = 1 << 20
 
 def read_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
     """Yield the decompressed content in blocks of about this size."""
-    if path.suffix == ".gz":
-        return _gzip_blocks(path, block_bytes)
     if path.suffix == ".zst":
-        return _zstd_blocks(path, block_bytes)
-    return _plain_blocks(path, block_bytes)
-
-
-def _plain_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(block_bytes):
-            yield block
-
-
-def _gzip_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
+        yield from _zstd_blocks(path, block_bytes)
+        return
     try:
-        with gzip.open(path, "rb") as file:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb", buffering=0) as file:
             while block := file.read(block_bytes):
                 yield block
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -23,8 +23,9 @@ def write_companions(directory: Path, rows: list[int], sizes: list[int], distrib
                 file.append(block)
 
 
-def write_multi_hot(path: Path, ids: np.ndarray, tables: list[Path], rows_at_once: int = 1 << 17) -> None:
-    """Write `ids` [n, features] as an uncompressed npz with one int32 array [n, size] per feature."""
+def write_multi_hot(path: Path, one_hot: Path, tables: list[Path], rows_at_once: int = 1 << 17) -> None:
+    """Write the ids [n, features] of the npy file `one_hot` as an npz with one int32 array [n, size] per feature."""
+    ids = np.load(one_hot, mmap_mode="r")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for feature, table_path in enumerate(tables):
             table = np.load(table_path, mmap_mode="r")

@@ -1,6 +1,7 @@
 """Vocabularies of raw ids: counted in bounded memory, then looked up through hash tables."""
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,38 +49,25 @@ class Counting:
         return max(self.memory // _BYTES_PER_COUNTED, 1 << 12)
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Raw ids in ascending order, how often each occurs, and the row where each occurs first (or an empty array)."""
+# Counts are records in ascending order of raw ids; first-seen order also needs the row where an id occurs first.
+_BY_FREQUENCY = np.dtype([("key", np.uint32), ("count", np.int64)], align=True)
+_BY_FIRST_ROW = np.dtype([("key", np.uint32), ("count", np.int64), ("first", np.int64)], align=True)
 
-    keys: np.ndarray
-    counts: np.ndarray
-    first: np.ndarray
 
-    @staticmethod
-    def merged(parts: "list[Counts]") -> "Counts":
-        keys = np.concatenate([part.keys for part in parts])
-        counts = np.concatenate([part.counts for part in parts])
-        first = np.concatenate([part.first for part in parts])
-        if len(keys) == 0:
-            return Counts(keys, counts, first)
-        order = np.argsort(keys, kind="stable")  # runs come in row order, so the first of equal keys was seen first
-        keys = keys[order]
-        starts = _run_starts(keys)
-        return Counts(
-            keys[starts], np.add.reduceat(counts[order], starts), first[order][starts] if len(first) else first
-        )
+def _merged(runs: list[np.ndarray]) -> np.ndarray:
+    """Add up the counts of equal ids. Runs come in row order, so the first of equal ids was seen first."""
+    records = np.concatenate(runs)
+    records = records[np.argsort(records["key"], kind="stable")]
+    starts = _run_starts(records["key"])
+    merged = records[starts]
+    if len(records):
+        merged["count"] = np.add.reduceat(records["count"], starts)
+    return merged
 
-    def between(self, low: int, high: int) -> "Counts":
-        """Return the counts of raw ids low..high."""
-        start, stop = np.searchsorted(self.keys, [low, high])
-        return Counts(*(_read(values, start, stop) for values in (self.keys, self.counts, self.first)))
 
-    def at_least(self, min_frequency: int) -> "Counts":
-        is_kept = self.counts >= min_frequency
-        if is_kept.all():
-            return self
-        return Counts(self.keys[is_kept], self.counts[is_kept], self.first[is_kept] if len(self.first) else self.first)
+def _between(run: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Return the counts of raw ids low..high."""
+    return _read(run, bisect_left(run["key"], low), bisect_left(run["key"], high))
 
 
 def _read(values: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -103,25 +91,25 @@ def write_vocabulary(path: Path, rows: list[LogRows], column: int, max_ids: int,
     slices = _slices(runs, counting)
     rank = _first_seen_ranks if counting.order == "first-seen" else _frequency_ranks
     total_rows = rows[-1].number + rows[-1].stop - rows[-1].start
-    kept = min(sum(len(counts.keys) for counts in slices()), max_ids)
+    kept = min(sum(len(counts) for counts in slices()), max_ids)
     with NpyWriter(path, np.uint32, (kept, 2)) as file:
         for counts, ranks in zip(slices(), rank(slices, total_rows), strict=True):
             is_kept = ranks < max_ids
-            file.append(np.stack([counts.keys[is_kept], ranks[is_kept] + FIRST_ID], axis=1))
-    for file_path in counting.scratch.glob(f"run-{column}-*.npy"):
+            file.append(np.stack([counts["key"][is_kept], ranks[is_kept] + FIRST_ID], axis=1))
+    for file_path in counting.scratch.glob(f"run-{column}-*"):
         file_path.unlink()
     return kept
 
 
-def _counted(rows: list[LogRows], column: int, counting: Counting) -> list[Counts]:
+def _counted(rows: list[LogRows], column: int, counting: Counting) -> list[np.ndarray]:
     """Return sorted runs of about `ids_at_once` rows each: in memory if there is only one, otherwise in files."""
-    runs: list[Counts] = []
+    runs: list[np.ndarray] = []
     for slab in _slabs(rows, column, counting):
         run = _counts_with_first(slab) if counting.order == "first-seen" else _counts(slab.ids)
         if len(runs) == 1:
             runs[0] = _spilled(runs[0], counting.scratch / f"run-{column}-0")
         runs.append(_spilled(run, counting.scratch / f"run-{column}-{len(runs)}") if runs else run)
-    return runs or [_counts(np.empty(0, np.uint32))]
+    return runs or [np.empty(0, _BY_FIRST_ROW)]
 
 
 @dataclass(frozen=True)
@@ -162,13 +150,16 @@ def _slabs(rows: list[LogRows], column: int, counting: Counting) -> Iterator[_Sl
         yield slab()
 
 
-def _counts(keys: np.ndarray) -> Counts:
+def _counts(keys: np.ndarray) -> np.ndarray:
     keys.sort()
     starts = _run_starts(keys)
-    return Counts(keys[starts], np.diff(starts, append=len(keys)), np.empty(0, np.int64))
+    counts = np.empty(len(starts), _BY_FREQUENCY)
+    counts["key"] = keys[starts]
+    counts["count"] = np.diff(starts, append=len(keys))
+    return counts
 
 
-def _counts_with_first(slab: _Slab) -> Counts:
+def _counts_with_first(slab: _Slab) -> np.ndarray:
     """Sort by id, then row, packed into one word: the first of equal ids is the one that was seen first."""
     packed = slab.ids.astype(np.uint64)
     packed <<= _KEY_SHIFT
@@ -176,8 +167,11 @@ def _counts_with_first(slab: _Slab) -> Counts:
     packed.sort()
     halves = packed.view(np.uint32)  # offset, id, offset, id, ...
     starts = _run_starts(halves[1::2])
-    first = halves[::2][starts].astype(np.int64) + slab.first_row
-    return Counts(halves[1::2][starts], np.diff(starts, append=len(packed)), first)
+    counts = np.empty(len(starts), _BY_FIRST_ROW)
+    counts["key"] = halves[1::2][starts]
+    counts["count"] = np.diff(starts, append=len(packed))
+    counts["first"] = halves[::2][starts].astype(np.int64) + slab.first_row
+    return counts
 
 
 def _run_starts(sorted_keys: np.ndarray) -> np.ndarray:
@@ -186,45 +180,43 @@ def _run_starts(sorted_keys: np.ndarray) -> np.ndarray:
     return np.flatnonzero(is_start)
 
 
-def _spilled(run: Counts, stem: Path) -> Counts:
-    arrays = []
-    for name, values in (("keys", run.keys), ("counts", run.counts), ("first", run.first)):
-        path = Path(f"{stem}-{name}.npy")
-        with NpyWriter(path, values.dtype.type, values.shape) as file:
-            file.append(values)
-        arrays.append(np.load(path, mmap_mode="r") if len(values) else values)
-    return Counts(*arrays)
+def _spilled(run: np.ndarray, path: Path) -> np.ndarray:
+    path.write_bytes(run.data)
+    return np.memmap(path, run.dtype, mode="r")
 
 
-def _slices(runs: list[Counts], counting: Counting) -> Callable[[], Iterator[Counts]]:
+def _slices(runs: list[np.ndarray], counting: Counting) -> Callable[[], Iterator[np.ndarray]]:
     """Return a function that yields the merged counts in slices of ascending raw ids, without the rare ids."""
-    longest = max(runs, key=lambda run: len(run.keys)).keys
-    num_slices = 1 if len(runs) == 1 else -(-sum(len(run.keys) for run in runs) // counting.ids_at_once)
+    longest = max(runs, key=len)["key"]
+    num_slices = 1 if len(runs) == 1 else -(-sum(map(len, runs)) // counting.ids_at_once)
     inner = [int(longest[len(longest) * i // num_slices]) for i in range(1, num_slices)]
     edges = [0, *inner, 2**32]
 
-    def slices() -> Iterator[Counts]:
+    def slices() -> Iterator[np.ndarray]:
         for low, high in pairwise(edges):
-            merged = Counts.merged([run.between(low, high) for run in runs]) if len(runs) > 1 else runs[0]
-            yield merged.at_least(counting.min_frequency)
+            counts = runs[0]
+            if len(runs) > 1:
+                counts = _merged([_between(run, low, high) for run in runs])
+            is_kept = counts["count"] >= counting.min_frequency
+            yield counts if is_kept.all() else counts[is_kept]
 
     return slices
 
 
-def _frequency_ranks(slices: Callable[[], Iterator[Counts]], total_rows: int) -> Iterator[np.ndarray]:
+def _frequency_ranks(slices: Callable[[], Iterator[np.ndarray]], total_rows: int) -> Iterator[np.ndarray]:
     """Yield the rank of each id by frequency, without sorting all ids at once.
 
     It is the number of ids that are more frequent, plus the number of equally frequent ids before it.
     """
     frequencies, sizes = np.empty(0, np.int64), np.empty(0, np.int64)
     for counts in slices():
-        merged = np.concatenate([frequencies, counts.counts])
-        weights = np.concatenate([sizes, np.ones(len(counts.counts), np.int64)])
+        merged = np.concatenate([frequencies, counts["count"]])
+        weights = np.concatenate([sizes, np.ones(len(counts["count"]), np.int64)])
         frequencies, inverse = np.unique(merged, return_inverse=True)
         sizes = np.bincount(inverse, weights, minlength=len(frequencies)).astype(np.int64)
     next_rank = np.concatenate([np.cumsum(sizes[::-1])[::-1][1:], [0]]) if len(sizes) else sizes
     for counts in slices():
-        group = np.searchsorted(frequencies, counts.counts)
+        group = np.searchsorted(frequencies, counts["count"])
         order = np.argsort(group, kind="stable")
         sizes_here = np.bincount(group, minlength=len(frequencies))
         within = np.arange(len(group)) - np.repeat(np.cumsum(sizes_here) - sizes_here, sizes_here)
@@ -234,19 +226,19 @@ def _frequency_ranks(slices: Callable[[], Iterator[Counts]], total_rows: int) ->
         yield ranks
 
 
-def _first_seen_ranks(slices: Callable[[], Iterator[Counts]], total_rows: int) -> Iterator[np.ndarray]:
+def _first_seen_ranks(slices: Callable[[], Iterator[np.ndarray]], total_rows: int) -> Iterator[np.ndarray]:
     """Yield the rank of each id by first occurrence.
 
     Each row where an id occurs first sets a bit: the rank of an id is the number of bits before its own.
     """
     words = np.zeros(total_rows // 64 + 1, np.uint64)
     for counts in slices():
-        np.bitwise_or.at(words, counts.first >> 6, np.uint64(1) << (counts.first & 63).astype(np.uint64))
+        np.bitwise_or.at(words, counts["first"] >> 6, np.uint64(1) << (counts["first"] & 63).astype(np.uint64))
     before = np.concatenate([[0], np.cumsum(np.bitwise_count(words), dtype=np.int64)])
     for counts in slices():
-        bit = np.uint64(1) << (counts.first & 63).astype(np.uint64)
-        below = np.bitwise_count(words[counts.first >> 6] & (bit - np.uint64(1)))
-        yield before[counts.first >> 6] + below
+        bit = np.uint64(1) << (counts["first"] & 63).astype(np.uint64)
+        below = np.bitwise_count(words[counts["first"] >> 6] & (bit - np.uint64(1)))
+        yield before[counts["first"] >> 6] + below
 
 
 class Vocabularies:

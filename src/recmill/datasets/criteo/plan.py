@@ -3,22 +3,22 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from recmill.config.sizes import parse_bytes
 from recmill.data.click_rows import BLOCK_ROWS
+from recmill.datasets.click_log import ParsedLog
 from recmill.datasets.clicks import PARQUET_ROWS, dense_names, sparse_names, split_rows
 from recmill.datasets.compressed import SUFFIXES, sample_digest
 from recmill.datasets.criteo.options import CRITEO, Options, Rules, rules_of
 from recmill.datasets.parallel import cores
 from recmill.datasets.vocabularies import FIRST_ID
-from recmill.datasets.writing import MADE_BY
+from recmill.datasets.writing import MADE_BY, Work, seal
 from recmill.errors import ConfigError, DataError
 from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange, SourceFile, SparseFeature
 
@@ -53,6 +53,21 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Rows start..stop of log `index`, all of one split. `number` is the first row's among all training rows."""
+
+    split: str
+    index: int
+    start: int
+    stop: int
+    number: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
 class Plan:
     rules: Rules
     logs: list[RawLog]
@@ -70,6 +85,108 @@ class Plan:
     def inputs(self) -> dict[str, Any]:
         return {str(raw.path): [raw.bytes, raw.path.stat().st_mtime_ns] for raw in self.logs}
 
+    def segments(self, read: list[ParsedLog]) -> list[Segment]:
+        """Return segments that cover every row of every log, in the order of the logs."""
+        names = [raw.name for raw in self.logs]
+        rows = {raw.name: parsed.rows for raw, parsed in zip(self.logs, read, strict=True)}
+        labelled = {raw.name: rows[raw.name] for raw in self.logs if raw.has_labels}
+        splits = split_rows(labelled, self.rules.last_day, self.rules.val_fraction)
+        splits["unlabelled"] = [RowRange(day=n, start=0, stop=rows[n]) for n in names if n not in labelled]
+        segments = []
+        number = 0
+        for split, ranges in splits.items():
+            for part in ranges:
+                is_train = split == "train"
+                segments.append(Segment(split, names.index(part.day), part.start, part.stop, number if is_train else 0))
+                number += part.stop - part.start
+        return sorted(segments, key=lambda segment: (segment.index, segment.start))
+
+    def features(self, vocabulary_sizes: list[int]) -> list[SparseFeature]:
+        rules = self.rules
+        names = sparse_names(CRITEO.num_sparse)
+        sizes = rules.table_size or (2**32,) * len(names)
+        if rules.ids == "contiguous" and not (rules.compat and rules.table_size):
+            sizes = tuple(size + FIRST_ID for size in vocabulary_sizes)
+        if rules.ids == "hash64" and not rules.table_size:
+            return [SparseFeature(name=name, rows=2**64, first_id=-(2**63)) for name in names]
+        if rules.compat == "oneflow":
+            size = rules.table_size[0]
+            return [SparseFeature(name=name, rows=size + 1, first_id=size * c) for c, name in enumerate(names)]
+        if rules.is_rounded:
+            sizes = tuple(max(size, int(np.float32(size - 1)) + 1) for size in sizes)  # the last id may be rounded up
+        return [SparseFeature(name=name, rows=size) for name, size in zip(names, sizes, strict=True)]
+
+    def id_type(self, vocabulary_sizes: list[int]) -> np.dtype:
+        is_wide = self.rules.wide_ids or max(feature.rows for feature in self.features(vocabulary_sizes)) > 2**31
+        return np.dtype(np.int64 if is_wide else np.int32)
+
+    def describe(self, written: "Written", files: dict[str, FileInfo]) -> Description:
+        rules = self.rules
+        splits = self._ranges(written)
+        notes = [*rules.notes, *(f"skipped: {bad}" for parsed in written.read for bad in parsed.first_bad)]
+        notes += written.notes
+        empty = [split for split in SPLITS if not splits[split]]
+        if empty:
+            notes.append(f"no rows for {' and '.join(empty)}: this dataset cannot be trained on as it is")
+        return ClicksDescription(
+            name="criteo",
+            made_by=MADE_BY,
+            recipe=self.recipe,
+            files=files,
+            notes=notes,
+            layout="parquet" if rules.format == "parquet" else "npy",
+            dense=dense_names(CRITEO.num_dense),
+            dense_stored="plus-one" if rules.compat == "oneflow" else "ready",
+            sparse=self.features(written.vocabulary_sizes),
+            multi_hot=list(rules.multi_hot),
+            splits=splits,
+            source=[
+                SourceFile(
+                    name=raw.path.name, bytes=raw.bytes, rows=read.rows, bad_rows=read.bad_rows, sample=raw.sample
+                )
+                for raw, read in zip(self.logs, written.read, strict=True)
+            ],
+        )
+
+    def _ranges(self, written: "Written") -> dict[str, list[RowRange]]:
+        """Return where the rows of each split are stored."""
+        ranges: dict[str, list[RowRange]] = {split: [] for split in SPLITS}
+        for part in written.segments:
+            name = self.logs[part.index].name
+            if self.rules.format == "npy":
+                ranges.setdefault(part.split, []).append(RowRange(day=name, start=part.start, stop=part.stop))
+                continue
+            for file in sorted(file for file in written.rows_of if file.startswith(f"{part.split}-{name}-")):
+                day = file.removesuffix(".parquet")
+                ranges.setdefault(part.split, []).append(RowRange(day=day, start=0, stop=written.rows_of[file]))
+        return ranges
+
+
+@dataclass(frozen=True)
+class Written:
+    """What an engine has written: the rows of each file, and what the description says about them."""
+
+    rows_of: dict[str, int]
+    read: list[ParsedLog]
+    segments: list[Segment]
+    vocabulary_sizes: list[int]  # none if ids are not contiguous
+    notes: list[str]
+
+
+def seal_written(plan: Plan, written: Written, work: Work) -> Description:
+    names = sparse_names(CRITEO.num_sparse)[: len(written.vocabulary_sizes)]
+    vocabularies = zip(map(vocabulary_file, names), written.vocabulary_sizes, strict=True)
+    return seal(work.data, partial(plan.describe, written), {**written.rows_of, **dict(vocabularies)})
+
+
+def vocabulary_file(name: str) -> str:
+    return f"vocabulary_{name}.npy"
+
+
+def log_read(raw: RawLog, parsed: ParsedLog) -> None:
+    skipped = f", {parsed.bad_rows:,} bad rows skipped" if parsed.bad_rows else ""
+    log.info("read %s: %s rows%s", raw.path, f"{parsed.rows:,}", skipped)
+
 
 def plan(options: Options) -> Plan:
     logs = find_logs(Path(options.input), options.source)
@@ -80,9 +197,6 @@ def plan(options: Options) -> Plan:
     memory = budget - _PROGRAM_BYTES
     limits = Limits(memory, chunk_bytes=min(max(memory // (40 * cores()), 1 << 20), 1 << 24))
     return Plan(rules, logs, limits, options.engine, options.spark_master)
-
-
-# Raw files
 
 
 def find_logs(path: Path, source: str | None) -> list[RawLog]:
@@ -136,131 +250,3 @@ def _kaggle_logs(path: Path, files: list[Path]) -> list[RawLog]:
 
 def _raw_log(name: str, file: Path, has_labels: bool) -> RawLog:
     return RawLog(name, file.absolute(), has_labels, file.stat().st_size, sample_digest(file))
-
-
-# Splits
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Rows start..stop of log `index`, all of one split. `number` is the first row's among all training rows."""
-
-    split: str
-    index: int
-    start: int
-    stop: int
-    number: int = 0
-
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
-
-
-def segments(rules: Rules, logs: list[RawLog], rows: list[int]) -> list[Segment]:
-    """Return segments that cover every row of every log, in the order of the logs."""
-    names = [raw.name for raw in logs]
-    labelled = {raw.name: count for raw, count in zip(logs, rows, strict=True) if raw.has_labels}
-    splits = split_rows(labelled, rules.last_day, rules.val_fraction)
-    splits["unlabelled"] = [
-        RowRange(day=raw.name, start=0, stop=count) for raw, count in zip(logs, rows, strict=True) if not raw.has_labels
-    ]
-    found = [Segment(s, names.index(r.day), r.start, r.stop) for s, ranges in splits.items() for r in ranges]
-    train = [part for part in found if part.split == "train"]
-    numbers = accumulate((part.rows for part in train), initial=0)
-    numbered = [replace(part, number=number) for part, number in zip(train, numbers, strict=False)]
-    return sorted([*numbered, *found[len(train) :]], key=lambda part: (part.index, part.start))
-
-
-def ranges_by_split(plan: Plan, parts: list[Segment], rows_of: dict[str, int]) -> dict[str, list[RowRange]]:
-    """Return where the rows of each split are stored; `rows_of` holds the rows of each file that was written."""
-    ranges: dict[str, list[RowRange]] = {split: [] for split in SPLITS}
-    for part in parts:
-        name = plan.logs[part.index].name
-        if plan.rules.format == "npy":
-            ranges.setdefault(part.split, []).append(RowRange(day=name, start=part.start, stop=part.stop))
-            continue
-        for file in sorted(file for file in rows_of if file.startswith(f"{part.split}-{name}-")):
-            day = file.removesuffix(".parquet")
-            ranges.setdefault(part.split, []).append(RowRange(day=day, start=0, stop=rows_of[file]))
-    return ranges
-
-
-# The description
-
-
-class ReadLog(Protocol):
-    """What an engine knows of a log after it was read."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def bad_rows(self) -> int: ...
-    @property
-    def first_bad(self) -> list[str]: ...
-
-
-def log_read(raw: RawLog, read: ReadLog) -> None:
-    skipped = f", {read.bad_rows:,} bad rows skipped" if read.bad_rows else ""
-    log.info("read %s: %s rows%s", raw.path, f"{read.rows:,}", skipped)
-
-
-def features(rules: Rules, vocabulary_sizes: list[int]) -> list[SparseFeature]:
-    names = sparse_names(CRITEO.num_sparse)
-    sizes = rules.table_size or (2**32,) * len(names)
-    if rules.ids == "contiguous" and not (rules.compat and rules.table_size):
-        sizes = tuple(size + FIRST_ID for size in vocabulary_sizes)
-    if rules.ids == "hash64" and not rules.table_size:
-        return [SparseFeature(name=name, rows=2**64, first_id=-(2**63)) for name in names]
-    if rules.compat == "oneflow":
-        size = rules.table_size[0]
-        return [SparseFeature(name=name, rows=size + 1, first_id=size * c) for c, name in enumerate(names)]
-    if rules.is_rounded:
-        sizes = tuple(max(size, int(np.float32(size - 1)) + 1) for size in sizes)  # the last id may be rounded up
-    return [SparseFeature(name=name, rows=size) for name, size in zip(names, sizes, strict=True)]
-
-
-def id_type(rules: Rules, sparse: list[SparseFeature]) -> np.dtype:
-    is_wide = rules.wide_ids or max(feature.rows for feature in sparse) > 2**31
-    return np.dtype(np.int64 if is_wide else np.int32)
-
-
-def vocabulary_file(name: str) -> str:
-    return f"vocabulary_{name}.npy"
-
-
-def describer(
-    plan: Plan,
-    sparse: list[SparseFeature],
-    ranges: dict[str, list[RowRange]],
-    read: Sequence[ReadLog],
-    notes: list[str],
-) -> Callable[[dict[str, FileInfo]], Description]:
-    """Return the function that describes the dataset; `notes` are added to those of the rules and of skipped rows."""
-    rules = plan.rules
-    notes = [*rules.notes, *(f"skipped: {bad}" for found in read for bad in found.first_bad), *notes]
-    empty = [split for split in SPLITS if not ranges[split]]
-    if empty:
-        notes.append(f"no rows for {' and '.join(empty)}: this dataset cannot be trained on as it is")
-
-    def describe(files: dict[str, FileInfo]) -> Description:
-        return ClicksDescription(
-            name="criteo",
-            made_by=MADE_BY,
-            recipe=plan.recipe,
-            files=files,
-            notes=notes,
-            layout="parquet" if rules.format == "parquet" else "npy",
-            dense=dense_names(CRITEO.num_dense),
-            dense_stored="plus-one" if rules.compat == "oneflow" else "ready",
-            sparse=sparse,
-            multi_hot=list(rules.multi_hot),
-            splits=ranges,
-            source=[
-                SourceFile(
-                    name=raw.path.name, bytes=raw.bytes, rows=found.rows, bad_rows=found.bad_rows, sample=raw.sample
-                )
-                for raw, found in zip(plan.logs, read, strict=True)
-            ],
-        )
-
-    return describe

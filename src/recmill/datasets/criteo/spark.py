@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -23,21 +22,10 @@ from recmill.datasets.click_log import ParsedLog, parse_log
 from recmill.datasets.clicks import dense_names, sparse_names
 from recmill.datasets.compressed import SUFFIXES
 from recmill.datasets.criteo.options import CRITEO
-from recmill.datasets.criteo.plan import (
-    Plan,
-    RawLog,
-    Segment,
-    describer,
-    features,
-    id_type,
-    log_read,
-    ranges_by_split,
-    segments,
-    vocabulary_file,
-)
+from recmill.datasets.criteo.plan import Plan, RawLog, Segment, Written, log_read, seal_written, vocabulary_file
 from recmill.datasets.parallel import cores
 from recmill.datasets.vocabularies import FIRST_ID, MISSING, RARE
-from recmill.datasets.writing import NpyWriter, Work, seal
+from recmill.datasets.writing import NpyWriter, Work
 from recmill.errors import ConfigError, ResourceError
 from recmill.schema import Description
 
@@ -90,11 +78,8 @@ def _session(plan: Plan, work: Work) -> Iterator[Any]:
     settings = {"spark.ui.showConsoleProgress": "false", "spark.buffer.pageSize": "2m"}
     if master.startswith("local"):  # one JVM, which no other machine needs to reach
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-        settings |= {
-            "spark.driver.memory": f"{plan.limits.memory >> 20}m",
-            "spark.local.dir": str(work.scratch / "spark"),
-        }
-        settings |= {"spark.ui.enabled": "false"}
+        settings |= {"spark.driver.memory": f"{plan.limits.memory >> 20}m", "spark.ui.enabled": "false"}
+        settings |= {"spark.local.dir": str(work.scratch / "spark")}
     builder = SparkSession.builder.appName("recmill prepare criteo").master(master).config(map=settings)
     running = existing or builder.getOrCreate()
     try:
@@ -112,17 +97,6 @@ def _session(plan: Plan, work: Work) -> Iterator[Any]:
             running.stop()
 
 
-@dataclass(frozen=True)
-class _Read:
-    """A log that was parsed. `shifts` are (file, block, shift): what to add to row indices to number the rows."""
-
-    rows: int
-    bad_rows: int
-    first_bad: list[str]
-    smallest: int  # dense value, if the rules need it
-    shifts: list[tuple[str, int, int]]
-
-
 class _Preparation:
     """The steps, in order: parse, number the rows, number the ids, write, seal."""
 
@@ -132,13 +106,14 @@ class _Preparation:
         self.work = work
         self.spark = spark
         self.vocabularies = work.scratch / "vocabularies"
+        self.read: list[ParsedLog] = []
+        self.shifts: list[list[tuple[str, int, int]]] = []  # (file, block, shift) of each log
 
     def run(self) -> Description:
         rules, logs = self.rules, self.plan.logs
-        self.read = self._read()
-        self.segments = segments(rules, logs, [read.rows for read in self.read])
+        self._read()
+        self.segments = self.plan.segments(self.read)
         self.sizes = self.work.part("vocabularies", self._write_vocabularies) if rules.ids == "contiguous" else []
-        self.features = features(rules, self.sizes)
         rows_of: dict[str, int] = {}
         together = {"all": logs} if rules.shuffle == "global" else {raw.name: [raw] for raw in logs}
         for name, some_logs in together.items():
@@ -146,29 +121,26 @@ class _Preparation:
             for raw in some_logs:
                 shutil.rmtree(self._parsed(raw), ignore_errors=True)
             log.info("wrote %s rows", f"{sum(rows_of.values()):,}")
-        ranges = ranges_by_split(self.plan, self.segments, rows_of)
-        rows_of |= {vocabulary_file(name): size for name, size in zip(_SPARSE, self.sizes, strict=False)}
-        return seal(self.work.data, describer(self.plan, self.features, ranges, self.read, []), rows_of)
+        return seal_written(self.plan, Written(rows_of, self.read, self.segments, self.sizes, []), self.work)
 
     # Parse, and number the rows
 
     def _parsed(self, raw: RawLog) -> Path:
         return self.work.scratch / f"{raw.name}.rows"
 
-    def _read(self) -> list[_Read]:
+    def _read(self) -> None:
         """Parse all logs at once, since a compressed one takes a single task. Bad rows are reported in order."""
-        found: list[_Read] = []
         pool = ThreadPoolExecutor(len(self.plan.logs))
         try:
             parsing = [pool.submit(self.work.part, f"parse-{r.name}", partial(self._parse, r)) for r in self.plan.logs]
             for raw, seen in zip(self.plan.logs, parsing, strict=True):
-                allowed = self.rules.bad_rows_allowed(sum(read.bad_rows for read in found))
+                allowed = self.rules.bad_rows_allowed(sum(parsed.bad_rows for parsed in self.read))
                 note = self.work.part(f"read-{raw.name}", partial(self._number_rows, raw, seen, allowed))
-                found.append(_Read(**note))
-                log_read(raw, found[-1])
+                self.shifts.append(note.pop("shifts"))
+                self.read.append(ParsedLog(self._parsed(raw), self.rules.log_format(raw.has_labels), **note))
+                log_read(raw, self.read[-1])
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # after an error, running tasks end with Spark
-        return found
 
     def _parse(self, raw: RawLog) -> dict[str, Any]:
         """Write good rows to Parquet, with the `block` of the file that they come from. Return counts of all rows."""
@@ -202,20 +174,19 @@ class _Preparation:
         if parsing.exception() and raw.path.suffix in SUFFIXES[1:]:
             self._parse_here(raw, bad_rows_allowed)  # it may be corrupt
         seen = parsing.result()
-        bad_rows, first_bad = 0, []
+        parsed = ParsedLog(self._parsed(raw), self.rules.log_format(raw.has_labels))
         if seen["bad_rows"] or not seen["lines"] or (seen["last_digits"] != 8 and _may_end_in_a_row(raw)):
             parsed = self._parse_here(raw, bad_rows_allowed)
-            bad_rows, first_bad = parsed.bad_rows, parsed.first_bad
-        assert bad_rows == seen["bad_rows"], f"{raw.path}: {bad_rows} bad rows, for Spark {seen['bad_rows']}"
+        assert parsed.bad_rows == seen["bad_rows"], f"{raw.path}: {parsed.bad_rows} and {seen['bad_rows']} bad rows"
         rows = self._saved(self._parsed(raw))
-        number = 0
         shifts = []
+        parsed.block_rows = []
         for group in self._groups(rows, "block"):
-            shifts.append((group.file, group.block, number - group.first))
-            number += group.rows
-        needs_smallest = self.rules.dense == "log-min"
-        smallest = rows.selectExpr(f"min(least({', '.join(_DENSE)}))").first()[0] if needs_smallest else 0
-        return asdict(_Read(number, bad_rows, first_bad, smallest, shifts))
+            shifts.append((group.file, group.block, parsed.rows - group.first))
+            parsed.block_rows.append(group.rows)
+        if self.rules.dense == "log-min":
+            parsed.smallest_dense = rows.selectExpr(f"min(least({', '.join(_DENSE)}))").first()[0]
+        return {**parsed.to_json(), "shifts": shifts}
 
     def _parse_here(self, raw: RawLog, bad_rows_allowed: int | None) -> ParsedLog:
         log.info("checking %s on this machine", raw.path)
@@ -232,7 +203,7 @@ class _Preparation:
 
     def _rows(self, raw: RawLog) -> Any:
         index = self.plan.logs.index(raw)
-        rows = self._numbered(self._saved(self._parsed(raw)), "block", self.read[index].shifts)
+        rows = self._numbered(self._saved(self._parsed(raw)), "block", self.shifts[index])
         return rows.selectExpr(f"{index} AS log", "number", "label", *_DENSE, *_SPARSE)
 
     # Saved frames, and numbers for their rows
@@ -352,7 +323,7 @@ class _Preparation:
         """Return labels, dense values and ids as they are stored."""
         if self.rules.ids == "contiguous":
             rows = self._with_contiguous_ids(rows)
-        sql_type = "bigint" if id_type(self.rules, self.features).itemsize == 8 else "int"
+        sql_type = "bigint" if self.plan.id_type(self.sizes).itemsize == 8 else "int"
         label = "float(label) AS label" if self.rules.label_type is np.float32 else "label"
         dense = [f"float({self._dense(f'bigint({name})')}) AS {name}" for name in _DENSE]
         ids = [f"{sql_type}({self._id(c)}) AS {name}" for c, name in enumerate(_SPARSE)]
@@ -391,7 +362,7 @@ class _Preparation:
             return f"{value} + 1"
         if self.rules.dense == "log1-clip":
             return f"ln(float(greatest({value}, 0) + 1))"
-        offset = self.rules.dense_offset(min(read.smallest for read in self.read))
+        offset = self.rules.dense_offset(min(parsed.smallest_dense for parsed in self.read))
         return f"ln(float({value} + {offset}))"
 
 

@@ -25,28 +25,16 @@ from recmill.datasets.click_log import LogBlock, ParsedLog, parse_log
 from recmill.datasets.clicks import PARTS, sparse_names, write_day, write_parquet_parts
 from recmill.datasets.compressed import forecast_rows
 from recmill.datasets.criteo.options import CRITEO, Options
-from recmill.datasets.criteo.plan import (
-    Plan,
-    RawLog,
-    Segment,
-    describer,
-    features,
-    id_type,
-    log_read,
-    plan,
-    ranges_by_split,
-    segments,
-    vocabulary_file,
-)
+from recmill.datasets.criteo.plan import Plan, RawLog, Segment, Written, log_read, plan, seal_written, vocabulary_file
 from recmill.datasets.hashed_ids import hash64, hashed_modulo, modulo, modulo_as_oneflow, modulo_as_torchrec
 from recmill.datasets.multi_hot import companion_paths, write_companions, write_multi_hot
 from recmill.datasets.parallel import cores, ordered
 from recmill.datasets.shuffle import Buckets
 from recmill.datasets.vocabularies import FIRST_ID, Counting, LogRows, LookupRound, Vocabularies, write_vocabulary
-from recmill.datasets.writing import Work, check_disk, seal
+from recmill.datasets.writing import Work, check_disk
 from recmill.errors import ResourceError
 from recmill.observe.progress import Progress
-from recmill.schema import Description, SparseFeature
+from recmill.schema import Description
 
 __all__ = ["Options", "Plan", "plan", "write"]
 
@@ -110,7 +98,7 @@ class _Preparation:
 
     def run(self) -> Description:
         self.parsed = self._read()
-        self.segments = segments(self.rules, self.plan.logs, [parsed.rows for parsed in self.parsed])
+        self.segments = self.plan.segments(self.parsed)
         self.train = [part for part in self.segments if part.split == "train"]
         if self.rules.ids == "contiguous":
             self._count()
@@ -118,7 +106,14 @@ class _Preparation:
         if self.rules.shuffle != "none":
             self._scatter()
         rows_of = self._write_parquet() if self.rules.format == "parquet" else self._write_npy()
-        return self._seal(rows_of)
+        notes = []
+        if self.rounded:
+            notes.append(
+                f"--compat {self.rules.compat}: {self.rounded:,} training ids above 2^24 were rounded to float32, "
+                "as the original's shuffle does; those of the last day were not"
+            )
+        written = Written(rows_of, self.parsed, self.segments, self.vocabulary_sizes, notes)
+        return seal_written(self.plan, written, self.work)
 
     # Read
 
@@ -231,12 +226,12 @@ class _Preparation:
                 progress.advance(len(ids))
 
     @cached_property
-    def features(self) -> list[SparseFeature]:
-        return features(self.rules, self._vocabularies.sizes if self.rules.ids == "contiguous" else [])
+    def vocabulary_sizes(self) -> list[int]:
+        return self._vocabularies.sizes if self.rules.ids == "contiguous" else []
 
     @cached_property
     def id_type(self) -> np.dtype:
-        return id_type(self.rules, self.features)
+        return self.plan.id_type(self.vocabulary_sizes)
 
     def _contiguous_ids(self, parsed: ParsedLog, first: int, block: LogBlock) -> np.ndarray:
         if len(self._rounds) > 1:
@@ -383,25 +378,22 @@ class _Preparation:
 
     def _to_multi_hot(self, rows_of: dict[str, int]) -> dict[str, int]:
         """Replace the files of one-hot ids by files of multi-hot ids."""
-        self.work.part("companions", self._write_companions)
+        rules = self.rules
+        table_rows = [feature.rows for feature in self.plan.features(self.vocabulary_sizes)]
+        distribution = rules.multi_hot_distribution
+        make = partial(write_companions, self.work.scratch, table_rows, list(rules.multi_hot), distribution, rules.seed)
+        self.work.part("companions", make)
         tables = companion_paths(self.work.scratch, CRITEO.num_sparse)
         with Progress("multi-hot", total=len(self.plan.logs), unit="days") as progress:
             for raw in self.plan.logs:
                 one_hot = f"{raw.name}_sparse.npy"
                 multi_hot = f"{raw.name}_sparse_multi_hot.npz"
-                self.work.part(f"multi-hot-{raw.name}", partial(self._write_multi_hot, one_hot, multi_hot, tables))
+                make = partial(write_multi_hot, self.work.data / multi_hot, self.work.data / one_hot, tables)
+                self.work.part(f"multi-hot-{raw.name}", make)
                 (self.work.data / one_hot).unlink(missing_ok=True)
                 rows_of[multi_hot] = rows_of.pop(one_hot)
                 progress.advance(1)
         return rows_of
-
-    def _write_multi_hot(self, one_hot: str, multi_hot: str, tables: list[Path]) -> None:
-        write_multi_hot(self.work.data / multi_hot, np.load(self.work.data / one_hot, mmap_mode="r"), tables)
-
-    def _write_companions(self) -> None:
-        rules = self.rules
-        sizes = [feature.rows for feature in self.features]
-        write_companions(self.work.scratch, sizes, list(rules.multi_hot), rules.multi_hot_distribution, rules.seed)
 
     def _write_parquet(self) -> dict[str, int]:
         rows_of: dict[str, int] = {}
@@ -420,21 +412,6 @@ class _Preparation:
                 rows_of |= self.work.part(f"write-{stem}", make)
                 self._remove_scratch(part)
         return rows_of
-
-    # Seal
-
-    def _seal(self, rows_of: dict[str, int]) -> Description:
-        if self.rules.ids == "contiguous":
-            sizes = zip(self._vocabulary_paths, self._vocabularies.sizes, strict=True)
-            rows_of |= {path.name: size for path, size in sizes}
-        notes = []
-        if self.rounded:
-            notes.append(
-                f"--compat {self.rules.compat}: {self.rounded:,} training ids above 2^24 were rounded to float32, "
-                "as the original's shuffle does; those of the last day were not"
-            )
-        ranges = ranges_by_split(self.plan, self.segments, rows_of)
-        return seal(self.work.data, describer(self.plan, self.features, ranges, self.parsed, notes), rows_of)
 
 
 def _numpys_order(total: int, seed: int, memory: int) -> np.ndarray:
