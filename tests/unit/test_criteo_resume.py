@@ -177,7 +177,7 @@ def test_stopped_before_the_description_it_continues(
         raise InterruptionError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "seal", fail)
+        patch.setattr(steps, "seal_written", fail)
         with pytest.raises(InterruptionError):
             prepare("criteo", tmp_path / "d", input=logs, **FULL)
     before = {path.name: path.stat().st_mtime_ns for path in (unfinished(tmp_path) / "data").iterdir()}

@@ -49,6 +49,8 @@ class Counting:
         return max(self.memory // _BYTES_PER_COUNTED, 1 << 12)
 
 
+_Slab = list[tuple[int, np.ndarray, np.ndarray]]  # blocks of a column: number of the first row, ids, is counted
+
 # Counts are records in ascending order of raw ids; first-seen order also needs the row where an id occurs first.
 _BY_FREQUENCY = np.dtype([("key", np.uint32), ("count", np.int64)], align=True)
 _BY_FIRST_ROW = np.dtype([("key", np.uint32), ("count", np.int64), ("first", np.int64)], align=True)
@@ -103,54 +105,33 @@ def write_vocabulary(path: Path, rows: list[LogRows], column: int, max_ids: int,
 
 def _counted(rows: list[LogRows], column: int, counting: Counting) -> list[np.ndarray]:
     """Return sorted runs of about `ids_at_once` rows each: in memory if there is only one, otherwise in files."""
+    count = _counts_with_first if counting.order == "first-seen" else _counts
     runs: list[np.ndarray] = []
-    for slab in _slabs(rows, column, counting):
-        run = _counts_with_first(slab) if counting.order == "first-seen" else _counts(slab.ids)
+    for run in filter(len, map(count, _slabs(rows, column, counting))):
         if len(runs) == 1:
             runs[0] = _spilled(runs[0], counting.scratch / f"run-{column}-0")
         runs.append(_spilled(run, counting.scratch / f"run-{column}-{len(runs)}") if runs else run)
     return runs or [np.empty(0, _BY_FIRST_ROW)]
 
 
-@dataclass(frozen=True)
-class _Slab:
-    """Ids of consecutive rows without the missing ones, and the row of each, counted from `first_row` (uint32)."""
-
-    ids: np.ndarray
-    offsets: np.ndarray
-    first_row: int
-
-
 def _slabs(rows: list[LogRows], column: int, counting: Counting) -> Iterator[_Slab]:
-    """Yield about `ids_at_once` rows at a time, and no slab without any id. Only first-seen order has offsets."""
-    with_offsets = counting.order == "first-seen"
-    ids_parts: list[np.ndarray] = []
-    offset_parts: list[np.ndarray] = []
-    first_row = 0
+    """Yield about `ids_at_once` rows at a time."""
+    slab: _Slab = []
     count = 0
-
-    def slab() -> _Slab:
-        offsets = np.concatenate(offset_parts) if with_offsets else np.empty(0, np.uint32)
-        return _Slab(np.concatenate(ids_parts), offsets, first_row)
-
     for part in rows:
         for first, ids, missing in part.log.read_column(column, part.start, part.stop):
-            row = part.number + first - part.start
-            if count + len(ids) > counting.ids_at_once:
-                if any(map(len, ids_parts)):
-                    yield slab()
-                ids_parts, offset_parts, count = [], [], 0
-            first_row = first_row if count else row
-            is_kept = slice(None) if counting.missing_is_zero else missing & np.uint32(1 << column) == 0
-            ids_parts.append(ids[is_kept])
-            if with_offsets:
-                offset_parts.append(np.arange(row - first_row, row - first_row + len(ids), dtype=np.uint32)[is_kept])
+            if slab and count + len(ids) > counting.ids_at_once:
+                yield slab
+                slab, count = [], 0
+            is_counted = missing & np.uint32(0 if counting.missing_is_zero else 1 << column) == 0
+            slab.append((part.number + first - part.start, ids, is_counted))
             count += len(ids)
-    if any(map(len, ids_parts)):
-        yield slab()
+    if slab:
+        yield slab
 
 
-def _counts(keys: np.ndarray) -> np.ndarray:
+def _counts(slab: _Slab) -> np.ndarray:
+    keys = np.concatenate([ids[is_counted] for _, ids, is_counted in slab])
     keys.sort()
     starts = _run_starts(keys)
     counts = np.empty(len(starts), _BY_FREQUENCY)
@@ -161,16 +142,19 @@ def _counts(keys: np.ndarray) -> np.ndarray:
 
 def _counts_with_first(slab: _Slab) -> np.ndarray:
     """Sort by id, then row, packed into one word: the first of equal ids is the one that was seen first."""
-    packed = slab.ids.astype(np.uint64)
-    packed <<= _KEY_SHIFT
-    packed |= slab.offsets
+    first_row = slab[0][0]
+    words = []
+    for row, ids, is_counted in slab:
+        offsets = np.arange(row - first_row, row - first_row + len(ids), dtype=np.uint64)
+        words.append((ids.astype(np.uint64) << _KEY_SHIFT | offsets)[is_counted])
+    packed = np.concatenate(words)
     packed.sort()
     halves = packed.view(np.uint32)  # offset, id, offset, id, ...
     starts = _run_starts(halves[1::2])
     counts = np.empty(len(starts), _BY_FIRST_ROW)
     counts["key"] = halves[1::2][starts]
     counts["count"] = np.diff(starts, append=len(packed))
-    counts["first"] = halves[::2][starts].astype(np.int64) + slab.first_row
+    counts["first"] = halves[::2][starts].astype(np.int64) + first_row
     return counts
 
 

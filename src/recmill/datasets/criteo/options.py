@@ -190,7 +190,7 @@ class Rules:
     """The options with every default decided. `compat` is empty for our own rules."""
 
     ids: str
-    id_order: str
+    id_order: Literal["frequency", "first-seen"]
     min_frequency: int
     table_size: tuple[int, ...]  # 26, or none
     dense: str
@@ -207,12 +207,8 @@ class Rules:
 
     @property
     def is_torchrec(self) -> bool:
+        """Whether TorchRec's rules hold; among them, a missing id counts as raw id 0."""
         return bool(self.compat) and COMPATS[self.compat].is_torchrec
-
-    @property
-    def missing_is_zero(self) -> bool:
-        """Whether a missing id counts as raw id 0."""
-        return self.is_torchrec
 
     @property
     def is_rounded(self) -> bool:

@@ -155,9 +155,9 @@ class _Preparation:
             counted.append(LogRows(self.parsed[part.index], part.start, part.stop, number))
             number += part.rows
         counting = Counting(
-            order="first-seen" if rules.id_order == "first-seen" else "frequency",
+            order=rules.id_order,
             min_frequency=rules.min_frequency,
-            missing_is_zero=rules.missing_is_zero,
+            missing_is_zero=rules.is_torchrec,
             memory=self.memory * 7 // 10 // cores(),
             scratch=self.work.scratch,
         )
@@ -176,7 +176,7 @@ class _Preparation:
 
     @cached_property
     def _vocabularies(self) -> Vocabularies:
-        return Vocabularies(self._vocabulary_paths, self.rules.missing_is_zero)
+        return Vocabularies(self._vocabulary_paths, missing_is_zero=self.rules.is_torchrec)
 
     @cached_property
     def _rounds(self) -> list[LookupRound]:
@@ -233,16 +233,15 @@ class _Preparation:
     def id_type(self) -> np.dtype:
         return self.plan.id_type(self.vocabulary_sizes)
 
-    def _contiguous_ids(self, parsed: ParsedLog, first: int, block: LogBlock) -> np.ndarray:
-        if len(self._rounds) > 1:
-            return self._read_mapped(parsed, first, len(block))
-        ids = np.empty((len(block), CRITEO.num_sparse), self.id_type)
-        self._rounds[0].map(block, ids)
-        return ids
-
-    def _hashed_ids(self, block: LogBlock) -> np.ndarray:
+    def _ids(self, parsed: ParsedLog, first: int, block: LogBlock) -> np.ndarray:
         rules = self.rules
         sizes = np.array(rules.table_size or [2**32] * CRITEO.num_sparse)
+        if rules.ids == "contiguous" and len(self._rounds) > 1:
+            return self._read_mapped(parsed, first, len(block))
+        if rules.ids == "contiguous":
+            ids = np.empty((len(block), CRITEO.num_sparse), self.id_type)
+            self._rounds[0].map(block, ids)
+            return ids
         if rules.ids == "hash64":
             return hashed_modulo(block, sizes) if rules.table_size else hash64(block)
         if rules.compat == "oneflow":
@@ -256,11 +255,10 @@ class _Preparation:
         smallest = min(other.smallest_dense for other in ([parsed] if self.rules.compat else self.parsed))
         dense_rule = self.rules.dense_rule(smallest)
 
-        def mapped(place: tuple[int, int]) -> ClickRows:
-            first, rows = place
+        def mapped(first_and_rows: tuple[int, int]) -> ClickRows:
+            first, rows = first_and_rows
             block = parsed.read_block(first, rows)
-            is_contiguous = self.rules.ids == "contiguous"
-            ids = self._contiguous_ids(parsed, first, block) if is_contiguous else self._hashed_ids(block)
+            ids = self._ids(parsed, first, block)
             return ClickRows(dense_rule(block.dense), ids, block.labels)[max(part.start - first, 0) : part.stop - first]
 
         blocks = [(first, rows) for first, rows in parsed.blocks() if first < part.stop and first + rows > part.start]
