@@ -1,15 +1,18 @@
 """Contiguous ids: numbered as plain Python numbers them, by frequency or by first occurrence."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from recmill import prepare
+from recmill.datasets.click_log import LogFormat, parse_log
+from recmill.datasets.vocabularies import Counting, LogRows, Vocabularies, write_vocabulary
 
-from ..criteo_raw import day_rows, ids_of, random_rows, sparse, stored, write_rows
+from ..criteo_raw import day_rows, ids_of, random_rows, sparse, stored, write_rows, write_text
 
 
 def expected_ids(
@@ -85,3 +88,32 @@ def test_a_column_without_any_id_is_all_missing(id_order: str, tmp_path: Path) -
     assert set(sparse(tmp_path / "d", 2)[:, 7].tolist()) == {0}
     assert description["sparse"][7]["rows"] == 2
     assert stored(tmp_path / "d", "vocabulary_C8").shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [("frequency", [[3, 2], [2, 0], [2, 1], [4, 1]]), ("first-seen", [[2, 2], [3, 0], [3, 1], [4, 1]])],
+)
+def test_logs_of_other_column_counts_are_numbered_too(
+    order: Literal["frequency", "first-seen"], expected: list[list[int]], tmp_path: Path
+) -> None:
+    raw = write_text(tmp_path / "log", b"1\t5\taa\t01\n0\t6\t0b\t\n0\t\t0b\t02\n1\t7\tcc\t03\n")
+    with ThreadPoolExecutor(1) as pool:
+        parsed = parse_log(
+            raw,
+            tmp_path / "rows",
+            LogFormat(num_dense=1, num_sparse=2),
+            bad_rows_allowed=None,
+            pool=pool,
+            chunk_bytes=1 << 20,
+            progress=lambda rows: None,
+        )
+    counting = Counting(order, min_frequency=1, missing_is_zero=False, memory=1 << 20, scratch=tmp_path)
+    rows = [LogRows(parsed, 0, 4, 0)]
+    paths = [tmp_path / f"{column}.npy" for column in range(2)]
+    sizes = [write_vocabulary(path, rows, column, [10, 1][column], counting) for column, path in enumerate(paths)]
+    assert sizes == [3, 1]  # of the second column, only one id is kept
+    found = np.empty((4, 2), np.int32)
+    for lookup in Vocabularies(paths, missing_is_zero=False).rounds(memory=1 << 20):
+        lookup.map(parsed.read_block(0, 4), found)
+    assert found.tolist() == expected

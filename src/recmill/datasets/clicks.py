@@ -96,7 +96,7 @@ def write_parquet_parts(
         rows_of[name] = len(frame)
 
     for block in blocks:
-        columns = {"label": block.labels.astype(label_type)}
+        columns: dict[str, np.ndarray] = {"label": block.labels.astype(label_type)}
         columns |= zip(dense_names(block.dense.shape[1]), block.dense.T.astype(np.float32), strict=True)
         columns |= zip(sparse_names(block.ids.shape[1]), block.ids.T.astype(id_type), strict=True)
         pending = pl.concat([pending, pl.DataFrame(columns)]) if len(pending) else pl.DataFrame(columns)
