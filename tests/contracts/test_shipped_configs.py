@@ -13,7 +13,7 @@ from recmill import registry
 from recmill.commands.assemble import model_module
 from recmill.config import Settings, load_config
 from recmill.config.sections import Section
-from recmill.datasets.criteo.rules import Options
+from recmill.datasets.criteo.options import Options
 from recmill.schema import ClicksDescription, SparseFeature
 from recmill.training.schedule import learning_rate
 

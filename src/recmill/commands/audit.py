@@ -10,8 +10,8 @@ import numpy as np
 from pydantic import Field
 
 from recmill.config.sections import Section
+from recmill.config.sizes import parse_bytes
 from recmill.data.click_rows import BLOCK_ROWS, ClickRows, StoredDay, bad_id_text, feature_of_column, id_limits
-from recmill.datasets.criteo.rules import memory_bytes
 from recmill.errors import ConfigError
 from recmill.observe.progress import Progress
 from recmill.schema import ClicksDescription, Dataset, SparseFeature, open_dataset
@@ -81,7 +81,7 @@ def audit(path: str | Path, *, memory_budget: str = "2GB") -> AuditReport:
     description = dataset.description
     if not isinstance(description, ClicksDescription):
         raise ConfigError(f"{path} holds histories: recmill audit is for click logs.")
-    if (memory := memory_bytes(memory_budget)) < LEAST_MEMORY:
+    if (memory := parse_bytes(memory_budget, "--memory-budget")) < LEAST_MEMORY:
         raise ConfigError(f"--memory-budget {memory_budget}: 1MB is the least.")
     rows = {split: sum(r.stop - r.start for r in ranges) for split, ranges in description.splits.items()}
     num_held_out = sum(rows.get(split, 0) for split in HELD_OUT)
