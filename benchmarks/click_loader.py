@@ -16,15 +16,15 @@ from criteo_rows import write_days
 
 from recmill import prepare
 from recmill.data.clicks import ClickSource
-from recmill.schema import open_dataset
+from recmill.data.opening import open_dataset
+from recmill.data.share import Batching
 
 BATCH_SIZE = 4096
 
 
 def ours(path: Path, order: str) -> Iterator[int]:
-    source = ClickSource(
-        open_dataset(path), order=order, seed=1, train_batch_size=BATCH_SIZE, eval_batch_size=BATCH_SIZE, rank=0, size=1
-    )
+    batching = Batching(order, seed=1, train_batch_size=BATCH_SIZE, eval_batch_size=BATCH_SIZE, rank=0, size=1)
+    source = ClickSource(open_dataset(path), batching)
     yield from (len(batch.labels_B) for batch in source.train_batches(0, 0))
 
 

@@ -20,12 +20,13 @@ from recmill.batch import CtrBatch
 from recmill.data import companions
 from recmill.data.click_rows import StoredDay
 from recmill.data.clicks import ClickSource
+from recmill.data.opening import open_dataset
+from recmill.data.share import Batching
 from recmill.datasets import clicks, multi_hot, shuffle
 from recmill.datasets.criteo import ids as criteo_ids
 from recmill.datasets.criteo import plan as criteo_plan
 from recmill.datasets.criteo import steps as criteo
 from recmill.errors import ConfigError, ResourceError
-from recmill.schema import open_dataset
 
 from ..conftest import REPO
 from ..criteo_raw import (
@@ -874,7 +875,7 @@ def test_our_loader_gives_every_row_once_an_epoch(
     rows: list[tuple[float, ...]] = []
     for rank in range(ranks):
         source = ClickSource(
-            dataset, order=order, seed=2, train_batch_size=100, eval_batch_size=64, rank=rank, size=ranks
+            dataset, Batching(order, 2, train_batch_size=100, eval_batch_size=64, rank=rank, size=ranks)
         )
         for batch in source.train_batches(epoch=0, first=0):
             assert isinstance(batch, CtrBatch)
