@@ -28,6 +28,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(b"no archive")
     with pytest.raises(DataError, match="not a NumPy archive"):
         npz_arrays(tmp_path / "a.npz")
+    np.savez(tmp_path / "empty.npz")
+    with pytest.raises(DataError, match="it is empty"):
+        npz_arrays(tmp_path / "empty.npz")
     np.savez(tmp_path / "b.npz", ids=np.zeros(9))
     with pytest.raises(DataError, match="not a NumPy archive"):
         npz_arrays(tmp_path / "b.npz")

@@ -47,13 +47,14 @@ _ANY_ID = 2**63 - 1  # stands for a table size that is not known yet
 
 class Options(Section):
     last_day: Literal["val-first", "test-first", "none"] = Field(
-        "val-first", description="Which half of the last day is for validation, the other for test; none: no split."
+        "val-first",
+        description="Which half of the last day is for validation; the other is for test. none: train on all.",
     )
     val_fraction: float | None = Field(
         None,
         gt=0.0,
         lt=0.5,
-        description=f"Share of the rows for val, and as much for test. A single day: {VAL_FRACTION}.",
+        description=f"Share of the rows for val, and the same for test (default for a single day: {VAL_FRACTION}).",
     )
     table_size: list[PositiveInt] | None = Field(
         None,

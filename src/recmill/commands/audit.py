@@ -125,7 +125,7 @@ def audit(path: str | Path, **options: Any) -> AuditReport:
         tables=[report for report, _ in tables.values()],
         findings=[
             *values.findings(),
-            *_label_findings(parts),
+            *_label_findings(rows, parts),
             *_dense_findings(parts),
             *_shared_findings(rows, shared),
             *(finding for _, findings in tables.values() for finding in findings),
@@ -331,17 +331,12 @@ def _dense_transform(dense: np.ndarray) -> str:
     return f"log(x+{counts.argmax()})" if counts.max() > 0.2 * dense.size else _UNCLEAR
 
 
-def _label_findings(parts: list[PartReport]) -> list[Finding]:
-    rows = Counter[str]()
-    clicks = Counter[str]()
-    for part in parts:
-        rows[part.split] += part.rows
-        clicks[part.split] += part.clicks
-    constant = [split for split in rows if split != UNLABELLED and clicks[split] in (0, rows[split])]
-    return [
-        Finding("failure", f"{s}: {'every' if clicks[s] else 'no'} label is 1: nothing can be learned or measured")
-        for s in constant
-    ]
+def _label_findings(rows: dict[str, int], parts: list[PartReport]) -> Iterator[Finding]:
+    for split in rows:
+        clicks = sum(part.clicks for part in parts if part.split == split)
+        if split != UNLABELLED and clicks in (0, rows[split]):
+            fact = f"{split}: {'every' if clicks else 'no'} label is 1"
+            yield Finding("failure", f"{fact}: nothing can be learned or measured")
 
 
 def _dense_findings(parts: list[PartReport]) -> list[Finding]:
@@ -362,12 +357,9 @@ def _dense_findings(parts: list[PartReport]) -> list[Finding]:
     return [Finding("remark", f"{text}: transform not checked") for kind, text in remarks.items() if kind in days]
 
 
-def _shared_findings(rows: dict[str, int], shared: Counter[str]) -> list[Finding]:
-    return [
-        Finding(
-            "failure" if shared[split] > MAX_SHARED * rows[split] else "remark",
-            f"{split}: {shared[split]:,} of {rows[split]:,} rows ({shared[split] / rows[split]:.2%}) are in train too",
-        )
-        for split in HELD_OUT
-        if shared[split]
-    ]
+def _shared_findings(rows: dict[str, int], shared: Counter[str]) -> Iterator[Finding]:
+    for split in HELD_OUT:
+        if shared[split]:
+            share = shared[split] / rows[split]
+            kind: Literal["failure", "remark"] = "failure" if share > MAX_SHARED else "remark"
+            yield Finding(kind, f"{split}: {shared[split]:,} of {rows[split]:,} rows ({share:.2%}) are in train too")

@@ -23,6 +23,8 @@ def npz_arrays(path: Path) -> list[np.ndarray]:
     arrays: list[np.ndarray] = []
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            if not archive.namelist():
+                raise ValueError("it is empty")
             content = np.memmap(path, np.uint8, "r")  # shared by all members: each map keeps a file open
             for index in range(len(archive.namelist())):
                 member = archive.getinfo(f"{index}.npy")

@@ -143,15 +143,16 @@ def _day_problems(dataset: Dataset, day: str, last_row: int) -> Iterator[str]:
     rows = info.rows if info else last_row
     if last_row > rows:
         yield f"{day}: a split ends at row {last_row:,} but there are {rows:,}"
-    sparse_file = description.sparse_file(day)
-    if sparse_file not in description.files and (description.multi_hot or description.layout == "parquet"):
-        yield f"{sparse_file}: not listed in {DESCRIPTION_FILE}"
-    if description.layout == "parquet":
-        return  # its columns are checked when they are read
-    yield from _npy_problems(dataset, f"{day}_dense.npy", (rows, len(description.dense)), ("f4",))
-    yield from _npy_problems(dataset, f"{day}_labels.npy", (rows, 1), ("i4",))
-    if not description.multi_hot:
-        yield from _npy_problems(dataset, sparse_file, (rows, len(description.sparse)), ("i4", "i8"))
+    expected = {  # multi-hot ids and the columns of Parquet are checked when they are read
+        f"{day}_dense.npy": ((rows, len(description.dense)), ("f4",)),
+        f"{day}_sparse.npy": ((rows, len(description.sparse)), ("i4", "i8")),
+        f"{day}_labels.npy": ((rows, 1), ("i4",)),
+    }
+    for name in description.day_files(day):
+        if name in expected:
+            yield from _npy_problems(dataset, name, *expected[name])
+        elif name not in description.files:
+            yield f"{name}: not listed in {DESCRIPTION_FILE}"
 
 
 def _history_file_problems(dataset: Dataset, description: HistoriesDescription) -> Iterator[str]:
