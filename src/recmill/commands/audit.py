@@ -172,6 +172,16 @@ def _blocks(dataset: Dataset, splits: Iterable[str], progress: Progress) -> Iter
         progress.advance(len(block.rows))
 
 
+def _held_out_hashes(dataset: Dataset, reading: _Reading, values: "_Values | None", progress: Progress) -> np.ndarray:
+    hashes = [np.empty(0, np.uint64)]
+    for block, ids in _blocks(dataset, [split for split in dataset.clicks.splits if split != "train"], progress):
+        if values:
+            values.add(block)
+        if block.split in HELD_OUT:
+            hashes.append(reading.hashes(block, ids))
+    return np.concatenate(hashes)
+
+
 def _read(
     dataset: Dataset, reading: _Reading, values: "_Values | None", progress: Progress
 ) -> tuple[dict[int, "_Table"], Counter[str]]:
@@ -184,13 +194,7 @@ def _read(
     ids_of = {table: _IdCounts(description.sparse[table], shared_row) for table in reading.tables}
     ends = np.cumsum(description.ids_per_row)
     columns = {table: slice(ends[table] - description.ids_per_row[table], ends[table]) for table in reading.tables}
-    hashes = [np.empty(0, np.uint64)]
-    for block, ids in _blocks(dataset, [split for split in description.splits if split != "train"], progress):
-        if values:
-            values.add(block)
-        if block.split in HELD_OUT:
-            hashes.append(reading.hashes(block, ids))
-    rows = SeenRows(np.concatenate(hashes))
+    rows = SeenRows(_held_out_hashes(dataset, reading, values, progress))
     for block, ids in _blocks(dataset, ["train"], progress):
         if values:
             values.add(block)
