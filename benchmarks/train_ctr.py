@@ -69,7 +69,8 @@ def write_rows(path: Path, rows: int, cap: int) -> list[int]:
 
 
 def table_sizes(data: Path) -> list[int]:
-    from recmill.schema import ClicksDescription, open_dataset
+    from recmill.data.opening import open_dataset
+    from recmill.schema import ClicksDescription
 
     description = open_dataset(data).description
     assert isinstance(description, ClicksDescription)

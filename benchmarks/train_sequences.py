@@ -39,9 +39,10 @@ from turns import Contender, Notes, Work, median_ratio, noted_times, noted_work,
 
 from recmill import prepare
 from recmill.config import load_config
+from recmill.data.opening import open_dataset
 from recmill.errors import UserError
 from recmill.launch.local import TUNING
-from recmill.schema import HistoriesDescription, open_dataset
+from recmill.schema import HistoriesDescription
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = {"rectools": "rectools", "replay": "replay", "replay_restricted": "replay"}  # requirements/NAME.txt

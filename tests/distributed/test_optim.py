@@ -10,8 +10,8 @@ from torch import nn
 
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import load_config
+from recmill.data.opening import open_dataset
 from recmill.errors import ConfigError
-from recmill.schema import open_dataset
 
 from ..group import train
 from .runs import losses, metric_lines

@@ -10,8 +10,8 @@ import pytest
 
 from recmill import prepare
 from recmill.data.click_rows import StoredDay
+from recmill.data.opening import open_dataset
 from recmill.errors import ResourceError
-from recmill.schema import open_dataset
 
 from ..conftest import REPO
 from ..criteo_raw import (

@@ -14,9 +14,10 @@ import pytest
 
 from recmill import prepare
 from recmill.data.click_rows import ClickRows, StoredDay
+from recmill.data.opening import open_dataset
 from recmill.datasets.criteo import spark as criteo_spark
 from recmill.errors import ConfigError, DataError, ResourceError
-from recmill.schema import ClicksDescription, open_dataset
+from recmill.schema import ClicksDescription
 
 from ..conftest import RunCli
 from ..criteo_raw import random_rows, set_limits, to_text, write_days, write_text

@@ -13,9 +13,10 @@ import pytest
 from recmill import prepare
 from recmill.batch import CtrBatch
 from recmill.data.clicks import ClickSource
+from recmill.data.opening import open_dataset
+from recmill.data.share import Batching
 from recmill.datasets import shuffle, vocabularies
 from recmill.datasets.criteo import steps
-from recmill.schema import open_dataset
 
 from ..criteo_raw import (
     COLUMNS,
@@ -234,9 +235,8 @@ def test_our_loader_gives_every_row_once_an_epoch(
     dataset = open_dataset(npy if layout == "npy" else parquet)
     rows: list[tuple[float, ...]] = []
     for rank in range(ranks):
-        source = ClickSource(
-            dataset, order=order, seed=2, train_batch_size=100, eval_batch_size=64, rank=rank, size=ranks
-        )
+        batching = Batching(order, seed=2, train_batch_size=100, eval_batch_size=64, rank=rank, size=ranks)
+        source = ClickSource(dataset, batching)
         for batch in source.train_batches(epoch=0, first=0):
             assert isinstance(batch, CtrBatch)
             real = batch.weights_B > 0

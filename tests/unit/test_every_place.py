@@ -9,9 +9,9 @@ import xxhash
 
 from recmill import prepare, train
 from recmill.commands.checkpoint import list_checkpoints
+from recmill.data.opening import open_dataset
 from recmill.errors import DataError
 from recmill.failpoints import PLACES
-from recmill.schema import open_dataset
 
 from ..checkpoints import newest, tensors_of
 from ..distributed.runs import loss_by_step

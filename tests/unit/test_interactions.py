@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recmill import prepare
+from recmill.data.opening import open_dataset
 from recmill.datasets.histories import delimited, interactions
 from recmill.errors import ConfigError, DataError, ResourceError
-from recmill.schema import open_dataset
 
 from ..conftest import RunCli
 from ..histories_raw import histories_of

@@ -8,8 +8,8 @@ import pytest
 from recmill import prepare
 from recmill.data import companions
 from recmill.data.click_rows import StoredDay
+from recmill.data.opening import open_dataset
 from recmill.datasets.multi_hot import write_multi_hot
-from recmill.schema import open_dataset
 
 from ..criteo_raw import DAYS, reference_tables, stored
 

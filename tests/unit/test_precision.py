@@ -18,9 +18,9 @@ from recmill.commands.assemble import build_sharded, build_source, model_module,
 from recmill.commands.train import work
 from recmill.config import load_config
 from recmill.config.sections import TrainSection
+from recmill.data.opening import open_dataset
 from recmill.errors import UserError
 from recmill.hardware.precision import Dtype, Finding
-from recmill.schema import open_dataset
 from recmill.tables.first_values import fill_tables, local_shards
 from recmill.training import precision
 from recmill.training.optim import build_optimizer

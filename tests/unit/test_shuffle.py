@@ -9,7 +9,7 @@ import pytest
 
 from recmill import prepare
 from recmill.data.click_rows import StoredDay
-from recmill.schema import open_dataset
+from recmill.data.opening import open_dataset
 
 from ..criteo_raw import PARTS, contents, stored, write_days
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from recmill import registry
 from recmill.config import Config, load_config
+from recmill.data.opening import open_dataset
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
 from recmill.hardware.memory import memory_bytes
 from recmill.observe.run_dir import RunDirectory
-from recmill.schema import SPLITS, Dataset, open_dataset
+from recmill.schema import SPLITS, Dataset
 from recmill.tables.spec import TableSpec
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def task_module(config: Config) -> ModuleType:
 
 def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> Any:
     """This rank's batches."""
-    from recmill.data.share import Limits
+    from recmill.data.share import Batching, Limits
 
     settings, data = config.settings, config.settings.data
     limits = Limits(data.limit_train_batches, data.limit_val_batches, data.limit_test_batches, data.drop_last)
@@ -105,7 +106,7 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> Any:
     if dataset.description.kind == "clicks":
         from recmill.data.clicks import ClickSource
 
-        return ClickSource(dataset, multi_hot=_multi_hot(config, dataset), **common)
+        return ClickSource(dataset, Batching(**common), _multi_hot(config, dataset))
     from recmill.data.histories import HistorySource, WindowRules
 
     window_rules = WindowRules(**model_module(config).window_rules(config.model))

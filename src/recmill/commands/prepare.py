@@ -9,11 +9,11 @@ from pydantic import ValidationError
 
 from recmill import registry
 from recmill.config import plain
+from recmill.data.opening import open_dataset
 from recmill.datasets.writing import is_to_be_written, resumable_directory
 from recmill.errors import ConfigError
 from recmill.files.atomic import new_directory
 from recmill.observe.progress import Progress
-from recmill.schema import open_dataset
 
 log = logging.getLogger(__name__)
 

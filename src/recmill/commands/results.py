@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from recmill.commands.assemble import open_run
+from recmill.data.opening import open_dataset
 from recmill.errors import CheckpointError, DataError, UserError
-from recmill.schema import open_dataset
 
 
 @dataclass(frozen=True)

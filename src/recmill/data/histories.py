@@ -13,6 +13,7 @@ import torch
 
 from recmill import rng
 from recmill.batch import RankingBatch, SequenceBatch
+from recmill.data.checks import checked_items
 from recmill.data.share import EVERYTHING, Limits, Share, mixed_within_batches, num_batches, shares
 from recmill.errors import DataError
 from recmill.metrics.ranking import NUM_NEGATIVES, Negatives, sampled
@@ -74,7 +75,7 @@ class HistorySource:
         self._train_batch_size, self._eval_batch_size = train_batch_size, eval_batch_size
         self._rank, self._size, self._limits = rank, size, limits
         self._mask_token = dataset.description.num_items + 1
-        self._items = dataset.array("items.npy")
+        self._items = checked_items(dataset)
         self._offsets = np.asarray(dataset.array("offsets.npy"))
         self._held_out = 1 if train_on_validation else 2
         windows = train_windows(self._offsets, window_rules, self._held_out)
