@@ -3,7 +3,7 @@
     RECMILL_FAIL="ckpt.before_rename@rank=1:kill, train.step@step=7@attempt=0:raise"
 
 A place, conditions (`rank`, `step`, `hit`: the so manieth time here, `attempt`: how many restarts there were), and what
-is to happen: kill, raise, hang, nospace, eio.
+is to happen: kill, sigill (as a CPU does that lacks an instruction), raise, hang, nospace, eio.
 """
 
 import errno
@@ -36,9 +36,12 @@ PLACES = {
     "prepare.written": "all files are written but dataset.json",
     "prepare.before_rename": "dataset.json is written, the directory is still hidden",
     "prepare.renamed": "the dataset is in its place",
+    "probe.all_features": "a child process tries bfloat16 or float16, ONEDNN_MAX_CPU_ISA is not set",
+    "probe.lowered": "the same, ONEDNN_MAX_CPU_ISA is set",
+    "probe.kernel": "a child process tries a kernel of ours that was just compiled",
 }
 _ERRORS = {"nospace": errno.ENOSPC, "eio": errno.EIO}
-_ACTIONS = ("kill", "raise", "hang", *_ERRORS)
+_ACTIONS = ("kill", "sigill", "raise", "hang", *_ERRORS)
 _CONDITIONS = ("rank", "step", "hit", "attempt")
 
 
@@ -88,6 +91,8 @@ def reach(place: str, step: int | None = None) -> None:
 def _do(failure: _Failure) -> None:
     if failure.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if failure.action == "sigill":
+        os.kill(os.getpid(), signal.SIGILL)
     if failure.action == "hang":
         time.sleep(1e9)
     if failure.action == "raise":

@@ -42,7 +42,7 @@ def test_a_process_that_hangs_tells_where_and_ends_even_if_it_never_gives_python
     code = (
         "import ctypes, sys\n"
         "from pathlib import Path\n"
-        "from recmill import watchdog\n"
+        "from recmill.launch import watchdog\n"
         "watchdog._LINGER_SECONDS = 0\n"
         "run = Path(sys.argv[1])\n"
         "with watchdog.watching(3, 1.0, run, run, lambda hang: print(hang.told())):\n"

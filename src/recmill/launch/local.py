@@ -15,12 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
 from recmill.errors import KINDS, ConfigError, ResourceError, UserError
+from recmill.hardware.cpu import threads_per_process
 from recmill.launch.signals import ONE_REQUEST_SECONDS, SIGNALS, error_for, handled
 from recmill.launch.watchdog import Hang, culprit, read_hangs
 
@@ -41,6 +43,19 @@ TUNING = {
     # program that measured 1k samples/s (DLRM), a short spin 40k; with both cores free 70k and 66k.
     "GOMP_SPINCOUNT": "2000",
 }
+
+
+# What a signal that killed a worker hints at; another attempt may succeed.
+_HINTS = {
+    "SIGKILL": " The system may have run out of memory.",
+    "SIGSEGV": " Native code accessed memory that is not its own. If it happens again, try train.kernels=torch.",
+    "SIGBUS": " A mapped file was truncated or cannot be read, or /dev/shm is full.",
+}
+_MISSING_INSTRUCTION = (
+    "The CPU, or the hypervisor it runs under, lacks an instruction that it lists, and would lack it again. Set the "
+    "environment variable ONEDNN_MAX_CPU_ISA=AVX2, or train.kernels=torch, or train.precision=float32. "
+    "See also: recmill doctor."
+)
 
 
 class WorkerError(UserError):
@@ -107,10 +122,17 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run_job(command: str, arguments: dict[str, Any], procs: int, max_restarts: int = 0) -> Any:
-    """Run `recmill.commands.<command>.work(world, **arguments)` in `procs` processes; rank 0's result comes back.
+def run_job(
+    command: str,
+    arguments: dict[str, Any],
+    procs: int,
+    max_restarts: int = 0,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
+    """Run `recmill.commands.<command>.work(world, **arguments)` in `procs` processes and return rank 0's result.
 
-    A job that lost a worker, or met a defect of ours, is started again up to `max_restarts` times.
+    A job that lost a worker, or met a defect of ours, is started again up to `max_restarts` times. Workers get
+    the variables of `environment`, unless this process has them already.
     """
     if procs < 1:
         raise ConfigError(f"--procs {procs}: at least one process is needed.")
@@ -119,7 +141,8 @@ def run_job(command: str, arguments: dict[str, Any], procs: int, max_restarts: i
         attempt = 0
         while True:
             try:
-                return _run_once({"command": command, "arguments": arguments}, procs, attempt, signals)
+                order = {"command": command, "arguments": arguments}
+                return _run_once(order, procs, attempt, environment, signals)
             except UserError as error:
                 error.restarts = attempt
                 may_restart = isinstance(error, LostWorkerError | WorkerError) and not signals.names
@@ -129,7 +152,9 @@ def run_job(command: str, arguments: dict[str, Any], procs: int, max_restarts: i
                 log.warning("restart %d of %d after: %s", attempt, max_restarts, error)
 
 
-def _run_once(order: dict[str, Any], procs: int, attempt: int, signals: "_Signals") -> Any:
+def _run_once(
+    order: dict[str, Any], procs: int, attempt: int, environment: Mapping[str, str], signals: "_Signals"
+) -> Any:
     job = Path(tempfile.mkdtemp(prefix="recmill-job-"))
     try:
         (job / "job.json").write_text(json.dumps(order), encoding="utf-8")
@@ -140,7 +165,7 @@ def _run_once(order: dict[str, Any], procs: int, attempt: int, signals: "_Signal
                 if signals.names:
                     raise error_for(signals.names[0], f"{signals.names[0]} came before the job had started.")
                 signals.workers = []
-                _start(job, procs, attempt, signals.workers)
+                _start(job, procs, attempt, environment, signals.workers)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             is_well = _wait(job, signals)
@@ -153,9 +178,10 @@ def _run_once(order: dict[str, Any], procs: int, attempt: int, signals: "_Signal
         shutil.rmtree(job, ignore_errors=True)
 
 
-def _start(job: Path, procs: int, attempt: int, workers: list[subprocess.Popen[bytes]]) -> None:
-    threads = max(1, len(os.sched_getaffinity(0)) // procs)
-    common = {**TUNING, "OMP_NUM_THREADS": str(threads), **os.environ}
+def _start(
+    job: Path, procs: int, attempt: int, environment: Mapping[str, str], workers: list[subprocess.Popen[bytes]]
+) -> None:
+    common = {**TUNING, "OMP_NUM_THREADS": str(threads_per_process(procs)), **environment, **os.environ}
     common |= {"WORLD_SIZE": str(procs), "LOCAL_WORLD_SIZE": str(procs), "RECMILL_JOB": str(job)}
     common |= {"RECMILL_LAUNCHER": str(os.getpid()), "RECMILL_ATTEMPT": str(attempt)}
     common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -265,8 +291,12 @@ def _first_error(job: Path, failed: dict[int, int], signals: _Signals) -> BaseEx
             name = signal.Signals(-code).name
             if name in signals.names:
                 return error_for(name, f"{name} reached process {rank} of the job before it could save anything.")
-            hint = " The system may have run out of memory." if name == "SIGKILL" else ""
-            return _lost(rank, f"Process {rank} of the job was killed by {name}.{hint}")
+            fact = f"Process {rank} of the job was killed by {name}."
+            if name == "SIGILL":
+                fault = ResourceError(f"{fact} {_MISSING_INSTRUCTION}")
+                fault.rank = rank
+                return fault
+            return _lost(rank, f"{fact}{_HINTS.get(name, '')}")
     if reports:
         error = WorkerError(f"Process {reports[0].rank} of the job failed: {reports[0].message}", reports[0].traceback)
         error.rank = reports[0].rank
