@@ -53,9 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="on the disk to measure; needs twice the tables' size"
-    )
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; needs twice the tables")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     quiet_libraries()

@@ -1,8 +1,8 @@
 """Write raw click logs of Criteo's shape: label, 13 integers, 26 eight-digit hex ids, separated by tabs.
 
 Ids are log-uniform over the cardinalities of Criteo 1TB (Zipf's law, so new ids keep coming), a share of each column is
-missing, and a quarter of the rows are clicks. Columns are independent of each other: the rows measure speed and memory, and
-there is nothing to learn. The seed determines the rows; the ids are the same for every seed, as in the days of one log.
+missing, and a quarter of the rows are clicks. Columns are independent of each other: the rows measure speed and memory,
+and there is nothing to learn. The seed determines the rows; the ids are the same for every seed, as in days of a log.
 """
 
 import argparse

@@ -294,9 +294,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=6.0, help="length of each turn, at least three steps")
     parser.add_argument("--contenders", help="the contenders to run, separated by commas")
-    parser.add_argument(
-        "--random", action="store_true", help="use the random set of TorchRec's example: dmp against ddp"
-    )
+    parser.add_argument("--random", action="store_true", help="the random set of TorchRec's example, dmp against ddp")
     parser.add_argument("--sharding", default="auto", help="with --random: how dmp shards the table (default: auto)")
     parser.add_argument("--only-ceiling", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
