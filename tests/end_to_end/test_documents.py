@@ -83,6 +83,12 @@ def assert_printed(sample: str, printed: str) -> None:
             pytest.fail(f"Not printed, or not in this order:\n  {expected}\nPrinted:\n{printed}", pytrace=False)
 
 
+def assert_equal(expected: str, printed: str) -> None:
+    """Assert that exactly the lines of a sample were printed."""
+    if expected.splitlines() != printed.splitlines():
+        pytest.fail(f"The sample says:\n{expected}\nPrinted:\n{printed}", pytrace=False)
+
+
 # What the README's commands print
 
 
@@ -152,7 +158,7 @@ def test_a_wrong_key_gives_the_error_that_the_readme_shows(tmp_path: Path) -> No
     (tmp_path / "configs").symlink_to(REPO / "configs")
     done = run(shlex.split(command.removeprefix("$ ")), tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == expected.splitlines()
+    assert_equal(expected, done.stderr)
 
 
 def test_an_id_beyond_its_table_gives_the_error_that_the_page_of_data_shows(
@@ -192,7 +198,7 @@ def test_audit_prints_what_the_page_of_data_shows(tmp_path: Path) -> None:
     command, expected = block_with(DOCS / "data.md", "$ recmill audit data/mine").split("\n", 1)
     done = run(shlex.split(command.removeprefix("$ ")), tmp_path)
     assert done.returncode == 3
-    assert (done.stdout + done.stderr).splitlines() == expected.splitlines()
+    assert_equal(expected, done.stdout + done.stderr)
 
 
 # What the documents name
