@@ -4,35 +4,33 @@ import json
 import re
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
 from recmill import registry
 from recmill.config import Section, Settings
 
 PAGE = Path(__file__).parent.parent / "docs" / "configs.md"
 
 
-def keys(section: type[Section], prefix: str = "") -> list[str]:
+def fields(section: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     """Return every key of a section and of the sections in it, with `prefix`."""
-    found = []
+    found = {}
     for name, field in section.model_fields.items():
         kind = field.annotation
-        is_section = isinstance(kind, type) and issubclass(kind, Section)
-        found += keys(kind, f"{prefix}{name}.") if is_section else [f"{prefix}{name}"]
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found |= fields(kind, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = field
     return found
 
 
-def _line(section: type[Section], prefix: str, key: str) -> str:
-    *path, name = key.removeprefix(prefix).split(".")
-    for part in path:
-        section = section.model_fields[part].annotation
-    field = section.model_fields[name]
-    assert field.description, f"{key} has no help"
-    default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
-    return f"| `{key}` | {default} | {field.description} |"
-
-
 def table(section: type[Section], prefix: str = "") -> str:
-    lines = [_line(section, prefix, key) for key in keys(section, prefix)]
-    return "\n".join(["| key | default | description |", "|---|---|---|", *lines])
+    lines = ["| key | default | description |", "|---|---|---|"]
+    for key, field in fields(section, prefix).items():
+        assert field.description, f"{key} has no help"
+        default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
+        lines.append(f"| `{key}` | {default} | {field.description} |")
+    return "\n".join(lines)
 
 
 def with_current_tables(page: str) -> str:

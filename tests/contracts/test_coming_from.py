@@ -12,7 +12,7 @@ import pytest
 from recmill import registry
 from recmill.config import Settings, load_config
 
-from ..config_page import keys
+from ..config_page import fields
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEADINGS = {
@@ -65,9 +65,9 @@ def test_every_option_of_the_other_program_has_a_row(script: str) -> None:
 
 @pytest.mark.parametrize(("page", "model", "least"), [("coming-from.md", "dlrm", 60), ("sequences.md", "bert4rec", 60)])
 def test_every_key_exists_and_accepts_the_value_that_is_named(page: str, model: str, least: int) -> None:
-    shared = {*keys(Settings), "model.name"}
+    shared = {*fields(Settings), "model.name"}
     by_model = {
-        name: set(keys(registry.load(registry.MODELS, name, "model").Config, "model.")) for name in registry.MODELS
+        name: set(fields(registry.load(registry.MODELS, name, "model").Config, "model.")) for name in registry.MODELS
     }
     known = shared.union(*by_model.values())
     sections = "|".join(["model", *Settings.model_fields])

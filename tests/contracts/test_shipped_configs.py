@@ -131,11 +131,13 @@ def with_another_value(section: Section, key: str) -> Section:
 def test_the_page_lists_the_keys_that_may_change_on_resume() -> None:
     chapter = config_page.PAGE.read_text(encoding="utf-8").split("## What may change when a run is resumed")[1]
     listed = re.findall(r"`\[?(\w[\w.]+)\]?`", chapter.split("- ", 1)[1])
-    expected = [key for key in config_page.keys(Settings) if f"{key}.".startswith(tuple(f"{name}." for name in listed))]
+    expected = [
+        key for key in config_page.fields(Settings) if f"{key}.".startswith(tuple(f"{name}." for name in listed))
+    ]
     config = load_config({"data": {"path": "d"}, "model": {"name": "dlrm"}})
     changeable = [
         key
-        for key in config_page.keys(Settings)
+        for key in config_page.fields(Settings)
         if not differences(config, replace(config, settings=with_another_value(config.settings, key)))
     ]
     assert changeable == expected

@@ -21,7 +21,7 @@ from recmill.commands import doctor
 from recmill.commands.adopt import adopt
 from recmill.config import Settings
 
-from ..config_page import keys
+from ..config_page import fields
 from ..conftest import REAL_DATA_MISSING, Config
 
 REPO = Path(__file__).parents[2]
@@ -248,9 +248,9 @@ def test_files_that_documents_name_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", USER_PAGES, ids=lambda d: str(d.relative_to(REPO)))
 def test_config_keys_that_documents_name_exist(document: Path) -> None:
-    known = {"model.name", *keys(Settings)}
+    known = {"model.name", *fields(Settings)}
     for name in registry.MODELS:
-        known.update(keys(registry.load(registry.MODELS, name, "model").Config, "model."))
+        known.update(fields(registry.load(registry.MODELS, name, "model").Config, "model."))
     sections = "|".join(["model", *Settings.model_fields])
     named = re.findall(rf"`((?:{sections})\.[a-z_.]+)(?: = [^`]+)?`", document.read_text(encoding="utf-8"))
     files = re.compile(r"\.(py|md|txt|toml|json|npy|csv|parquet)$")
