@@ -39,9 +39,9 @@ def with_current_tables(page: str) -> str:
     for name in registry.MODELS:
         tables[f'## `model.name = "{name}"`'] = table(registry.load(registry.MODELS, name, "model").Config, "model.")
     for heading, current in tables.items():
-        assert page.count(f"{heading}\n") == 1, f"docs/configs.md has no section {heading!r}"
-        before, after = page.split(f"{heading}\n")
-        page = before + f"{heading}\n" + re.sub(r"(\|.*\n)+", lambda _, t=current: f"{t}\n", after, count=1)
+        found = re.search(rf"(?<=^{re.escape(heading)}\n\n)(\|.*\n)+", page, flags=re.M)
+        assert found, f"docs/configs.md has no table under {heading!r}"
+        page = f"{page[: found.start()]}{current}\n{page[found.end() :]}"
     return page
 
 
