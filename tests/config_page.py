@@ -14,7 +14,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "configs.md"
 
 def fields(section: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     """Return every key of a section and of the sections in it, with `prefix`."""
-    found = {}
+    found: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):

@@ -4,7 +4,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from recmill.training.schedule import learning_rate
 from .. import config_page
 
 REPO = Path(__file__).parents[2]
+AnySection = TypeVar("AnySection", bound=Section)
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
 
 
@@ -120,7 +121,7 @@ def test_the_page_has_every_key_with_its_default_and_help() -> None:
     assert page == expected, "docs/configs.md is outdated, run `python -m tests.config_page`:\n" + "\n".join(outdated)
 
 
-def with_another_value(section: Section, key: str) -> Section:
+def with_another_value(section: AnySection, key: str) -> AnySection:
     """Return a copy in which `key` has a value that no default equals; it need not be valid."""
     name, _, rest = key.partition(".")
     value = with_another_value(getattr(section, name), rest) if rest else "another value"
