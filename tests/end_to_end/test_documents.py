@@ -3,6 +3,8 @@
 Numbers that depend on the machine or on the length of a run may differ from a sample; its words may not.
 """
 
+import ast
+import inspect
 import re
 import shlex
 import shutil
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import tomli_w
 
+import recmill
 from recmill import registry
 from recmill.commands import doctor
 from recmill.commands.adopt import adopt
@@ -255,6 +258,19 @@ def test_config_keys_that_documents_name_exist(document: Path) -> None:
     named = re.findall(rf"`((?:{sections})\.[a-z_.]+)(?: = [^`]+)?`", document.read_text(encoding="utf-8"))
     files = re.compile(r"\.(py|md|txt|toml|json|npy|csv|parquet)$")
     assert sorted({key for key in named if key not in known and not files.search(key)}) == []
+
+
+@pytest.mark.parametrize("document", [REPO / "README.md", DOCS / "training.md"], ids=lambda d: d.name)
+def test_python_in_documents_calls_functions_that_exist_with_arguments_that_they_take(document: Path) -> None:
+    """The calls are only bound to the functions' signatures: the commands that do the same are run above."""
+    calls = [node for block in blocks(document, "python") for node in ast.walk(ast.parse(block))]
+    checked = 0
+    for call in calls:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id != "print":
+            names = {keyword.arg: None for keyword in call.keywords if keyword.arg}
+            inspect.signature(getattr(recmill, call.func.id)).bind(*call.args, **names)
+            checked += 1
+    assert checked >= 3
 
 
 def test_the_readme_shows_what_make_quickstart_runs() -> None:
