@@ -1,7 +1,7 @@
-"""Rows per second of the loader alone: batches of a click log from files, no training; TorchRec's loader beside it.
+"""Measure rows per second of our loader and TorchRec's alone: batches of a click log from files, without training.
 
-Both read the same npy files, memory-mapped and in the page cache, in one process; TorchRec's has no global shuffling
-from files. Parquet is ours alone.
+Both read the same npy files, memory-mapped and in the page cache, in one process. TorchRec's loader has no global
+shuffling from files and does not read Parquet.
 """
 
 import argparse
