@@ -5,14 +5,14 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from recmill.checkpoints.format import Checkpoint, verified
-from recmill.checkpoints.incremental import apply_changes, is_rows
+from recmill.checkpoints.format import Checkpoint, verify
+from recmill.checkpoints.incremental import apply_changes, has_table_rows
 from recmill.checkpoints.safe_reader import SafeReader
 from recmill.commands.checkpoint import list_checkpoints
 
 
 def newest(run: Path) -> Checkpoint:
-    return verified(Path(list_checkpoints(run)[-1]["path"]))
+    return verify(Path(list_checkpoints(run)[-1]["path"]))
 
 
 def flip_a_bit(checkpoint: Path) -> Path:
@@ -39,7 +39,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     own = read(checkpoint.path)
     if not checkpoint.base:
         return own
-    whole = {key: value for key, value in read(checkpoint.base).items() if is_rows(key, value)}
+    whole = {key: value for key, value in read(checkpoint.base).items() if has_table_rows(key, value)}
     whole |= {key: value for key, value in own.items() if key.startswith(("model.", "optim."))}
     apply_changes(checkpoint, whole)
     return whole

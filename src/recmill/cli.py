@@ -388,7 +388,7 @@ def _print_checkpoints(run: str, as_json: bool, digests: bool) -> bool:
 
     found = list_checkpoints(run, digests=digests)
     print(json.dumps(found)) if as_json else print_checkpoints(found)
-    return all(facts["health"] == "whole" for facts in found)
+    return all(facts["health"] == "complete" for facts in found)
 
 
 @commands.command("results")

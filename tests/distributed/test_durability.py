@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_refused_shown_and_gone_around(dlrm: Config, run
     train(dlrm, run, overrides=["train.max_steps=8"])
     shutil.copytree(run, tmp_path / "unbroken")
     listed = run_cli("checkpoint", "list", run)
-    assert re.search(r"4 +0 +4 +full .* whole\n8 +0 +8 +full .* best +whole", listed.stdout)
+    assert re.search(r"4 +0 +4 +full .* complete\n8 +0 +8 +full .* best +complete", listed.stdout)
     facts = inspect_checkpoint(run, step=4)
     assert (facts["position"]["step"], facts["origin"]["world_size"]) == (4, 1)
     tables = {tensor["key"]: tensor["size"] for tensor in facts["tensors"] if tensor["table"] == "table_C4"}
@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_is_refused_shown_and_gone_around(dlrm: Config, run
     shard = flip_a_bit(run / "checkpoints" / "step-00000008")
     seen = run_cli("checkpoint", "verify", run)
     assert seen.returncode == 4
-    assert re.search(r"8 .* DAMAGED", seen.stdout)
+    assert re.search(r"8 .* CORRUPT", seen.stdout)
     assert f"{shard}: its content changed since it was saved." in seen.stdout
     (tmp_path / "run.toml").write_text(tomli_w.dumps(dlrm | {"train": dlrm["train"] | {"max_steps": 10}}))
     refused = run_cli("train", "run.toml", "--run", run)
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_refused_shown_and_gone_around(dlrm: Config, run
     assert "going on from step 4" in gone_on.stderr
     train(dlrm, tmp_path / "unbroken", overrides=["train.max_steps=10"])
     found = [(facts["step"], facts["health"]) for facts in list_checkpoints(run, digests=True)]
-    assert found == [(4, "whole"), (8, "whole"), (10, "whole")]
+    assert found == [(4, "complete"), (8, "complete"), (10, "complete")]
     loss = [{line["step"]: line.get("loss") for line in metric_lines(r)}[10] for r in (run, tmp_path / "unbroken")]
     assert loss[0] == loss[1]
 
@@ -125,7 +125,7 @@ def test_a_new_run_starts_from_what_fits_of_an_old_one(dlrm: Config, clicks: Pat
     rates = ["optim.dense.lr=1e-30", "optim.tables.lr=1e-30"]  # as good as no step
     train(dlrm, tmp_path / "new", procs=2, overrides=[*wider, *rates], **options)
     log = (tmp_path / "new" / "log.txt").read_text()
-    assert "not taken from" in log
+    assert "not loaded from" in log
     assert "starting from step 6 of another run" in log
     before, after = (tensors_of(newest(tmp_path / run)) for run in ("old", "new"))
     taken = [key for key in before if torch.equal(before[key], after[key])]
@@ -188,12 +188,11 @@ def test_a_full_disk_is_told_with_its_numbers_and_the_checkpoint_before_stays(
     assert re.search(r"checkpoint could not be written \(.*\). It needs 2\d\d,\d+ bytes, [\d,]+ are free", done.stderr)
     assert "step-00000001/MANIFEST.json" in done.stdout
     assert ".saving-" not in done.stdout
-    assert "DAMAGED" not in done.stdout
-    whole = len(re.findall(r" whole\n", done.stdout))
-    assert whole >= 2
+    assert "CORRUPT" not in done.stdout
+    assert len(re.findall(r" complete\n", done.stdout)) >= 2
     went_on = "step 13  loss" in done.stderr  # to the end, where it must say that its last state is lost
     assert went_on == (on_error == "continue")
-    assert ("Training goes on, as checkpoint.on_error says" in done.stderr) == (on_error == "continue")
+    assert ("Training continues, as checkpoint.on_error says" in done.stderr) == (on_error == "continue")
 
 
 def test_the_same_run_can_save_by_the_clock_at_the_start_and_with_validations(dlrm: Config, tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.checkpoints import loading as checkpoint
-from recmill.checkpoints.format import Origin, Position, chosen
-from recmill.checkpoints.incremental import pieces
+from recmill.checkpoints.format import Origin, Position, choose
 from recmill.checkpoints.saver import Saver
 from recmill.commands.assemble import build_sharded, open_matching_dataset
 from recmill.config import Config, load_config
 from recmill.errors import CheckpointError, UserError
+from recmill.tables.torchrec_internals import local_shards
 from recmill.training.guards import check_replicas
 from recmill.training.optim import build_optimizer
 from recmill.world import World, joined_world
@@ -38,19 +38,19 @@ def expected(key: str, row: int, column: int, shape: torch.Size) -> Tensor:
 @torch.no_grad()
 def fill(state: dict[str, Tensor], junk: bool = False) -> None:
     for key, value in state.items():
-        for piece in pieces(value):
-            if piece.values.dim():
-                own = expected(key, piece.row, piece.column, piece.values.shape)
-                piece.values.copy_(torch.full_like(own, -1.0) if junk else own)
+        for shard in local_shards(value):
+            if shard.values.dim():
+                own = expected(key, shard.row, shard.column, shard.values.shape)
+                shard.values.copy_(torch.full_like(own, -1.0) if junk else own)
 
 
 def wrong(state: dict[str, Tensor]) -> list[str]:
     return [
         key
         for key, value in state.items()
-        for piece in pieces(value)
-        if piece.values.dim()
-        and not torch.equal(piece.values, expected(key, piece.row, piece.column, piece.values.shape))
+        for shard in local_shards(value)
+        if shard.values.dim()
+        and not torch.equal(shard.values, expected(key, shard.row, shard.column, shard.values.shape))
     ]
 
 
@@ -81,7 +81,7 @@ def problems_of(values: dict[str, Any], folder: Path, load_from: int, world: Wor
             state = checkpoint.state_of(model, optimizer)
             for earlier in kinds if load_from else ():
                 fill(state, junk=True)
-                found = chosen(folder / f"{load_from}-{optimizer_name}-{earlier}", "newest")
+                found = choose(folder / f"{load_from}-{optimizer_name}-{earlier}", "newest")
                 assert found is not None
                 checkpoint.load(found, model, optimizer)
                 bad = wrong(checkpoint.state_of(model, optimizer))
@@ -141,7 +141,7 @@ def test_another_model_s_checkpoint_is_refused_with_every_difference(dlrm: dict[
     saver = Saver(tmp_path, old, optimizer, Origin("", "", 1, 8, 1, {}), section, alone)
     saver.save(Position(step=1))
     saver.finish()
-    found = chosen(tmp_path, "newest")
+    found = choose(tmp_path, "newest")
     assert found is not None
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(found, new)

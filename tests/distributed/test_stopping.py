@@ -54,7 +54,7 @@ def test_a_signal_during_a_save_waits_for_it_and_a_second_one_does_not(dlrm: Con
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 75, output
     found = [(facts["step"], facts["health"]) for facts in list_checkpoints(tmp_path / "run", digests=True)]
-    assert found == [(10, "whole")]
+    assert found == [(10, "complete")]
     at = status(tmp_path / "run")
     assert (at["state"], at["reason"], at["step"]) == ("preempted", "SIGTERM", 10)
 

@@ -14,10 +14,10 @@ from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from recmill import failpoints
-from recmill.checkpoints import format as saved
+from recmill.checkpoints import format as format_module
 from recmill.checkpoints import loading as checkpoint
 from recmill.checkpoints import saver as saver_module
-from recmill.checkpoints.format import Checkpoint, Origin, Position, chosen, committed, facts_of
+from recmill.checkpoints.format import Checkpoint, Origin, Position, choose, committed, file_facts
 from recmill.checkpoints.saver import Saver
 from recmill.config.sections import CheckpointSection
 from recmill.errors import CheckpointError, ResourceError, UserError
@@ -51,7 +51,7 @@ def save(directory: Path, network: nn.Module, step: int, **section: Any) -> None
 
 
 def newest(directory: Path) -> Checkpoint:
-    found = chosen(directory, "newest")
+    found = choose(directory, "newest")
     assert found is not None
     return found
 
@@ -93,16 +93,16 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     for step, value in ((1, 0.6), (2, 0.8), (3, None), (4, 0.7), (5, 0.8)):
         position = replace(position, step=step)
         if value:
-            position = position.judged(value)
+            position = position.after_validation(value)
         saver.save(position)
     saver.finish()
     assert [path.name for path in committed(tmp_path)] == ["step-00000002", "step-00000004", "step-00000005"]
-    found = checkpoint.found_for_all(tmp_path, "best", ALONE)
+    found = checkpoint.find_checkpoint(tmp_path, "best", ALONE)
     assert found is not None
     assert (found.position.step, found.position.best) == (2, 0.8)
     assert position.worse_evals == 2
     save(tmp_path, nn.Linear(2, 2), step=6)  # no longer asked for
-    assert checkpoint.found_for_all(tmp_path, "best", ALONE) is None
+    assert checkpoint.find_checkpoint(tmp_path, "best", ALONE) is None
 
 
 def test_memory_for_no_copy_means_that_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_a_bad_number_is_never_saved(tmp_path: Path) -> None:
         network.bias[1] = torch.nan
     saver.save(Position(step=2))
     with pytest.raises(UserError, match=r"After step 2 bias holds values that are not finite numbers \(on rank 0\)"):
-        saver.settle()
+        saver.handle_failure()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -151,12 +151,12 @@ def test_damage_is_named_and_the_newest_whole_one_is_found(
         return
     with pytest.raises(CheckpointError, match=r"step-00000002/.*--fallback"):
         newest(tmp_path)
-    found = checkpoint.found_for_all(tmp_path, "newest", ALONE, fallback=True)
+    found = checkpoint.find_checkpoint(tmp_path, "newest", ALONE, fallback=True)
     assert found is not None
     assert found.position.step == 1
     assert "falling back to" in caplog.text
     assert bad.is_dir()
-    checkpoint.found_for_all(tmp_path, "newest", ALONE, fallback=True, tidy=True)  # as training does
+    checkpoint.find_checkpoint(tmp_path, "newest", ALONE, fallback=True, set_aside_newer=True)  # as training does
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-step-00000002", "step-00000001"]
     save(tmp_path, nn.Linear(20, 20), step=2)
     assert newest(tmp_path).position.step == 2
@@ -166,8 +166,8 @@ def test_if_none_is_whole_the_newest_s_problem_is_told(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, nn.Linear(2, 2), step)
         damaged(tmp_path / f"step-0000000{step}" / "state.json", "truncated")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole. The newest: .*step-00000002/state.json"):
-        chosen(tmp_path, "newest", fallback=True)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete. The newest: .*-00000002/state.json"):
+        choose(tmp_path, "newest", fallback=True)
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place.startswith("ckpt.")])
@@ -191,9 +191,9 @@ def test_an_error_at_any_place_is_told_and_the_one_before_stays(
     assert "committed step=2" not in caplog.text
     if action != "raise" and place not in ("ckpt.begin", "ckpt.copied"):
         assert isinstance(caught.value, ResourceError)
-        assert re.search(r"It needs 1,680 bytes, [\d,]+ are free. The ones before it", str(caught.value))
-        saver.settle()  # training goes on by configuration
-        assert "Training goes on" in caplog.text
+        assert re.search(r"It needs 1,680 bytes, [\d,]+ are free. Earlier checkpoints", str(caught.value))
+        saver.handle_failure()  # training goes on by configuration
+        assert "Training continues" in caplog.text
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(failpoints, "_failures", None)
     monkeypatch.setattr(saver, "_error", None)
@@ -219,7 +219,7 @@ def test_a_defect_of_ours_is_no_mistake_of_the_user(tmp_path: Path, monkeypatch:
     saver = saver_of(tmp_path, nn.Linear(2, 2), on_error="continue")
     saver.save(Position(step=1))
     with pytest.raises(RuntimeError, match=r"rank 0 could not save:\n(?s:.)*asked for by RECMILL_FAIL"):
-        saver.settle()
+        saver.handle_failure()
 
 
 def test_a_place_that_is_gone_is_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,17 +232,17 @@ def test_a_place_that_is_gone_is_an_error_too(tmp_path: Path, monkeypatch: pytes
 def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         save(tmp_path, nn.Linear(2, 2), step)
-    whole = saved.digest
+    real = format_module.digest
 
     def on_a_bad_disk(path: Path, *rest: Any) -> str:
         if path.parent.name == "step-00000002" and path.suffix == ".distcp":
             raise OSError(5, "Input/output error", str(path))
-        return whole(path, *rest)
+        return real(path, *rest)
 
-    monkeypatch.setattr(saved, "digest", on_a_bad_disk)
+    monkeypatch.setattr(format_module, "digest", on_a_bad_disk)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: cannot be read \(Input/output error\).*--fallback"):
         newest(tmp_path)
-    found = chosen(tmp_path, "newest", fallback=True)
+    found = choose(tmp_path, "newest", fallback=True)
     assert found is not None
     assert found.position.step == 1
 
@@ -251,14 +251,14 @@ def test_room_for_a_full_copy_is_looked_for_after_small_ones(tmp_path: Path, mon
     saver = saver_of(tmp_path, nn.Linear(20, 20))
     saver._buffers = [torch.empty(3)]  # of changes
     monkeypatch.setattr(saver_module, "available_memory_bytes", lambda: 1500)
-    assert not saver._has_room_for({"w": torch.empty(400)})
-    assert saver._has_room_for({"w": torch.empty(300)})
+    assert not saver._has_memory_for_copy({"w": torch.empty(400)})
+    assert saver._has_memory_for_copy({"w": torch.empty(300)})
 
 
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("MANIFEST.json", {"format": 1}, "format 1, and this recmill reads 2"),
+        ("MANIFEST.json", {"format": 1}, "format 1, but this version of recmill reads 2"),
         ("MANIFEST.json", {"files": {}}, r"does not list (state.json|.metadata)"),
         ("MANIFEST.json", {"files": []}, "unreadable manifest"),
         ("MANIFEST.json", {"files": {"../secret": {"bytes": 1, "xxh3": ""}}}, r"\.\./secret: missing"),
@@ -279,7 +279,7 @@ def test_words_that_nobody_of_ours_wrote_are_refused(
     (path / file).write_text(json.dumps(content | change))
     if file == "state.json":
         manifest = json.loads((path / "MANIFEST.json").read_text())
-        manifest["files"]["state.json"] = facts_of(path / "state.json")
+        manifest["files"]["state.json"] = file_facts(path / "state.json")
         (path / "MANIFEST.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=message):
         newest(tmp_path)
@@ -338,7 +338,7 @@ def test_a_pickle_in_the_place_of_a_tensor_is_refused(tmp_path: Path) -> None:
     found = newest(tmp_path)
     (found.path / ".metadata").unlink()
     dcp.save({"model": {"weight": {1, 2}, "bias": torch.zeros(2)}}, checkpoint_id=found.path)
-    with pytest.raises(CheckpointError, match="not tensors alone"):
+    with pytest.raises(CheckpointError, match="holds pickled objects besides tensors"):
         checkpoint.load(found, nn.Linear(2, 2))
 
 

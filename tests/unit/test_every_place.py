@@ -65,7 +65,7 @@ def test_a_kill_anywhere_loses_nothing_that_was_committed(
     fail = f"{place}{CONDITIONS.get(place, '@hit=2')}:kill"
     assert exit_code(train, tiny, str(run), fail=fail) == -signal.SIGKILL
     checkpoints = list_checkpoints(run, digests=True) if any(run.glob("checkpoints/step-*")) else []
-    assert [facts["health"] for facts in checkpoints] == ["whole"] * len(checkpoints)
+    assert [facts["health"] for facts in checkpoints] == ["complete"] * len(checkpoints)
     log = (run / "log.txt").read_text() if (run / "log.txt").is_file() else ""
     told = [int(line.split("step=")[1].split()[0]) for line in log.splitlines() if "checkpoint committed step=" in line]
     assert max(told, default=0) <= max((facts["step"] for facts in checkpoints), default=0)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 from recmill.errors import UserError
 from recmill.launch.local import run_job
 from recmill.observe.run_dir import cpu_name, installed_version, memory_bytes
+from recmill.tables.pins import FBGEMM, TORCH, TORCHREC
 
 if TYPE_CHECKING:
     from recmill.world import World
 
-# The trio is built together: any other combination fails at import or, worse, later.
-TORCH, TORCHREC, FBGEMM = "2.13.0", "1.8.0", "1.8.0"
 MEND_TWO_FBGEMMS = (
     f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install fbgemm-gpu-cpu=={FBGEMM} (or fbgemm-gpu, for CUDA)"
 )

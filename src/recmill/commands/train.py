@@ -130,8 +130,9 @@ def _work(
     from recmill.checkpoints.saver import Saver
     from recmill.kernels.native import native
     from recmill.observe.log import log_to_file
+    from recmill.observe.printed import table_lines
     from recmill.tables.first_values import fill_tables
-    from recmill.tables.placement import as_text, placements
+    from recmill.tables.placement import as_rows, placements
     from recmill.training.evaluate import evaluate_split
     from recmill.training.loop import early_end, fit, steps_in_all
     from recmill.training.optim import build_optimizer
@@ -150,7 +151,7 @@ def _work(
     placed = placements(model.plan, tables, config.settings.optim.tables.name)
     _log_facts(world, config, dataset, tables, source)
     if world.is_main:
-        log.info("%s", as_text(placed, world.size))
+        log.info("%s", "\n".join(table_lines(as_rows(placed, world.size))))
 
     beat("loading")
 
@@ -163,14 +164,14 @@ def _work(
         world_size=world.size,
         versions=versions(),
     )
-    found = checkpoint.found_for_all(run.checkpoints, "newest", world, fallback, tidy=True)
+    found = checkpoint.find_checkpoint(run.checkpoints, "newest", world, fallback, set_aside_newer=True)
     position = found.position if found else Position()
     if found:
         check_same_data(found, dataset)
         check_same_config(found, origin)
     earlier = None
     if init_from and not found:
-        earlier = checkpoint.found_for_all(RunDirectory(init_from).checkpoints, "newest", world, fallback)
+        earlier = checkpoint.find_checkpoint(RunDirectory(init_from).checkpoints, "newest", world, fallback)
     num_steps = steps_in_all(config.settings.train, source.batches_per_epoch)
     if not num_steps:
         raise ConfigError(
@@ -215,7 +216,7 @@ def _work(
 
     def validate(at: Position) -> Position:
         report("val", at)
-        return at.judged(world.broadcast(task.headline(results["val"])))
+        return at.after_validation(world.broadcast(task.headline(results["val"])))
 
     def on_commit(step: int) -> None:
         run.write_status("running", step=step)

@@ -72,10 +72,15 @@ def _shown(value: Any) -> str:
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """Plain aligned columns: read by people, cut by awk."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, ["-" * width for width in widths], *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    """Print aligned columns under a header with a rule."""
+    rule = ["-" * max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print("\n".join(table_lines([header, rule, *rows])))
+
+
+def table_lines(rows: list[list[str]]) -> list[str]:
+    """Align columns in plain text, for people and for awk."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def print_checkpoints(found: list[dict[str, Any]]) -> None:
@@ -83,25 +88,25 @@ def print_checkpoints(found: list[dict[str, Any]]) -> None:
     for facts in found:
         at = [f"{facts.get('epoch', '?')}", f"{facts.get('batch', '?')}", facts.get("kind", "?")]
         mark = "best" if facts["is_best"] else ""
-        health = "whole" if facts["health"] == "whole" else "DAMAGED"
+        health = "complete" if facts["health"] == "complete" else "CORRUPT"
         rows.append(
             [f"{facts['step']:,}", *at, f"{facts['bytes'] / 1e6:,.1f}", facts.get("saved_at", "?"), mark, health]
         )
     print_table(["step", "epoch", "batch", "kind", "MB", "saved", "", "health"], rows)
     for facts in found:
-        if facts["health"] != "whole":
+        if facts["health"] != "complete":
             print(facts["health"])
 
 
 def print_checkpoint(facts: dict[str, Any]) -> None:
     print(facts["path"])
-    base = f"changes of {facts['changed_tensors']} pieces since {facts['base']}" if facts["base"] else "full"
+    base = f"changes of {facts['changed_tensors']} shards since {facts['base']}" if facts["base"] else "full"
     values = {"kind": base, "saved": facts["saved_at"]} | facts["position"] | facts["origin"]
     versions = values.pop("versions")
     print_table(["state", ""], [[name, str(value)] for name, value in (values | versions).items()])
     rows = []
     for tensor in facts["tensors"]:
         size = " x ".join(f"{number:,}" for number in tensor["size"])
-        numbers = [str(tensor["pieces"]), f"{tensor['bytes'] / 1e6:,.3f}"]
+        numbers = [str(tensor["shards"]), f"{tensor['bytes'] / 1e6:,.3f}"]
         rows.append([tensor["key"], tensor["table"] or "", size, tensor["dtype"], *numbers])
-    print_table(["tensor", "table", "size", "type", "pieces", "MB"], rows)
+    print_table(["tensor", "table", "size", "type", "shards", "MB"], rows)

@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from recmill.checkpoints.format import Position
 from recmill.config.sections import TrainSection
 from recmill.errors import UserError
+from recmill.tables.torchrec_internals import when_ready
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class LossScale:
             return output
         if isinstance(output, KeyedTensor):
             return self._cut(output)
-        output.callbacks.append(self._cut)  # it comes when the ranks have exchanged it
+        when_ready(output, self._cut)
         return output
 
     def _cut(self, output: Any) -> Any:
