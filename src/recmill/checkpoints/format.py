@@ -21,7 +21,7 @@ from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
 from recmill.errors import CheckpointError
 from recmill.failpoints import reach
-from recmill.files.atomic import sync_directory
+from recmill.files.atomic import sync_directory, write_synced
 from recmill.files.digests import digest
 from recmill.launch.watchdog import beat
 
@@ -50,7 +50,7 @@ class Position:
     batch: NonNegativeInt = 0
     loss_sum: float = 0.0
     loss_weight: float = 0.0
-    best: float | None = None  # validation metric so far
+    best: float | None = None  # validation metric so far; None: no validation yet
     best_step: NonNegativeInt = 0
     worse_evals: NonNegativeInt = 0  # validations since then
     loss_scale: float = 0.0  # 0: not set yet
@@ -163,16 +163,16 @@ def begin(directory: Path, step: int) -> Path:
 def commit(partial: Path, state: State, files: dict[str, FileFacts]) -> Path:
     """Write the state, then the manifest, then rename. `files` has the facts of every file that is already there."""
     step = state.position.step
-    _write_synced(partial / STATE, json.dumps(asdict(state), indent=1), step)
+    write_synced(partial / STATE, json.dumps(asdict(state), indent=1), lambda: reach("ckpt.sync", step))
     files = {**files, STATE: file_facts(partial / STATE)}
     reach("ckpt.before_manifest", step)
     manifest = {"format": _FORMAT, "files": dict(sorted(files.items()))}
-    _write_synced(partial / MANIFEST, json.dumps(manifest, indent=1), step)
+    write_synced(partial / MANIFEST, json.dumps(manifest, indent=1), lambda: reach("ckpt.sync", step))
     sync_directory(partial)
     reach("ckpt.before_rename", step)
     final = step_path(partial.parent, step)
     if final.exists():  # this step was saved before training resumed from an earlier one
-        if _is_intact(final) and read(final).state.base == state.base:
+        if _is_intact(final, state.base):
             shutil.rmtree(partial)
             return final
         set_aside(final)
@@ -320,12 +320,11 @@ def _verify_files(path: Path, digests: bool) -> None:
             raise CheckpointError(f"{file}: not part of this checkpoint. {_remedy(path)}")
 
 
-def _is_intact(path: Path) -> bool:
+def _is_intact(path: Path, base: str | None) -> bool:
     try:
-        verify(path)
+        return verify(path).state.base == base
     except CheckpointError:
         return False
-    return True
 
 
 def _remedy(path: Path) -> str:
@@ -333,11 +332,3 @@ def _remedy(path: Path) -> str:
         "Restore it from an intact copy, or resume from the newest complete checkpoint with --fallback "
         f"(recmill checkpoint verify {path.parent.parent} checks all)."
     )
-
-
-def _write_synced(path: Path, text: str, step: int) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        reach("ckpt.sync", step)
-        os.fsync(file.fileno())
