@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,7 @@ _COPY_MARGIN = 1.1
 _WAITING = "waiting for a checkpoint to be written"
 
 
-@dataclass(frozen=True)
-class _Base:
+class _Base(NamedTuple):
     """A full checkpoint that later ones hold changes of."""
 
     name: str
@@ -296,7 +295,7 @@ class Saver:
         if not self._world.is_main:
             return None
         step = save.position.step
-        name, manifest_digest = (save.base.name, save.base.manifest_digest) if save.base else (None, "")
+        name, manifest_digest = save.base or (None, "")
         state = State(save.position, self._origin, now(), name, manifest_digest, changes)
         all_files = {file: facts for own in files for file, facts in own.items()}
         final = on_disk.commit(partial, state, all_files)

@@ -29,6 +29,7 @@ from recmill.launch.signals import error_for, listening, stop_with_parent
 from recmill.launch.watchdog import Hang, beat, watching
 from recmill.observe.run_dir import RunDirectory, State, environment, versions
 from recmill.schema import Dataset
+from recmill.tables.spec import VALUE_BYTES
 
 if TYPE_CHECKING:
     from recmill.checkpoints.format import Position
@@ -273,7 +274,7 @@ def _log_facts(world: "World", config: Config, dataset: Dataset, tables: Sequenc
         dataset.path,
         len(tables),
         f"{sum(table.rows for table in tables):,}",
-        f"{values * 4 / 1e6:,.1f}",
+        f"{values * VALUE_BYTES / 1e6:,.1f}",
         f"{source.batches_per_epoch:,}",
         f"{config.settings.train.global_batch_size:,}",
         world.size,

@@ -28,29 +28,26 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from recmill.errors import UserError
 from recmill.tables import pins
 
-_REMEDY = f"It needs torch {pins.TORCH}, torchrec {pins.TORCHREC} and fbgemm-gpu {pins.FBGEMM}. Run: recmill doctor."
+
+def _unusable(fact: object) -> UserError:
+    needed = f"torch {pins.TORCH}, torchrec {pins.TORCHREC} and fbgemm-gpu {pins.FBGEMM}"
+    return UserError(f"The installed libraries do not work: {fact}. Recmill needs {needed}. Run: recmill doctor.")
+
 
 try:
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.fx._symbolic_trace import PHWithMeta
-    from torchrec.distributed.batched_embedding_kernel import (
-        BatchedDenseEmbedding,
-        BatchedDenseEmbeddingBag,
-        BatchedFusedEmbedding,
-        BatchedFusedEmbeddingBag,
-    )
+    from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
 except ImportError as error:
-    raise UserError(f"Recmill does not work with the installed libraries: {error}. {_REMEDY}") from error
+    raise _unusable(error) from error
 
 # By class, the names that this module uses and that no documentation promises.
 PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
     ShardedEmbeddingBagCollection: ("_lookups", "_embedding_names", "_embedding_dims"),
     ShardedEmbeddingCollection: ("_lookups",),
-    BatchedFusedEmbeddingBag: ("_emb_module", "_config"),
-    BatchedFusedEmbedding: ("_emb_module", "_config"),
-    BatchedDenseEmbeddingBag: ("_emb_module", "_config"),
-    BatchedDenseEmbedding: ("_emb_module", "_config"),
+    BaseBatchedEmbeddingBag: ("_emb_module", "_config"),
+    BaseBatchedEmbedding: ("_emb_module", "_config"),
     SplitTableBatchedEmbeddingBagsCodegen: (
         *("weights_host", "weights_offsets", "momentum1_host", "momentum1_offsets"),
         *("rows_per_table", "embedding_specs", "feature_table_map", "pooling_mode"),
@@ -66,15 +63,10 @@ def check_libraries(private_names: dict[type, tuple[str, ...]] = PRIVATE_NAMES) 
     """Raise UserError if an installed version is not the pinned one, or if a private name is gone."""
     for module, pinned in ((torch, pins.TORCH), (torchrec, pins.TORCHREC), (fbgemm_gpu, pins.FBGEMM)):
         if module.__version__.split("+")[0] != pinned:
-            fact = f"{module.__name__} {module.__version__} is installed"
-            raise UserError(f"Recmill does not work with the installed libraries: {fact}. {_REMEDY}")
+            raise _unusable(f"{module.__name__} {module.__version__} is installed")
     for owner, names in private_names.items():
         for name in sorted(set(names) - _names_in(owner)):
-            library = owner.__module__.split(".")[0]
-            raise UserError(
-                f"Recmill does not work with the installed libraries: {owner.__name__} of {library} has no "
-                f"attribute '{name}'. {_REMEDY}"
-            )
+            raise _unusable(f"{owner.__name__} of {owner.__module__.split('.')[0]} has no attribute '{name}'")
 
 
 def _names_in(owner: type) -> set[str]:
@@ -212,9 +204,8 @@ def sharded_collections(model: nn.Module) -> list[Any]:
 
 def table_groups(collection: Any) -> list[TableGroup]:
     """Return the groups of a sharded collection; they are not among its submodules."""
-    kinds = (BatchedFusedEmbeddingBag, BatchedFusedEmbedding, BatchedDenseEmbeddingBag, BatchedDenseEmbedding)
     parts = [part for lookup in collection._lookups for part in lookup.modules()]
-    return [TableGroup(part) for part in parts if isinstance(part, kinds)]
+    return [TableGroup(part) for part in parts if isinstance(part, (BaseBatchedEmbeddingBag, BaseBatchedEmbedding))]
 
 
 class BagCollection(ShardedEmbeddingBagCollection):
