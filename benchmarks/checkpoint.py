@@ -33,9 +33,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from recmill import prepare
-from recmill.checkpoints import format as saved
 from recmill.checkpoints import loading as checkpoint
-from recmill.checkpoints.format import Origin, Position
+from recmill.checkpoints.format import Origin, Position, committed
 from recmill.checkpoints.saver import Saver
 from recmill.commands.assemble import build_sharded, build_source, model_module, open_matching_dataset, task_module
 from recmill.config import load_config
@@ -188,7 +187,7 @@ def _forget(folder: Path, name: str) -> None:
     (folder / "torch.pt").unlink(missing_ok=True)
     own = {"background": "b", "waiting": "w"}.get(name)
     if own:
-        for path in saved.committed(folder / own):
+        for path in committed(folder / own):
             shutil.rmtree(path)
 
 

@@ -5,7 +5,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.fx._symbolic_trace import PHWithMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -43,8 +42,10 @@ class CtrBatch(_OnDevice):
         return float(self.weights_B.sum())
 
     def to_proxy_tuple(self, network: Any) -> tuple[Any, ...]:
-        """For TorchRec's pipeline: which field each argument of the network's forward() is."""
-        return PHWithMeta("dense_BF"), PHWithMeta("sparse")
+        """Tell TorchRec's pipeline which field each argument of the network's forward() is."""
+        from recmill.tables.torchrec_internals import pipeline_inputs
+
+        return pipeline_inputs("dense_BF", "sparse")
 
 
 @dataclass

@@ -21,7 +21,8 @@ from recmill.config.sections import TrainSection
 from recmill.data.opening import open_dataset
 from recmill.errors import UserError
 from recmill.hardware.precision import Dtype, Finding
-from recmill.tables.first_values import fill_tables, local_shards
+from recmill.tables.first_values import fill_tables
+from recmill.tables.torchrec_internals import table_shards
 from recmill.training import precision
 from recmill.training.optim import build_optimizer
 from recmill.training.precision import LossScale, usable_dtype
@@ -139,7 +140,7 @@ class Trainer:
 
     def state(self) -> list[Tensor]:
         """Dense weights, this process's pieces of tables, and the state of all optimizers."""
-        found = list(self.model.parameters()) + [piece for *_, piece in local_shards(self.model)]
+        found = list(self.model.parameters()) + [shard.values for _, shard in table_shards(self.model)]
         for _, part in self.optimizer.optimizers:
             for values in part.state.values():
                 for value in values.values():

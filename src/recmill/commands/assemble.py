@@ -147,7 +147,7 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> Any:
         tables=tables,
         types={table.name: settings.sharding.type_of(table.name, table.feature) for table in tables},
         optimizer=settings.optim.tables.name,
-        kernels=registry.load(registry.STORES, settings.tables.store, "store").COMPUTE_KERNELS,
+        compute_kernels=registry.load(registry.STORES, settings.tables.store, "store").COMPUTE_KERNELS,
         batch_size_per_rank=-(-settings.train.global_batch_size // world.size),
         ids_per_row=_ids_per_row(config, dataset, tables),
     )
@@ -192,9 +192,9 @@ def trained_checkpoint(
     run: RunDirectory, which: str, dataset: Dataset, world: "World", fallback: bool = False
 ) -> "Checkpoint":
     """The newest or the best, of a model that learnt from `dataset`. All ranks take part."""
-    from recmill.checkpoints.loading import found_for_all
+    from recmill.checkpoints.loading import find_checkpoint
 
-    found = found_for_all(run.checkpoints, which, world, fallback)
+    found = find_checkpoint(run.checkpoints, which, world, fallback)
     if found is None:
         raise CheckpointError(
             f"{run.path}: no {which} checkpoint. Only a run with checkpoint.keep_best = true keeps the best one; "

@@ -37,6 +37,7 @@ from recmill.launch.watchdog import Hang, beat, watching
 from recmill.observe.provenance import environment, versions
 from recmill.observe.run_dir import RunDirectory, State
 from recmill.schema import Dataset
+from recmill.tables.spec import VALUE_BYTES
 
 if TYPE_CHECKING:
     from recmill.checkpoints.format import Position
@@ -184,8 +185,9 @@ def _work(
     from recmill.checkpoints.saver import Saver
     from recmill.kernels.library import load_library
     from recmill.observe.log import log_to_file
+    from recmill.observe.printed import table_lines
     from recmill.tables.first_values import fill_tables
-    from recmill.tables.placement import as_text, placements
+    from recmill.tables.placement import as_rows, placements
     from recmill.training.evaluate import evaluate_split
     from recmill.training.loop import early_end, fit, steps_in_all
     from recmill.training.optim import build_optimizer
@@ -204,7 +206,7 @@ def _work(
     placed = placements(model.plan, tables, config.settings.optim.tables.name)
     _log_facts(world, config, dataset, tables, source)
     if world.is_main:
-        log.info("%s", as_text(placed, world.size))
+        log.info("%s", "\n".join(table_lines(as_rows(placed, world.size))))
 
     beat("loading")
 
@@ -217,14 +219,14 @@ def _work(
         world_size=world.size,
         versions=versions(),
     )
-    found = checkpoint.found_for_all(run.checkpoints, "newest", world, fallback, tidy=True)
+    found = checkpoint.find_checkpoint(run.checkpoints, "newest", world, fallback, set_aside_newer=True)
     position = found.position if found else Position()
     if found:
         check_same_data(found, dataset)
         check_same_config(found, origin)
     earlier = None
     if init_from and not found:
-        earlier = checkpoint.found_for_all(RunDirectory(init_from).checkpoints, "newest", world, fallback)
+        earlier = checkpoint.find_checkpoint(RunDirectory(init_from).checkpoints, "newest", world, fallback)
     num_steps = steps_in_all(config.settings.train, source.batches_per_epoch)
     if not num_steps:
         raise ConfigError(
@@ -269,7 +271,7 @@ def _work(
 
     def validate(at: Position) -> Position:
         report("val", at)
-        return at.judged(world.broadcast(task.headline(results["val"])))
+        return at.after_validation(world.broadcast(task.headline(results["val"])))
 
     def on_commit(step: int) -> None:
         run.write_status("running", step=step)
@@ -326,7 +328,7 @@ def _log_facts(world: "World", config: Config, dataset: Dataset, tables: Sequenc
         dataset.path,
         len(tables),
         f"{sum(table.rows for table in tables):,}",
-        f"{values * 4 / 1e6:,.1f}",
+        f"{values * VALUE_BYTES / 1e6:,.1f}",
         f"{source.batches_per_epoch:,}",
         f"{config.settings.train.global_batch_size:,}",
         world.size,

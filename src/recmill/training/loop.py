@@ -66,7 +66,7 @@ def fit(
     clock = _Minutes(checkpoint.every_minutes)
     if checkpoint.at_start and not start.step:
         saver.save(start)
-        saver.settle()  # can it be done at all?
+        saver.handle_failure()  # can it be done at all?
     with listening(train.stop_signals) as stop, progress, prefetched(endless, settings.data.prefetch) as batches:
         if can_overlap(model, world.device):
             batches, ahead = itertools.tee(batches)
@@ -84,7 +84,7 @@ def fit(
             flags = [float(stop.is_set), float(saver.has_failed), float(is_due)]
             weight, stops, failed, is_time = world.sum([batch.weight(), *flags])
             if failed:
-                saver.settle()
+                saver.handle_failure()
             if stops:
                 break
             if is_time and saved_step != position.step:
@@ -124,7 +124,7 @@ def fit(
         if (not stops or position.step == num_steps) and validated_step != position.step:
             validated = validate(position)
             position = validated if position.step != start.step else position  # counted before it was saved
-        saver.settle()
+        saver.handle_failure()
         if position.step not in (start.step, saver.committed_step):
             saver.save(meter.at(position, model, world))
         saver.finish()

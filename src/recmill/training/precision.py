@@ -14,6 +14,7 @@ from recmill.config.sections import TrainSection
 from recmill.errors import UserError
 from recmill.hardware.cpu import threads_per_process
 from recmill.hardware.precision import Dtype, probe, verdict
+from recmill.tables.torchrec_internals import when_ready
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class LossScale:
             return output
         if isinstance(output, KeyedTensor):
             return self._cut(output)
-        output.callbacks.append(self._cut)  # it comes when the ranks have exchanged it
+        when_ready(output, self._cut)
         return output
 
     def _cut(self, output: Any) -> Any:
