@@ -1,23 +1,25 @@
-# make setup | quickstart | test | crashtest | check | clean. Everything lives in .venv (.venv-cuda); nothing outside this directory is touched.
+# Everything is installed into .venv (or .venv-cuda); nothing outside this directory is touched. `make` lists the targets.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SETUP ?= cpu
-# A directory each: the two FBGEMMs install the same files.
+# One directory each, because both FBGEMM packages install the same files.
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart test crashtest check lint types java clean
+.PHONY: help setup quickstart test crashtest check lint format types java clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart   set everything up, then train and test both model families on synthetic data (CPU)"
-	@echo "make test         set everything up, then lint, types and all tests"
-	@echo "make crashtest    set everything up, then kill training runs at random: ROUNDS=20 times, SEED=any"
-	@echo "make setup        only the set-up, into $(VENV) (SETUP=cuda for GPUs)"
+	@echo "make quickstart   set up $(VENV), then train and test both kinds of model on synthetic data (CPU)"
+	@echo "make test         set up $(VENV), then run the linter, the type checker and all tests"
+	@echo "make check        run the linter and the type checker only"
+	@echo "make format       format the code and fix what the linter can fix"
+	@echo "make crashtest    kill training runs at random moments: ROUNDS=20 times, SEED=any number"
+	@echo "make setup        set up $(VENV) only (SETUP=cuda for GPUs)"
 	@echo "make clean        remove $(VENV), data/ and runs/"
 
 setup: $(VENV)/.installed-$(SETUP)
 
-# torchrec comes last and alone: resolved with its dependencies it would replace torch by an unmatched CUDA stack.
+# torchrec is installed last and without its dependencies, which would replace torch by a CUDA build that does not match.
 $(VENV)/.installed-$(SETUP): requirements/base.txt requirements/$(SETUP).txt requirements/torchrec.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
@@ -45,12 +47,16 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 check: lint types
 
-# Spark's tests need a Java runtime: installed where we may, else they are skipped and say so.
+# Spark's tests need a Java runtime. Without permission to install one, these tests are skipped and say so.
 java:
 	@command -v java >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq openjdk-17-jre-headless >/dev/null; } \
 		|| echo "no Java here, and none could be installed: the tests of --engine spark will be skipped"

@@ -1,18 +1,18 @@
-"""How long training stands still for a checkpoint, and how long until it is safe: ours against torch's ways.
+"""Measure how long training waits for a checkpoint and how long until it is safe: ours and torch's.
 
     python benchmarks/checkpoint.py [--gigabytes 4] [--rounds 3] [--folder DIR]
 
-One process holds DLRM with that much in tables and their row-wise Adagrad state. In each round each way saves once, and
-each file is synced to the disk before it counts as written:
+One process holds DLRM with tables of this size and their row-wise Adagrad state. In each round every method saves once,
+and each file is synced to the disk before it counts as written:
 
-    background    ours as it comes: a copy, then shards, digests, manifest and rename in a thread
+    background    ours with its defaults: a copy, then shards, digests, manifest and rename in a thread
     waiting       ours with checkpoint.background = false
     torch_save    torch.save of the same tensors, then fsync
     dcp           torch.distributed.checkpoint.save, no digests, no commit
     dcp_async     torch.distributed.checkpoint.async_save
-    changes       ours, incremental, after steps that touched about 1 % of the rows; changes_8: of 8 bits a value
+    changes       ours, incremental, after steps that touched about 1 % of the rows; changes_8: with 8 bits per value
 
-`stall`: seconds that the caller waits; `total`: until everything is on the disk. The last line is JSON.
+`stall` is the seconds that the caller waits, `total` those until everything is on the disk. The last line is JSON.
 """
 
 import argparse
@@ -33,9 +33,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from recmill import prepare
-from recmill.checkpoints import format as saved
 from recmill.checkpoints import loading as checkpoint
-from recmill.checkpoints.format import Origin, Position
+from recmill.checkpoints.format import Origin, Position, committed
 from recmill.checkpoints.saver import Saver
 from recmill.commands.assemble import build_sharded, build_source, model_module, open_matching_dataset, task_module
 from recmill.config import load_config
@@ -54,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=None, help="On the disk to be measured; needs twice the tables.")
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; needs twice the tables")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     quiet_libraries()
@@ -67,7 +66,7 @@ def main() -> None:
 
 
 def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
-    touched = rows // 100  # by one batch of so many random rows
+    touched = rows // 100  # by one batch of this many random rows
     data = folder / "data"
     prepare("random-clicks", data, rows=2 * touched + 20, days=2, dense=4, tables=[rows] * TABLES)
     config = load_config(
@@ -101,7 +100,7 @@ def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
         for changing in (changes, changes_8):
             changing.save(Position(step=1))
             changing.finish()
-        step(batch, 1.0 / touched)  # what changed since then
+        step(batch, 1.0 / touched)  # changes rows since the full checkpoint
         ours = {"background": saver("b"), "waiting": saver("w", background=False)}
         ways: dict[str, Callable[[int], float]] = {
             name: partial(_ours, own) for name, own in {**ours, "changes": changes, "changes_8": changes_8}.items()
@@ -125,7 +124,7 @@ def _rounds(ways: dict[str, Callable[[int], float]], rounds: int, folder: Path) 
             started = time.monotonic()
             stall = way(number + 2)
             total = time.monotonic() - started
-            if number:  # the first round allocates what later ones have
+            if number:  # the first round allocates memory that later ones reuse
                 stalls[name].append(stall)
                 totals[name].append(total)
                 print(f"{name:12} stall {stall:7.2f} s   total {total:7.2f} s", flush=True)
@@ -167,7 +166,7 @@ def _torch_save(state: dict[str, Any], path: Path) -> float:
 
 
 def _whole(value: Any) -> torch.Tensor:
-    """One process holds all of it: its only piece."""
+    """Return the only shard of a tensor: a single process holds all of it."""
     return value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
 
 
@@ -186,12 +185,12 @@ def _dcp_async(state: dict[str, Any], path: Path) -> float:
 
 
 def _forget(folder: Path, name: str) -> None:
-    """Ours prunes itself, to two; of the incremental ones the base must stay."""
+    """Delete what a method wrote. The base of the incremental checkpoints must stay; they are pruned to two."""
     shutil.rmtree(folder / "dcp", ignore_errors=True)
     (folder / "torch.pt").unlink(missing_ok=True)
     own = {"background": "b", "waiting": "w"}.get(name)
     if own:
-        for path in saved.committed(folder / own):
+        for path in committed(folder / own):
             shutil.rmtree(path)
 
 

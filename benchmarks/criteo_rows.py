@@ -1,8 +1,8 @@
-"""Writes raw click logs in the shape of Criteo's: label, 13 integers, 26 eight-digit hex ids, separated by tabs.
+"""Write raw click logs of Criteo's shape: label, 13 integers, 26 eight-digit hex ids, separated by tabs.
 
 Ids are log-uniform over the cardinalities of Criteo 1TB (Zipf's law, so new ids keep coming), a share of each column is
-missing, a quarter of the rows are clicks. Columns are independent of each other: for speed and memory, not to learn.
-A seed names the rows; the ids themselves are the same for every seed, as the days of one log share theirs.
+missing, and a quarter of the rows are clicks. Columns are independent of each other: the rows measure speed and memory,
+and there is nothing to learn. The seed determines the rows; the ids are the same for every seed, as in days of a log.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 CLICK_RATE = 0.256
 
-# Missing share and largest value of each integer column. The shares follow the Kaggle set, cut at 40 %.
+# Missing share and largest value of each integer column. The shares follow the Kaggle set, limited to 40 %.
 DENSE_MISSING = (0.40, 0.0, 0.21, 0.22, 0.03, 0.22, 0.04, 0.01, 0.04, 0.40, 0.04, 0.40, 0.22)
 DENSE_LARGEST = (600, 20_000, 60_000, 900, 60_000, 40_000, 9_000, 4_000, 30_000, 10, 200, 3_000, 7_000)
 
-# Distinct ids of each column of Criteo 1TB, cut at 40 million as MLPerf does, and the missing share.
+# Distinct ids of each column of Criteo 1TB, limited to 40 million as in MLPerf, and the missing share.
 ID_CARDINALITIES = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
     *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
@@ -40,7 +40,7 @@ ROW = np.dtype([("numbers", "<u8", (1 + len(DENSE_LARGEST),)), ("ids", [("hex", 
 
 
 def _words(texts: Sequence[str], width: int) -> NDArray[np.unsignedinteger]:
-    """Texts of at most `width` characters as one little-endian integer each, padded by NULs."""
+    """Return texts of at most `width` characters as one little-endian integer each, padded with NULs."""
     return np.array(texts, dtype=f"S{width}").view(f"<u{width}")
 
 
@@ -50,7 +50,7 @@ FOUR_HEX_DIGITS = _words([f"{value:04x}" for value in range(1 << 16)], 4).astype
 
 
 def _mixed(ranks: NDArray[np.uint32], column: int) -> NDArray[np.uint32]:
-    """A bijection of 32 bits (the finaliser of MurmurHash3), another one for each column: the ids of the ranks."""
+    """Return the ids of the ranks, by a bijection of 32 bits (MurmurHash3's finaliser) that differs by column."""
     x = ranks ^ np.uint32(column * 0x9E3779B1 % (1 << 32))
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x85EBCA6B)
@@ -60,12 +60,12 @@ def _mixed(ranks: NDArray[np.uint32], column: int) -> NDArray[np.uint32]:
 
 
 def _log_uniform(uniform: NDArray[np.float64], largest: int) -> NDArray[np.float64]:
-    """Uniform [0, 1) to reals of [1, largest + 1), uniform in their logarithm: the whole parts follow Zipf's law."""
+    """Map uniform [0, 1) to [1, largest + 1), uniform in the logarithm: the integer parts follow Zipf's law."""
     return np.exp(uniform * np.log(largest + 1))
 
 
 def _block(seed: Sequence[int], rows: int) -> bytes:
-    """The text of one block of rows. One draw a field: below the missing share it is missing, the rest is its value."""
+    """Return the text of one block of rows. Each field takes one draw: it is missing below the missing share."""
     random = np.random.Generator(np.random.SFC64(list(seed)))
     block = np.zeros(rows, ROW)
     numbers, hexes, ends = block["numbers"], block["ids"]["hex"], block["ids"]["end"]
@@ -86,7 +86,7 @@ def _block(seed: Sequence[int], rows: int) -> bytes:
 
 
 def write_rows(path: Path | str, rows: int, seed: int | Sequence[int] = 0) -> None:
-    """One raw file of `rows` rows. Blocks have seeds of their own, so that threads can make them; memory is bounded."""
+    """Write a raw file of `rows` rows. Each block has its own seed, so threads can make them; memory is bounded."""
     path, seeds = Path(path), [seed] if isinstance(seed, int) else list(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file, ThreadPoolExecutor(WRITERS) as threads:
@@ -100,21 +100,21 @@ def write_rows(path: Path | str, rows: int, seed: int | Sequence[int] = 0) -> No
 
 
 def write_days(folder: Path | str, rows: int, days: int, seed: int = 0) -> None:
-    """`rows` rows in all, as day_0, day_1, ... of `folder`; the first days take the remainder."""
+    """Write `rows` rows in total as day_0, day_1, ... of `folder`; the first days take the remainder."""
     for day in range(days):
         write_rows(Path(folder) / f"day_{day}", rows // days + (day < rows % days), [seed, day])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows in all")
-    parser.add_argument("--output", type=Path, required=True, help="the file, or with --days the folder of the days")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="total number of rows")
+    parser.add_argument("--output", type=Path, required=True, help="the file or, with --days, the folder of the days")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--days", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.rows < arguments.days or arguments.days < 1:
         parser.error(
-            f"--rows {arguments.rows} --days {arguments.days}: each day needs a row, and there is at least one."
+            f"--rows {arguments.rows} --days {arguments.days}: at least one day, and one row per day, are needed."
         )
     started = time.monotonic()
     if arguments.days > 1:

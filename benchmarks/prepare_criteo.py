@@ -1,16 +1,16 @@
-"""Rows per second and memory of preparing raw Criteo logs: `recmill prepare criteo` against four peers.
+"""Measure rows per second and memory of preparing raw Criteo logs: `recmill prepare criteo` against four peers.
 
-Each contender takes the same generated `day_0` to files on disk, in a process of its own. Time is of the whole process,
-with the start of the interpreter and of the JVM; memory is the peak of it and its children together. The raw file is in
-the page cache for all.
+Each contender turns the same generated `day_0` into files on disk, in its own process. Times are those of the complete
+process, including the start of the interpreter and of the JVM; memory is the peak of the process and its children
+together. The raw file is in the page cache for all contenders.
 
     ours        the command: npy files with contiguous ids (first seen first, ids seen less than 3 times become 1)
-    torchrec    TorchRec's own functions for the same files. Its scripts are two processes; here one, in its favour
-    pandas      the same files by plain pandas
-    spark       PySpark on all cores, OneFlow's job: ids modulo 40 million, rows in random order, Parquet
-    parse_only  Polars reads the fields and does nothing with them: how fast a parser alone is
+    torchrec    TorchRec's own functions, for the same files, in one process (its scripts are two, which is slower)
+    pandas      plain pandas, for the same files
+    spark       PySpark on all cores doing OneFlow's job: ids modulo 40 million, rows in random order, Parquet
+    parse_only  Polars parses the fields and does nothing with them: the speed of a parser alone
 
-`--memory` runs ours alone on growing logs, to see that memory keeps to the budget.
+`--memory` runs only ours on growing logs, to see that memory stays within the budget.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# Only the standard library up here: contenders are this file again, and should pay for their own imports only.
+# Only the standard library is imported here: contenders run this file, and should pay only for their own imports.
 
 MIN_FREQUENCY = 3
 OURS = (
@@ -80,7 +80,7 @@ def pandas(raw: Path, output: Path) -> None:
 
 
 def spark(raw: Path, output: Path) -> None:
-    """As OneFlow's tools/criteo1t_parquet.py, by built-in functions where it has Python ones: no row leaves the JVM."""
+    """Do the work of OneFlow's tools/criteo1t_parquet.py with built-in functions only: no row leaves the JVM."""
     from pyspark.sql import SparkSession
     from pyspark.sql import functions as F
 
@@ -111,12 +111,12 @@ def spark(raw: Path, output: Path) -> None:
 
 
 def spark_partitions(num_bytes: int) -> int:
-    """Two a core, so that none waits long for the last one; more where they would pass Spark's usual 128 MB."""
+    """Return two per core, so that none waits long for the last one; more if they would exceed Spark's usual 128 MB."""
     return max(2 * num_cores(), num_bytes // (128 << 20))
 
 
 def parse_only(raw: Path, output: Path) -> None:
-    """Counting nulls needs each field. Of eight ways tried none was faster; typed integers cost the same as strings."""
+    """Count nulls, which needs every field. Of eight ways none was faster; typed integers cost the same as strings."""
     import polars as pl
 
     names = ["label", *DENSE_NAMES, *ID_NAMES]
@@ -133,11 +133,11 @@ class Peer:
 
     run: Callable[[Path, Path], None]
     modules: dict[str, str]
-    """What it imports, and what to `pip install` for it."""
+    """The modules it imports, and what to `pip install` for each."""
     programs: tuple[str, ...] = ()
 
     def missing(self) -> str:
-        """What to install before it can run; empty if nothing."""
+        """Return what to install before it can run; empty if nothing is missing."""
         packages = [package for module, package in self.modules.items() if importlib.util.find_spec(module) is None]
         programs = [program for program in self.programs if shutil.which(program) is None]
         return "; ".join([*(f"pip install {package}" for package in packages), *(f"no {p} in PATH" for p in programs)])
@@ -163,7 +163,7 @@ def num_cores() -> int:
 
 
 def family(pid: int) -> list[int]:
-    """The process and all that descend from it, now."""
+    """Return the process and all its current descendants."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -179,7 +179,7 @@ def family(pid: int) -> list[int]:
 
 
 def memory_kb(pid: int) -> tuple[int, int]:
-    """(resident now, most ever resident) of one process; zeros if it is gone."""
+    """Return the current and the peak resident memory of one process; zeros if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -190,8 +190,8 @@ def memory_kb(pid: int) -> tuple[int, int]:
 
 
 def measure(command: list[str], log: Path) -> Measured:
-    """Runs it to its end. The peak is the largest sum that was polled, or the largest single process if more."""
-    os.sync()  # so that no contender pays for what the one before it wrote
+    """Run a command to its end. The peak is the largest polled sum, or the largest single process if that is more."""
+    os.sync()  # so that no contender pays for what the previous one wrote
     peak_kb = 0
     started = time.monotonic()
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT) as process:
@@ -219,7 +219,7 @@ def ours_command(template: tuple[str, ...], raw: Path, output: Path, budget: str
 
 
 def run_contender(name: str, raw: Path, output: Path) -> Measured:
-    """From `raw`/day_0 to a new `output`."""
+    """Run a contender from `raw`/day_0 to a new `output`."""
     shutil.rmtree(output, ignore_errors=True)
     log = output.with_name(f"{output.name}.log")
     if name == "ours":
@@ -230,7 +230,7 @@ def run_contender(name: str, raw: Path, output: Path) -> Measured:
 
 
 def raw_days(work: Path, rows: int, days: int) -> Path:
-    """The folder of the raw files, made unless a run before left them."""
+    """Return the folder of the raw files, writing them unless an earlier run left them."""
     from criteo_rows import write_days
 
     folder = work / f"raw-{rows}-rows-{days}-days"
@@ -243,14 +243,14 @@ def raw_days(work: Path, rows: int, days: int) -> Path:
 
 
 def first_use_seconds(work: Path) -> float:
-    """Ours once on a few rows: the first time after an installation it compiles what it needs."""
+    """Run ours once on a few rows: the first time after an installation it compiles its code."""
     done = run_contender("ours", raw_days(work, WARM_UP_ROWS, 1), work / "ours-first-use")
     print(f"ours, first use, {WARM_UP_ROWS:,} rows: {done.seconds:.1f} s")
     return done.seconds
 
 
 def is_same(work: Path, one: str, other: str, part: str) -> bool:
-    """Whether the two wrote the same array: type, shape and bits."""
+    """Return whether the two wrote the same array: type, shape and bits."""
     import numpy as np
 
     left, right = (np.load(work / name / f"day_0_{part}.npy", mmap_mode="r") for name in (one, other))
@@ -264,7 +264,7 @@ def is_same(work: Path, one: str, other: str, part: str) -> bool:
 
 
 def checks(work: Path, ran: list[str]) -> dict[str, bool | None]:
-    """Outputs that must be the same as TorchRec's; None where one of the two did not run."""
+    """Compare outputs that must be equal to TorchRec's; None if one of the two did not run."""
     pairs = [("ours", "dense"), ("ours", "sparse"), ("ours", "labels"), ("pandas", "sparse")]
     return {
         f"{name}_{part}": is_same(work, name, "torchrec", part) if {name, "torchrec"} <= set(ran) else None
@@ -276,7 +276,7 @@ def chosen_contenders(skip: list[str]) -> list[str]:
     chosen = [name for name in CONTENDERS if name not in skip]
     for name in [name for name in chosen if name in PEERS]:
         if missing := PEERS[name].missing():
-            print(f"{name} is left out: {missing}", file=sys.stderr)
+            print(f"{name} is skipped: {missing}", file=sys.stderr)
             chosen.remove(name)
     return chosen
 
@@ -288,7 +288,7 @@ def print_table(heads: list[str], lines: list[list[str]]) -> None:
 
 
 def compare(work: Path, rows: int, rounds: int, skip: list[str]) -> dict[str, object]:
-    """All contenders, in turns; prints the table and returns the figures."""
+    """Run all contenders in turns, print the table and return the figures."""
     raw = raw_days(work, rows, 1)
     chosen = chosen_contenders(skip)
     first_use = first_use_seconds(work) if "ours" in chosen else None
@@ -322,7 +322,7 @@ def compare(work: Path, rows: int, rounds: int, skip: list[str]) -> dict[str, ob
 
 
 def memory(work: Path, sizes: list[int], budget: str, is_clean: bool) -> dict[str, object]:
-    """Ours alone, on a budget; prints the table and returns the figures."""
+    """Run only ours, with a memory budget, print the table and return the figures."""
     first_use_seconds(work)
     found: dict[int, Measured] = {}
     for rows in sizes:
@@ -360,12 +360,12 @@ def work_folder(given: Path | None) -> Iterator[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--work", type=Path, help="keeps raw files, outputs and logs; else a temporary folder")
+    parser.add_argument("--work", type=Path, help="keep raw files, outputs and logs here (default: a temporary folder)")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--skip", default="", help=f"comma-separated, of {', '.join(CONTENDERS)}")
-    parser.add_argument("--memory", action="store_true", help="ours alone on growing logs")
-    parser.add_argument("--sizes", default="1000000,10000000,40000000", help="rows of --memory, comma-separated")
-    parser.add_argument("--memory-budget", default="2GB", help="given to ours with --memory")
+    parser.add_argument("--skip", default="", help=f"contenders to skip, separated by commas: {', '.join(CONTENDERS)}")
+    parser.add_argument("--memory", action="store_true", help="run only ours, on growing logs")
+    parser.add_argument("--sizes", default="1000000,10000000,40000000", help="rows with --memory, separated by commas")
+    parser.add_argument("--memory-budget", default="2GB", help="with --memory: the budget of ours")
     parser.add_argument("--clean", action="store_true", help="with --memory: remove raw files after use")
     for hidden in ("--peer", "--raw", "--output"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)

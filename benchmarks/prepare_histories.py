@@ -1,7 +1,7 @@
-"""Interactions per second and memory of `recmill prepare goodreads`, beside plain Polars with everything in memory.
+"""Measure `recmill prepare goodreads` beside plain Polars with everything in memory: interactions per second, memory.
 
-Both take the same generated file of Goodreads' shape (no times; rows grouped by user) to items.npy and offsets.npy,
-each in a process of its own. Polars checks no row and drops no repeats, which is in its favour.
+Both turn the same generated file of Goodreads' shape (no times; rows grouped by user) into items.npy and offsets.npy,
+each in its own process. Polars checks no row and drops no repeats, which is in its favour.
 """
 
 import argparse
@@ -17,7 +17,7 @@ MIN_INTERACTIONS, MAX_INTERACTIONS = 20, 400
 
 
 def write_rows(path: Path, rows: int) -> None:
-    """Users have 260 interactions on average; a few books are popular, most are not."""
+    """Write interactions: 260 per user on average; a few books are popular, most are not."""
     import numpy as np
     import polars as pl
 
@@ -63,7 +63,7 @@ def measured(command: list[str], rows: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--plain-polars", nargs=2, type=Path, metavar=("RAW", "OUTPUT"), help="be that contender")
+    parser.add_argument("--plain-polars", nargs=2, type=Path, metavar=("RAW", "OUTPUT"), help="run as this contender")
     options = parser.parse_args()
     if options.plain_polars:
         plain_polars(*options.plain_polars)

@@ -1,9 +1,9 @@
-"""Quality against minutes of training, drawn from the metrics of runs: one curve each, as an SVG.
+"""Draw a metric against minutes of training as an SVG, with one curve per run.
 
     python benchmarks/quality_curve.py runs/sasrec=val --metric full/ndcg@10 --line 0.1821 --output curve.svg
 
-`=val` or `=test` chooses which lines of metrics.jsonl are drawn; minutes count from the first line of the run, so a
-run that was stopped and resumed shows its pause.
+`=val` or `=test` selects the lines of metrics.jsonl. Minutes count from the first line of the run, so a run that was
+stopped and resumed shows its pause.
 """
 
 import argparse
@@ -24,10 +24,10 @@ def points(run: Path, split: str, metric: str) -> list[tuple[float, float]]:
     return found
 
 
-def ticks(low: float, high: float, description: int) -> list[float]:
-    """Round numbers between the two."""
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Return round numbers between `low` and `high`."""
     steps = (size * 10.0**power for power in range(-4, 4) for size in (1, 2, 5))
-    step = next(step for step in steps if (high - low) / step <= description)
+    step = next(step for step in steps if (high - low) / step <= most)
     first = -(-low // step)
     return [number * step for number in range(int(first), int(high / step) + 1)]
 
@@ -78,9 +78,9 @@ def drawn(curves: dict[str, list[tuple[float, float]]], metric: str, levels: lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN=SPLIT", help="a run directory, and val or test")
+    parser.add_argument("runs", nargs="+", metavar="RUN=SPLIT", help="a run directory and the split, val or test")
     parser.add_argument("--metric", default="full/ndcg@10")
-    parser.add_argument("--line", type=float, action="append", default=[], help="a dashed line at this value")
+    parser.add_argument("--line", type=float, action="append", default=[], help="draw a dashed line at this value")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     curves = {}

@@ -1,6 +1,6 @@
-"""The peers of train_sequences.py, each a loop that never ends. Run by their own environments: imports nothing of ours.
+"""Train the peers of train_sequences.py, each in an endless loop. They run in their own environments, without recmill.
 
-All get the same windows of histories, as `Windows` in a folder, and note every step.
+All read the same windows of histories (`Windows`) from a folder, and record every step.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from turns import Notes
 
-# Of Lightning's trainers: nothing that takes time or writes files.
+# Turns off what takes time or writes files in Lightning's trainers.
 QUIET: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
@@ -24,7 +24,7 @@ QUIET: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is equal for all."""
+    """The settings that are equal for all contenders."""
 
     model: str  # bert4rec, sasrec
     max_length: int
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Windows:
-    """Window i is items[offsets[i]:offsets[i + 1]], ids from 1; of SASRec one more than max_length, the last answer."""
+    """Window i is items[offsets[i]:offsets[i + 1]], ids from 1; SASRec has one item more, the last target."""
 
     setting: Setting
     num_items: int
@@ -62,7 +62,7 @@ class Windows:
 
 
 def torchrec_style(windows: Windows, notes: Notes) -> None:
-    """As TorchRec's BERT4Rec example is described: always padded, masked once before training, logits everywhere."""
+    """Train as TorchRec's BERT4Rec example does: always padded, masked once before training, logits everywhere."""
     import torch
     from torch import Tensor, nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -146,7 +146,7 @@ def torchrec_style(windows: Windows, notes: Notes) -> None:
 
 
 def rectools(windows: Windows, notes: Notes) -> None:
-    """`model.fit(dataset)`; a window is a user. Its defaults but for the sizes."""
+    """Train with `model.fit(dataset)`, where a window is a user, with RecTools' defaults except for the sizes."""
     import pandas as pd
     from pytorch_lightning import Callback, Trainer
     from rectools import Columns
@@ -168,7 +168,7 @@ def rectools(windows: Windows, notes: Notes) -> None:
         session_max_len=setting.max_length,
         batch_size=setting.batch,
     )
-    model._trainer = Trainer(  # as its documentation says to set another; like its own but for callback and end
+    model._trainer = Trainer(  # as documented; it differs from RecTools' own in callback and number of epochs
         accelerator="cpu",
         devices=1,
         max_epochs=-1,
@@ -179,7 +179,7 @@ def rectools(windows: Windows, notes: Notes) -> None:
 
 
 def replay(windows: Windows, notes: Notes, loss: str = "CE") -> None:
-    """Lightning's trainer on its own datasets; a window is a query. Its defaults but for the sizes."""
+    """Train with Lightning on RePlay's datasets, where a window is a query, with its defaults except for the sizes."""
     import lightning
 
     class Noting(lightning.Callback):
@@ -223,7 +223,7 @@ def _replay_bert4rec(windows: Windows, loss: str) -> tuple[Any, Any]:
     from replay.models.nn.sequential.bert4rec import Bert4RecTrainingDataset
     from torch.utils.data import DataLoader
 
-    setting, schema = windows.setting, _replay_schema(windows, padding=0)  # the default, told apart by a mask
+    setting, schema = windows.setting, _replay_schema(windows, padding=0)  # the default; a mask tells it from item 0
     frame = pd.DataFrame({"user_id": np.arange(len(windows)), "item_id": [items - 1 for items in windows]})
     rows = Bert4RecTrainingDataset(
         PandasSequentialDataset(schema, "user_id", "item_id", frame), max_sequence_length=setting.max_length
@@ -240,7 +240,7 @@ def _replay_bert4rec(windows: Windows, loss: str) -> tuple[Any, Any]:
 
 
 def _replay_sasrec(windows: Windows, loss: str) -> tuple[Any, Any]:
-    """Loss: this model has one cross-entropy."""
+    """Build RePlay's SASRec; `loss` has no effect, because this model has only one cross-entropy."""
     import tempfile
 
     import pyarrow as pa
@@ -271,7 +271,7 @@ def _replay_sasrec(windows: Windows, loss: str) -> tuple[Any, Any]:
 
 
 def replay_restricted(windows: Windows, notes: Notes) -> None:
-    """BERT4Rec with the loss that its documentation names beside the default: logits of the asked places only."""
+    """Train BERT4Rec with the other loss of RePlay's documentation, with logits only at the masked positions."""
     replay(windows, notes, "CE_restricted")
 
 

@@ -1,16 +1,16 @@
-"""Samples per second of DLRM training on CPU, in two published shapes, on the same generated rows.
+"""Measure samples per second of DLRM training on CPU, in two published shapes, on the same generated rows.
 
-ours         `recmill train`, so the real loop: rows shuffled and read from files, one process with all threads
+ours         `recmill train`, the real command: rows are shuffled and read from files, one process with all threads
 torchrec_1   TorchRec's DLRM under DistributedModelParallel with its own loader, one process with all threads
-torchrec_n   the same, one process per core, the same global batch
-plain        nn.EmbeddingBag(sparse=True) per table as in the original DLRM; batches are in memory before it starts
-ceiling      the step's matrix multiplications alone, at their shapes, with the allocator settings that ours has
+torchrec_n   the same with one process per core and the same global batch
+plain        nn.EmbeddingBag(sparse=True) per table as in the original DLRM; its batches are in memory beforehand
+ceiling      only the step's matrix products, in their shapes, with the allocator settings of ours
 
-ours_torch   ours with `train.kernels = "torch"`: what it costs to have no C++ compiler
+ours_torch   ours with `train.kernels = "torch"`: the speed without a C++ compiler
 
-All use SGD, the fastest for every one of them. All are started, then stand still (SIGSTOP) but for their turns of a few
-seconds; rates are medians over rounds, ratios medians of those of neighbouring turns. `--growth` prints what a step
-costs as processes, batch and tables grow, ours alone.
+All use SGD, which is the fastest for each of them. All are started, then paused (SIGSTOP) except during their turns of
+a few seconds. Rates are medians over rounds, ratios are medians over neighbouring turns. `--growth` prints how the time
+of our step grows with processes, batch and tables.
 """
 
 import argparse
@@ -54,7 +54,7 @@ SHAPES = {
 
 
 def write_rows(path: Path, rows: int, cap: int) -> list[int]:
-    """TorchRec's npy files, adopted. Ids are log-uniform (Zipf's law) over each table."""
+    """Write TorchRec's npy files and adopt them. Ids are log-uniform (Zipf's law) over each table."""
     from recmill import adopt
 
     sizes = [min(size, cap) for size in CARDINALITIES]
@@ -69,7 +69,8 @@ def write_rows(path: Path, rows: int, cap: int) -> list[int]:
 
 
 def table_sizes(data: Path) -> list[int]:
-    from recmill.schema import ClicksDescription, open_dataset
+    from recmill.data.opening import open_dataset
+    from recmill.schema import ClicksDescription
 
     description = open_dataset(data).description
     assert isinstance(description, ClicksDescription)
@@ -77,7 +78,7 @@ def table_sizes(data: Path) -> list[int]:
 
 
 def forever(step: Any, shape: Shape, times: Path) -> None:
-    """Notes when each step ended."""
+    """Repeat `step` and record when each one ended."""
     notes = Notes(times)
     while True:
         step()
@@ -96,7 +97,7 @@ def run_config(shape: Shape, data: Path, **train: Any) -> dict[str, Any]:
 
 
 def ours(shape: Shape, data: Path, times: Path, kernels: str = "auto") -> None:
-    """The command itself, which notes every step in metrics.jsonl."""
+    """Run the command, which records every step in metrics.jsonl."""
     from recmill import train
 
     train(run_config(shape, data, log_every_steps=1, kernels=kernels), times)
@@ -107,7 +108,7 @@ def ours_torch(shape: Shape, data: Path, times: Path) -> None:
 
 
 def torchrec(shape: Shape, data: Path, times: Path) -> None:
-    """As its example sets it up, but for the pipeline, which on CPU is slower than this loop."""
+    """Train as TorchRec's example does, without its pipeline, which is slower on CPU than this loop."""
     import torch
     import torch.distributed as dist
     from torchrec import EmbeddingBagCollection
@@ -215,7 +216,7 @@ def plain(shape: Shape, data: Path, times: Path) -> None:
 
 
 def ceiling(shape: Shape, data: Path, times: Path) -> None:
-    """Each layer: output, gradient by weights, gradient by inputs (not by the features). Then the pairs' products."""
+    """Multiply for each layer: output, gradient by weights and by inputs (not by features); then the pair products."""
     import torch
 
     vectors = len(CARDINALITIES) + 1
@@ -286,7 +287,7 @@ def start(name: str, shape: str, data: Path, folder: Path) -> Contender:
 
 
 def growth(folder: Path) -> dict[str, Any]:
-    """Milliseconds per step, ours, DeepRec's layers."""
+    """Return the milliseconds of our step with DeepRec's layers."""
     from recmill import train
 
     base = SHAPES["deeprec"]
@@ -331,8 +332,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="deeprec")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="some of them, separated by commas")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each turn")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="the contenders to run, separated by commas")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)

@@ -1,22 +1,22 @@
-"""Sequences and real items (no padding) per second of training BERT4Rec or SASRec on MovieLens 1M, on CPU, equal sizes.
+"""Measure training of BERT4Rec or SASRec on MovieLens 1M on CPU: sequences and real items (no padding) per second.
 
 ours               `recmill train` with the shipped config
-torchrec_style     BERT4Rec as TorchRec's example has it: eager, padded to max_length, logits of the whole catalogue at
-                   every place, dense Adam; written for this benchmark
-rectools           RecTools' model.fit, its defaults but for the sizes
-replay             RePlay's model under Lightning's trainer, its defaults but for the sizes
-replay_restricted  the same with RePlay's other loss for BERT4Rec, which makes logits of the asked places only
-ceiling            the matrix multiplications of our step alone: of the real items, at their lengths, of batches of our
-                   loader, with the allocator settings that ours has
+torchrec_style     BERT4Rec as in TorchRec's example: eager, padded to max_length, logits of the whole catalogue at
+                   every position, dense Adam; written for this benchmark
+rectools           RecTools' model.fit with its defaults, except for the sizes
+replay             RePlay's model under Lightning's trainer with its defaults, except for the sizes
+replay_restricted  the same with RePlay's other loss for BERT4Rec, which computes logits only at the masked positions
+ceiling            only the matrix products of our step: for the real items, in their lengths, of batches of our loader,
+                   with the allocator settings of ours
 
-All get the same windows of histories. RecTools and RePlay run in environments of their own (.venv-rectools,
-.venv-replay), made when first asked for. All are started, then stand still (SIGSTOP) but for their turns of some
-seconds; rates are medians over rounds, ratios medians of those of neighbouring turns. Ratios are of real items: our
-batches are of similar lengths, so sequences per second change from turn to turn.
+All have the same sizes and the same windows of histories. RecTools and RePlay run in their own environments
+(.venv-rectools, .venv-replay), which are created when first needed. All are started, then paused (SIGSTOP) except
+during their turns of some seconds. Rates are medians over rounds, ratios are medians over neighbouring turns. Ratios
+are those of real items: our batches have windows of similar length, so sequences per second vary from turn to turn.
 
-`--random` instead trains ours on the random set of TorchRec's example (3,000 users, 500,000 items, 8 million
-interactions, max_length 16, dim 128, batch 8 per process), with tables cut over processes (dmp) and with every table on
-every process (ddp), in 1 and 2 processes.
+`--random` trains only ours, on the random set of TorchRec's example (3,000 users, 500,000 items, 8 million
+interactions, max_length 16, dim 128, batch 8 per process), with sharded tables (dmp) and with every table on every
+process (ddp), in 1 and 2 processes.
 """
 
 import argparse
@@ -39,9 +39,10 @@ from turns import Contender, Notes, Work, median_ratio, noted_times, noted_work,
 
 from recmill import prepare
 from recmill.config import load_config
+from recmill.data.opening import open_dataset
 from recmill.errors import UserError
 from recmill.launch.local import TUNING
-from recmill.schema import HistoriesDescription, open_dataset
+from recmill.schema import HistoriesDescription
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = {"rectools": "rectools", "replay": "replay", "replay_restricted": "replay"}  # requirements/NAME.txt
@@ -49,10 +50,10 @@ CONTENDERS = {
     "bert4rec": ["ours", "torchrec_style", "rectools", "replay", "replay_restricted", "ceiling"],
     "sasrec": ["ours", "rectools", "replay", "ceiling"],
 }
-# What must not change with a shipped config: the work of a step. Then the catalogue's cross-entropy, for all.
+# Fixes the work of a step, whatever the shipped config says, and cross-entropy over the catalogue for all.
 SIZES = ["model.embedding_dim=64", "model.num_layers=2", "model.num_heads=2", "model.sliding_step=0"]
 SIZES_OF = {
-    # Windows that end anywhere would be shorter than the peers', and ask for less.
+    # Windows that end anywhere would be shorter than the peers' and have fewer targets.
     "bert4rec": [
         *SIZES,
         "model.mask_prob=0.2",
@@ -68,13 +69,13 @@ FOREVER += ["train.log_every_steps=1", 'train.device="cpu"']
 
 @dataclass(frozen=True)
 class BatchShape:
-    lengths: np.ndarray  # real items by row
-    asked: int  # places
+    lengths: np.ndarray  # real items of each row
+    asked: int  # positions to predict
 
 
 @dataclass(frozen=True)
 class Ours:
-    """Our run: the shipped config of a model, with what the options change."""
+    """Our run: the shipped config of a model with what the options change."""
 
     model: str
     data: Path
@@ -103,11 +104,11 @@ class Ours:
         )
 
     def windows(self) -> Windows:
-        """Cut as ours are: from a history's end backwards without overlap, its last two items left out."""
+        """Make windows as ours are: backwards from a history's end, without overlap, without its last two items."""
         dataset = open_dataset(self.data)
         assert isinstance(dataset.description, HistoriesDescription)
         items, offsets = np.asarray(dataset.array("items.npy")), np.asarray(dataset.array("offsets.npy"))
-        answer = int(self.model == "sasrec")  # one more item than the model sees
+        answer = int(self.model == "sasrec")  # one item more than the model sees
         parts = [
             items[max(begin, stop - self.max_length - answer) : stop].astype(np.int64)
             for begin, end in zip(offsets[:-1].tolist(), (offsets[1:] - 2).tolist(), strict=True)
@@ -117,7 +118,7 @@ class Ours:
         return Windows(self.setting, dataset.description.num_items, np.concatenate(parts), ends)
 
     def batches(self) -> Iterator[BatchShape]:
-        """Of step 1, 2, ... of the run."""
+        """Yield the shapes of the batches of steps 1, 2, ... of the run."""
         from recmill.commands.assemble import build_source, open_matching_dataset
 
         source = build_source(self.config, open_matching_dataset(self.config), rank=0, size=1)
@@ -127,8 +128,8 @@ class Ours:
 
 
 def ceiling(ours: Ours, notes: Notes) -> None:
-    """Each product with both of its gradients. Of causal attention half, and of the last layer what leads to the places
-    asked for: that is all that a step needs. Logits in chunks, which is faster than all at once."""
+    """Compute each product with both of its gradients, but only what a step needs: half of causal attention, and in the
+    last layer what leads to the predicted positions. Logits are computed in chunks, which is faster than at once."""
     import torch
 
     setting, windows = ours.setting, ours.windows()
@@ -183,7 +184,7 @@ def ceiling(ours: Ours, notes: Notes) -> None:
 
 
 def environment_of(name: str) -> Path:
-    """The python of a peer's own environment, which is made or brought up to date."""
+    """Return the python of a peer's own environment, after creating or updating it."""
     requirements = REPOSITORY / "requirements" / f"{name}.txt"
     directory = REPOSITORY / f".venv-{name}"
     python, done = directory / "bin" / "python", directory / "installed.txt"
@@ -194,7 +195,7 @@ def environment_of(name: str) -> Path:
             [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)],
         ):
             if subprocess.run(command).returncode:
-                sys.exit(f"{name} could not be installed: see above. Leave it out by --contenders.")
+                sys.exit(f"{name} could not be installed, see above. Leave it out with --contenders.")
         done.write_text(requirements.read_text())
     return python
 
@@ -251,13 +252,13 @@ def compare(options: argparse.Namespace, ours: Ours, folder: Path) -> dict[str, 
 
 
 def random_set(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """TorchRec's table, with our processes in the place of GPUs. Both ways have the same optimizers."""
+    """Measure TorchRec's table with our processes instead of GPUs. Both modes have the same optimizers."""
     data = folder / "random"
     prepare("random-histories", data, random_user_count=3000, random_item_count=500_000, random_size=8_000_000)
     sizes = ["model.max_length=16", "model.embedding_dim=128", "model.mask_prob=0.2"]
-    # Overlapping windows and copies change no step, only how long 24 million windows take to be put in order.
+    # Overlapping windows and copies change no step, only the time to sort 24 million windows.
     sizes += ["model.sliding_step=0", "model.dupe_factor=1"]
-    # A fused Adam for cut tables exists on GPUs only.
+    # A fused Adam for sharded tables exists only on GPUs.
     optim = ['optim.tables.name="rowwise_adagrad"', "optim.tables.lr=0.001"]
     no_evaluation = ["eval.before_training=false", 'eval.protocols=["full"]']
     common = [f'data.path="{data}"', *sizes, *optim, *no_evaluation, *FOREVER]
@@ -286,22 +287,22 @@ def random_set(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("data/ml-1m"), help="prepared MovieLens 1M (data/ml-1m)")
-    parser.add_argument("--input", type=Path, help="folder of MovieLens 1M's raw files, to be prepared into --data")
+    parser.add_argument("--data", type=Path, default=Path("data/ml-1m"), help="prepared MovieLens 1M")
+    parser.add_argument("--input", type=Path, help="folder of MovieLens 1M's raw files, which are prepared into --data")
     parser.add_argument("--model", choices=CONTENDERS, default="bert4rec")
     parser.add_argument("--max-length", type=int, default=200)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each turn, or longer until three steps ended")
-    parser.add_argument("--contenders", help="some of them, separated by commas")
-    parser.add_argument("--random", action="store_true", help="the random set of TorchRec's example: dmp against ddp")
-    parser.add_argument("--sharding", default="auto", help="with --random: how dmp cuts the table (auto)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="length of each turn, at least three steps")
+    parser.add_argument("--contenders", help="the contenders to run, separated by commas")
+    parser.add_argument("--random", action="store_true", help="the random set of TorchRec's example, dmp against ddp")
+    parser.add_argument("--sharding", default="auto", help="with --random: how dmp shards the table (default: auto)")
     parser.add_argument("--only-ceiling", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     unknown = set((options.contenders or "ours").split(",")) - set(CONTENDERS[options.model])
     if unknown:
         known = ", ".join(CONTENDERS[options.model])
-        sys.exit(f"--contenders: {min(unknown)!r} is none for --model {options.model}. There are {known}.")
+        sys.exit(f"--contenders: {min(unknown)!r} is not a contender for --model {options.model}. Known: {known}.")
     try:
         if options.input:
             prepare("movielens", options.data, input=options.input)
@@ -312,7 +313,7 @@ def main() -> None:
             found = random_set(options, Path(folder)) if options.random else compare(options, ours, Path(folder))
         print(json.dumps(found))
     except UserError as error:
-        sys.exit(f"{error}\n(--input: MovieLens 1M's raw files; --data: where they are, or were, prepared)")
+        sys.exit(f"{error}\n(--input: MovieLens 1M's raw files; --data: the prepared dataset)")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Contenders that are all started, then stand still (SIGSTOP) but for turns: what the machine does meets all alike.
+"""Run contenders in turns: all are started, then paused (SIGSTOP) except during their turns, so noise hits all alike.
 
-Each notes when its steps ended: ours in metrics.jsonl, the others by `Notes`.
+Each contender records when its steps ended: ours in metrics.jsonl, the others with `Notes`.
 """
 
 import json
@@ -20,10 +20,10 @@ _RECORD = struct.Struct("ddd")
 
 
 class Notes:
-    """What a contender writes: when a step ended, of how many samples and, where that differs, items."""
+    """Record when a step ended, and its number of samples and, if they are counted separately, of items."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # a number, so that it can be copied
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # an integer, so that `Notes` can be copied
 
     def step(self, samples: int, items: int = 0) -> None:
         os.write(self._file, _RECORD.pack(time.time(), samples, items))
@@ -31,14 +31,14 @@ class Notes:
 
 @dataclass(frozen=True)
 class Work:
-    """Of some steps; or per second."""
+    """The work of some steps, or the work per second."""
 
     samples: float
     items: float = 0.0
 
 
 def noted_times(path: Path) -> list[float]:
-    """When each step so far ended."""
+    """Return the time at which each step so far ended."""
     return [at for at, _, _ in _records(path)]
 
 
@@ -53,16 +53,16 @@ def _records(path: Path) -> list[tuple[float, ...]]:
 
 
 def our_times(run: Path) -> list[float]:
-    """From metrics.jsonl, with `train.log_every_steps = 1`."""
+    """Return the same from metrics.jsonl of a run with `train.log_every_steps = 1`."""
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
     return [json.loads(line)["time"] for line in lines if line.endswith("\n")]
 
 
 class Contender:
-    """Its processes, from the start to `end()`; what they leave in temporary directories stays beside `log`.
+    """The processes of a contender, from their start to `end()`. Their temporary directories are beside `log`.
 
-    `times`: when each step so far ended. `work`: what some of them did; asked only while it stands still.
+    `times` returns when each step so far ended, `work` the work of some of them; it is called only during a pause.
     """
 
     def __init__(
@@ -82,14 +82,17 @@ class Contender:
             ]
 
     def start(self) -> None:
-        """Its first steps; then it stands still."""
+        """Wait for the first steps, then pause the processes."""
         while len(self._times()) < _FIRST_STEPS:
             self._check()
             time.sleep(0.2)
         self.signal(signal.SIGSTOP)
 
     def turn(self, seconds: float) -> Work:
-        """Per second, of whole steps, at least two; the one that the last turn cut in two is left out."""
+        """Resume for `seconds` and return the work per second of at least two complete steps.
+
+        The step that the pause before interrupted does not count.
+        """
         before = len(self._times())
         self.signal(signal.SIGCONT)
         time.sleep(seconds)
@@ -119,7 +122,7 @@ class Contender:
             sys.exit(f"{self.name} failed:\n{self._log.read_text(errors='replace')[-3000:]}")
 
     def _pids(self) -> list[int]:
-        """Ours starts workers, and loaders may."""
+        """Return the ids of the processes and of their children: workers of our launcher, and of loaders."""
         pids = [process.pid for process in self._processes if process.poll() is None]
         for pid in pids:
             pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
@@ -130,7 +133,7 @@ Rates = dict[str, list[Work]]  # by contender and round
 
 
 def run_all(contenders: Iterable[Contender], rounds: int, seconds: float) -> tuple[Rates, dict[str, int]]:
-    """Rates, and each one's peak memory in MB. Whatever happens, none is left running."""
+    """Return the rates and the peak memory (MB) of each contender. No process is left running, whatever happens."""
     started: list[Contender] = []
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("terminated"))
     try:
@@ -152,5 +155,5 @@ def run_all(contenders: Iterable[Contender], rounds: int, seconds: float) -> tup
 
 
 def median_ratio(ours: list[float], others: list[float]) -> float:
-    """Of neighbours in time, because the machine changes."""
+    """Return the median ratio of neighbouring turns, because the speed of the machine changes."""
     return round(statistics.median(a / b for a, b in zip(ours, others, strict=True)), 3)

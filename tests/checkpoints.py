@@ -1,22 +1,55 @@
-"""What the tests read from checkpoints."""
+"""Save and read checkpoints in tests."""
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
-from recmill.checkpoints.format import Checkpoint, verified
-from recmill.checkpoints.incremental import apply_changes, is_rows
+from recmill.checkpoints.format import Checkpoint, Origin, Position, choose, verify
+from recmill.checkpoints.incremental import apply_changes, has_table_rows
 from recmill.checkpoints.safe_reader import SafeReader
+from recmill.checkpoints.saver import Saver
 from recmill.commands.checkpoint import list_checkpoints
+from recmill.config.sections import CheckpointSection
+from recmill.world import World
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+ORIGIN = Origin("config", "data", seed=1, global_batch_size=8, world_size=1, versions={"torch": "2"})
+
+
+class NoOptimizer:
+    optimizers: ClassVar[list[object]] = []
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+
+def new_saver(directory: Path, network: nn.Module, **section: Any) -> Saver:
+    """Saves a plain network in one process, without an optimizer."""
+    optimizer: Any = NoOptimizer()
+    return Saver(directory, network, optimizer, ORIGIN, CheckpointSection(**section), ALONE)
+
+
+def save_network(directory: Path, network: nn.Module, step: int, **section: Any) -> None:
+    saver = new_saver(directory, network, **section)
+    saver.save(Position(step=step, epoch=1, batch=2))
+    saver.finish()
+
+
+def newest_in(directory: Path) -> Checkpoint:
+    found = choose(directory, "newest")
+    assert found is not None
+    return found
 
 
 def newest(run: Path) -> Checkpoint:
-    return verified(Path(list_checkpoints(run)[-1]["path"]))
+    return verify(Path(list_checkpoints(run)[-1]["path"]))
 
 
 def flip_a_bit(checkpoint: Path) -> Path:
-    """In the middle of one of its shards, which comes back."""
+    """Flip a bit in the middle of one of its files, and return that file."""
     shard = next(checkpoint.glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -25,7 +58,7 @@ def flip_a_bit(checkpoint: Path) -> Path:
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Whole, whatever it was saved as."""
+    """Read all tensors in one process, with the changes of an incremental checkpoint applied."""
 
     def read(path: Path) -> dict[str, torch.Tensor]:
         described = SafeReader(path).read_metadata().state_dict_metadata
@@ -39,7 +72,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     own = read(checkpoint.path)
     if not checkpoint.base:
         return own
-    whole = {key: value for key, value in read(checkpoint.base).items() if is_rows(key, value)}
-    whole |= {key: value for key, value in own.items() if key.startswith(("model.", "optim."))}
-    apply_changes(checkpoint, whole)
-    return whole
+    tensors = {key: value for key, value in read(checkpoint.base).items() if has_table_rows(key, value)}
+    tensors |= {key: value for key, value in own.items() if key.startswith(("model.", "optim."))}
+    apply_changes(checkpoint, tensors)
+    return tensors

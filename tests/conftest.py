@@ -1,6 +1,7 @@
 """Small real datasets and configs that many tests share."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .mixed_precision import MixedPrecision
 
 REPO = Path(__file__).parent.parent
+REAL_DATA_MISSING = re.compile(r"^no real |not at hand")  # in the reason for which a test of real data is skipped
 
 Config = dict[str, Any]
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -111,8 +113,13 @@ def mixed(record_property: Callable[[str, object], None]) -> "MixedPrecision":
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what tests of mixed precision found on this CPU."""
+    """Print what tests of mixed precision found on this CPU, and how many tests had no real data."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     properties = [pair for report in reports for pair in getattr(report, "user_properties", [])]
     for line in sorted({str(value) for name, value in properties if name == "mixed precision"}):
         terminalreporter.write_line(f"mixed precision here: {line}")
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
+    if missing := [reason for reason in reasons if REAL_DATA_MISSING.search(reason.removeprefix("Skipped: "))]:
+        tests = "test" if len(missing) == 1 else "tests"
+        line = f"real data not found beside this checkout: {len(missing)} {tests} skipped"
+        terminalreporter.write_line(line, yellow=True, bold=True)

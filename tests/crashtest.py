@@ -1,7 +1,7 @@
-"""Kill training runs at random moments, and see that no checkpoint is torn, no step lost, no number different.
+"""Kill training runs at random moments, and check that no checkpoint is corrupt, no step lost and no number different.
 
-It knows the command and the files of a run directory, nothing else. A run that was never broken says what losses and
-tensors must come out; then the same command is started and killed, again and again, until it is done.
+It uses only the command and the files of a run directory. An unbroken run gives the expected losses and tensors; then
+the same command is started and killed, again and again, until the run is done.
 """
 
 import argparse
@@ -31,10 +31,10 @@ import xxhash
 
 from recmill.checkpoints.safe_reader import SafeReader
 
-GONE_SECONDS = 60.0  # after a kill no process of the job may be there any longer
-STUCK_SECONDS = 180.0  # without a step, a save or an end
+GONE_SECONDS = 60.0  # after a kill, all processes of the job must have ended by then
+STUCK_SECONDS = 180.0  # longest time without a step, a save or the end of the run
 PREEMPTED_EXIT_CODE = 75  # after SIGTERM while training
-TOLERANCE = 2e-5  # where the number of processes changed: of a loss, and of a tensor's largest value
+TOLERANCE = 2e-5  # if the number of processes changed: relative to a loss, and to a tensor's largest value
 VICTIMS = ("one worker", "the launcher", "everything", "SIGTERM")
 MOMENTS = {"start-up": 0.2, "training": 0.4, "saving": 0.4}
 SAVE_EVERY_STEPS = 20
@@ -53,8 +53,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model": {"name": "bert4rec", "embedding_dim": 32, "num_layers": 1, "max_length": 20},
         "train": {"global_batch_size": 8},
         "eval": {"protocols": ["full"]},
-        # A bias of attention's keys changes no result, so its gradient is rounding alone, other for other numbers of
-        # processes; with the usual eps Adam would make steps of full length out of it.
+        # A bias of attention's keys changes no result, so its gradient is only rounding, which depends on the number
+        # of processes. With the usual eps, Adam would turn it into steps of full length.
         "optim": {"dense": {"eps": 1e-3}, "tables": {"eps": 1e-3}},
     },
 }
@@ -62,11 +62,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Tally:
-    """What happened. `wrong` counts by kind; `left`: processes, files or a run that did not go on by itself."""
+    """Counts of what happened. `wrong` counts problems by kind; `left` means processes, files or a run left behind."""
 
     kills: int = 0
     runs: int = 0
-    resumed: int = 0  # starts that went on from a checkpoint
+    resumed: int = 0  # starts that resumed from a checkpoint
     wrong: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, message: str) -> None:
@@ -74,23 +74,23 @@ class Tally:
         print(f"  WRONG ({kind}): {message}", flush=True)
 
 
-# What a run directory says
+# Reading a run directory
 
 
 def steps_on_disk(run: Path) -> list[int]:
-    """Of everything that says it is a whole checkpoint, oldest first."""
+    """Return the steps of all checkpoints that have a manifest, oldest first."""
     return sorted(int(path.parent.name[5:]) for path in (run / "checkpoints").glob("step-*/MANIFEST.json"))
 
 
 def last_announced(run: Path) -> int:
-    """The last step that the log called committed; 0: none."""
+    """Return the last step that the log reported as committed; 0: none."""
     log = run / "log.txt"
     announced = COMMITTED.findall(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else []
     return int(announced[-1].replace(",", "")) if announced else 0
 
 
 def train_lines(run: Path, since: float = 0.0) -> list[dict[str, Any]]:
-    """Steps in metrics.jsonl that were written after `since`. The last line may be half a line."""
+    """Return the training reports in metrics.jsonl written after `since`. The last line may be incomplete."""
     try:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     except FileNotFoundError:
@@ -104,8 +104,8 @@ def is_done(run: Path) -> bool:
     return status.is_file() and json.loads(status.read_text(encoding="utf-8"))["state"] == "done"
 
 
-def torn(checkpoint: Path) -> str | None:
-    """Why this is no whole checkpoint, by its own manifest; None: it is one."""
+def corruption(checkpoint: Path) -> str | None:
+    """Return why a checkpoint does not match its own manifest; None: it does."""
     try:
         expected = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError) as error:
@@ -116,17 +116,17 @@ def torn(checkpoint: Path) -> str | None:
     for name, facts in expected.items():
         content = (checkpoint / name).read_bytes()
         if (len(content), xxhash.xxh3_128_hexdigest(content)) != (facts["bytes"], facts["xxh3"]):
-            return f"{checkpoint / name}: not what the manifest says"
+            return f"{checkpoint / name}: does not match the manifest"
     return None
 
 
 def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every tensor, whole, however it was cut."""
+    """Return every tensor, put together from its shards."""
     reader = SafeReader(checkpoint)
     facts = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in facts.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+        warnings.simplefilter("ignore", UserWarning)  # it warns that there is no process group
         dcp.load(state, storage_reader=reader, no_dist=True)
     return {name: value.numpy() for name, value in state.items()}
 
@@ -135,14 +135,17 @@ def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 class Attempt:
+    """One start of the command, and its processes."""
+
     def __init__(self, config: Path, run: Path, procs: int) -> None:
-        self.run, self.procs = run, procs
+        self.run = run
+        self.procs = procs
         self.steps_before = steps_on_disk(run)
         self.announced_before = last_announced(run)
         self.was_killed = False
-        self._members: dict[int, int] = {}  # process id -> when it began
+        self._members: dict[int, int] = {}  # process id -> start time
         command = [sys.executable, "-P", "-m", "recmill", "train", str(config), "--run", str(run)]
-        # One thread a process; a killed launcher's own files go with ours.
+        # One thread per process; the files of a killed launcher are removed with ours.
         own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(run.parent)}
         self.started = time.time()
         with Path(f"{run}.out").open("ab") as output:
@@ -161,14 +164,14 @@ class Attempt:
         return next((line["step"] for line in train_lines(self.run, self.started)), None)
 
     def is_saving(self) -> bool:
-        """By now, not by an attempt before."""
+        """Return whether this attempt, not an earlier one, is writing a checkpoint."""
         return any(_changed_at(path) > self.started for path in self.hidden())
 
     def stale(self) -> list[Path]:
         return [path for path in self.hidden() if _changed_at(path) < self.started]
 
     def hidden(self) -> list[Path]:
-        """Half a checkpoint, by its name or for want of a manifest: being saved or removed, or left by a kill."""
+        """Return incomplete checkpoints, by name or without a manifest: being saved or removed, or left by a kill."""
         folders = (self.run / "checkpoints").glob("*")
         return [path for path in folders if path.name[0] == "." or not (path / "MANIFEST.json").exists()]
 
@@ -176,7 +179,7 @@ class Attempt:
         return last_announced(self.run) > self.announced_before
 
     def wait_for(self, ready: Callable[[], Any], seconds: float = STUCK_SECONDS) -> bool:
-        """False if the time is over first; an attempt that ends need not wait."""
+        """Wait until `ready()` is true or the attempt has ended. Return False if the time is over first."""
         deadline = time.monotonic() + seconds
         while not self.has_ended() and not ready():
             if time.monotonic() > deadline:
@@ -185,12 +188,12 @@ class Attempt:
         return True
 
     def kill(self, victim: str, choice: random.Random) -> str:
-        """What was done: there may be no worker yet, or nobody at all any more."""
+        """Kill a victim and return what was killed: there may be no worker yet, or no process any more."""
         launcher = self.process.pid
         if self.has_ended():
             return "nobody"
         self.was_killed = True
-        os.kill(launcher, signal.SIGSTOP)  # so that it starts no other while we look
+        os.kill(launcher, signal.SIGSTOP)  # so that it starts no process while we look
         os.waitid(os.P_PID, launcher, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         workers = _children(launcher)
         self._members = {pid: born for pid in [launcher, *_descendants(launcher)] if (born := _born(pid))}
@@ -209,7 +212,7 @@ class Attempt:
         return victim
 
     def left(self) -> list[int]:
-        """Processes of this job that are there when they should not be: waited for, then ended."""
+        """Return the processes of this job that did not end in time, after killing them."""
         deadline = time.monotonic() + GONE_SECONDS
         while (alive := self._alive()) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -223,12 +226,12 @@ class Attempt:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing stays behind, also when this test itself fails or is interrupted."""
+        """Kill all processes, also when this test itself fails or is interrupted."""
         if self.kill("everything", random.Random()) != "nobody":
             self.left()
 
     def _alive(self) -> list[int]:
-        self.has_ended()  # takes leave of a launcher that is gone
+        self.has_ended()  # reaps a launcher that has ended
         return [pid for pid, born in self._members.items() if _born(pid) == born]
 
 
@@ -245,7 +248,7 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """In the order in which they were started."""
+    """Return the child processes in the order in which they were started."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
         return sorted({int(child) for text in lists for child in text.split()}, key=_born)
@@ -258,7 +261,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _born(pid: int) -> int:
-    """In clock ticks since the machine started; 0: it is not there, or only its exit code is."""
+    """Return the start time in clock ticks since boot; 0: the process has ended."""
     try:
         state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -266,7 +269,7 @@ def _born(pid: int) -> int:
     return 0 if state in "ZX" else int(facts[18])
 
 
-# The unbroken run, and how a broken one compares
+# The unbroken run, and the comparison with it
 
 
 @dataclass(frozen=True)
@@ -280,11 +283,11 @@ class Unbroken:
 
 
 def unbroken(config: Path, run: Path) -> Unbroken:
-    looks = []  # each: whether it was saving
+    looks = []  # whether it was saving, each time we looked
     with Attempt(config, run, procs=2) as attempt:
         attempt.wait_for(lambda: looks.append(attempt.is_saving()))
     if attempt.was_killed or not is_done(run):
-        raise SystemExit(f"the unbroken run failed or takes too long:\n{Path(f'{run}.out').read_text()}")
+        raise SystemExit(f"the unbroken run failed or took too long:\n{Path(f'{run}.out').read_text()}")
     lines = train_lines(run)
     seconds = time.time() - attempt.started
     last = run / "checkpoints" / f"step-{steps_on_disk(run)[-1]:08d}"
@@ -299,10 +302,10 @@ def unbroken(config: Path, run: Path) -> Unbroken:
 
 
 def differences(run: Path, expected: Unbroken, tolerance: float) -> list[str]:
-    """Losses step by step, then tensor by tensor; with a tolerance of 0 to the bit."""
+    """Return what differs in losses and tensors; with a tolerance of 0, they are compared bit for bit."""
     lines = train_lines(run)
     if [line["step"] for line in lines] != list(expected.losses):
-        return [f"{len(lines)} steps in metrics.jsonl, {len(expected.losses)} of the unbroken run, or in another order"]
+        return [f"{len(lines)} steps in metrics.jsonl, {len(expected.losses)} in the unbroken run, or another order"]
     found = []
     for line in lines:
         other = expected.losses[line["step"]]
@@ -310,7 +313,7 @@ def differences(run: Path, expected: Unbroken, tolerance: float) -> list[str]:
             found.append(f"step {line['step']}: loss {line['loss']!r}, unbroken {other!r}")
     ours = tensors(run / "checkpoints" / f"step-{steps_on_disk(run)[-1]:08d}")
     if ours.keys() != expected.tensors.keys():
-        return [*found, f"other tensors: {sorted(ours.keys() ^ expected.tensors.keys())}"]
+        return [*found, f"different tensors: {sorted(ours.keys() ^ expected.tensors.keys())}"]
     for name, value in expected.tensors.items():
         if _digest(ours[name]) != _digest(value):
             distance = np.abs(ours[name].astype(np.float64) - value).max() / max(np.abs(value).max(), 1e-30)
@@ -331,11 +334,11 @@ class Broken:
     name: str
     path: Path
     procs: int = 2
-    is_same_world: bool = True  # no step was done by another number of processes
+    is_same_world: bool = True  # all steps ran with the same number of processes
 
 
 def attempt_to_the_end(run: Broken, expected: Unbroken, tally: Tally) -> None:
-    """With nobody killed."""
+    """Run the command to the end without a kill."""
     with Attempt(expected.config, run.path, run.procs) as attempt:
         if not attempt.wait_for(lambda: False):
             tally.add("left", f"{run.path}: not done after {STUCK_SECONDS} s")
@@ -347,7 +350,7 @@ def attempt_and_kill(run: Broken, expected: Unbroken, choice: random.Random, tal
     victim, share = choice.choice(VICTIMS), choice.random()
     with Attempt(expected.config, run.path, run.procs) as attempt:
         if not wait_for_moment(attempt, moment, share, expected):
-            tally.add("left", f"{run.path}: nothing happened for {STUCK_SECONDS} s")
+            tally.add("left", f"{run.path}: no progress for {STUCK_SECONDS} s")
         seconds = time.time() - attempt.started
         was_training = attempt.first_step() is not None
         killed = attempt.kill(victim, choice)
@@ -368,9 +371,9 @@ def attempt_and_kill(run: Broken, expected: Unbroken, choice: random.Random, tal
 
 
 def wait_for_moment(attempt: Attempt, moment: str, share: float, expected: Unbroken) -> bool:
-    """False: it never came. `share`: how far into it, from 0 to 1."""
+    """Wait for a moment, and `share` (0 to 1) of its length. Return False if it never came."""
     if moment == "start-up":
-        attempt.wait_for(attempt.first_step, share * expected.start_seconds)  # it may be quicker than the unbroken run
+        attempt.wait_for(attempt.first_step, share * expected.start_seconds)  # it may be faster than the unbroken run
         return True
     if not attempt.wait_for(attempt.first_step):
         return False
@@ -383,43 +386,43 @@ def wait_for_moment(attempt: Attempt, moment: str, share: float, expected: Unbro
 
 
 def check_after(attempt: Attempt, run: Broken, tally: Tally) -> None:
-    """What must hold whenever no process is at work on a run."""
+    """Check what must hold whenever no process works on a run."""
     folder, steps = run.path / "checkpoints", steps_on_disk(run.path)
     first, newest_before = attempt.first_step(), max(attempt.steps_before, default=0)
     run.is_same_world &= run.procs == 2 or first is None
     tally.resumed += first is not None and newest_before > 0
     for step in steps:
-        if problem := torn(folder / f"step-{step:08d}"):
-            tally.add("torn", problem)
+        if problem := corruption(folder / f"step-{step:08d}"):
+            tally.add("corrupt", problem)
     if (announced := last_announced(run.path)) > max(steps, default=0):
-        tally.add("lost", f"{run.path}: the log says step {announced} was committed, on disk are {steps}")
+        tally.add("lost", f"{run.path}: the log reports step {announced} as committed, on disk are {steps}")
     if first is not None and first != newest_before + 1:
-        tally.add("lost", f"{run.path}: it went on with step {first}, the newest checkpoint was {newest_before}")
+        tally.add("lost", f"{run.path}: it resumed with step {first}, the newest checkpoint was {newest_before}")
     leftovers = attempt.hidden() if is_done(run.path) else attempt.stale()
     if attempt.has_saved() and leftovers:
         tally.add("left", f"{leftovers[0]} is still there after a later save")
     if not attempt.was_killed and not is_done(run.path):
-        tally.add("left", f"{run.path}: it ended by itself, with exit code {attempt.process.returncode}")
+        tally.add("left", f"{run.path}: it ended without a kill, with exit code {attempt.process.returncode}")
 
 
 def compare(run: Broken, expected: Unbroken, tally: Tally) -> None:
     found = differences(run.path, expected, 0.0 if run.is_same_world else TOLERANCE)
     for problem in found[:5]:
         tally.add("different", f"{run.path}: {problem}")
-    how = "to the bit" if run.is_same_world else f"up to {TOLERANCE}"
+    how = "bit for bit" if run.is_same_world else f"up to {TOLERANCE}"
     print(f"{run.name} is done, {'NOT ' if found else ''}equal to the unbroken run {how}", flush=True)
 
 
 def crash(folder: Path, models: list[str], rounds: int, steps: int, choice: random.Random) -> Tally:
-    """So many kills; the run that is under way then is finished. Stops at the first thing that is wrong."""
+    """Kill `rounds` times, then finish the current run. Stop at the first problem."""
     tally = Tally()
     expected = {model: unbroken(prepared(folder, model, steps), folder / f"unbroken-{model}") for model in models}
-    for number in range(rounds):  # each takes a kill at least
+    for number in range(rounds):  # each run is killed at least once
         if tally.wrong or tally.kills >= rounds:
             break
         model = models[number % len(models)]
         run = Broken(f"{model} {number + 1}", folder / f"run-{number + 1}-{model}")
-        can_change = number // len(models) % 2 == 1  # the others show equality to the bit
+        can_change = number // len(models) % 2 == 1  # the others must be equal bit for bit
         while not tally.wrong and not is_done(run.path) and tally.kills < rounds:
             attempt_and_kill(run, expected[model], choice, tally)
             if can_change and choice.random() < 1 / 3:
@@ -433,7 +436,7 @@ def crash(folder: Path, models: list[str], rounds: int, steps: int, choice: rand
 
 
 def prepared(folder: Path, model: str, steps: int) -> Path:
-    """The config of a run on data that is made for it."""
+    """Prepare the data of a run and return its config file."""
     data, file = folder / DATASETS[model], folder / f"{model}.toml"
     command = [sys.executable, "-P", "-m", "recmill", "prepare", DATASETS[model], "--output", str(data)]
     subprocess.run([*command, *PREPARED[DATASETS[model]]], check=True, capture_output=True)
@@ -450,21 +453,25 @@ def prepared(folder: Path, model: str, steps: int) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="how many kills (default 20)")
-    parser.add_argument("--seed", type=int, help="of what is killed when, up to the machine's speed (default: any)")
+    parser.add_argument("--rounds", type=int, default=20, help="number of kills (default 20)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="of what is killed when, up to the machine's speed (default: random)",
+    )
     parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
-    parser.add_argument("--steps", type=int, default=400, help="length of a run (default 400)")
-    asked = parser.parse_args()
-    seed = random.SystemRandom().randrange(2**32) if asked.seed is None else asked.seed
+    parser.add_argument("--steps", type=int, default=400, help="steps of a run (default 400)")
+    options = parser.parse_args()
+    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="recmill-crashtest-"))
-    tally = crash(folder, asked.models, asked.rounds, asked.steps, random.Random(seed))
+    tally = crash(folder, options.models, options.rounds, options.steps, random.Random(seed))
     if tally.wrong:
-        print(f"kept: {folder}; what each run printed: run-*.out")
+        print(f"files are kept in {folder}; run-*.out holds what each run printed")
     else:
         shutil.rmtree(folder)
-    counts = {kind: tally.wrong[kind] for kind in ("torn", "lost", "different", "left")}
+    counts = {kind: tally.wrong[kind] for kind in ("corrupt", "lost", "different", "left")}
     seconds = round(time.monotonic() - started, 1)
     print(json.dumps({"seed": seed, "kills": tally.kills, "runs": tally.runs, **counts, "seconds": seconds}))
     return int(bool(tally.wrong))

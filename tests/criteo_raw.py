@@ -1,12 +1,18 @@
-"""Raw Criteo logs for tests, and a plain reading of them that shares no code with recmill."""
+"""Raw Criteo logs for tests, a plain reading of them that shares no code with recmill, and what was prepared."""
 
 import gzip
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import zstandard
+
+PARTS = ("dense", "sparse", "labels")
+COLUMNS = [f"C{c + 1}" for c in range(26)]
+DAYS = [300, 257, 201]  # rows of the days of the fixture `logs`
 
 Row = list[str]  # 40 fields: label, I1..I13, C1..C26; an empty one is missing
 
@@ -126,3 +132,47 @@ def _row_of(fields: list[bytes], smallest: int) -> list[int | None] | None:
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+
+
+def day_rows(logs: Path, day: int) -> list[Row]:
+    return [line.split("\t") for line in (logs / f"day_{day}").read_text().splitlines()]
+
+
+def stored(path: Path, name: str) -> np.ndarray:
+    return np.load(path / f"{name}.npy")
+
+
+def sparse(path: Path, days: int = 3) -> np.ndarray:
+    return np.concatenate([stored(path, f"day_{day}_sparse") for day in range(days)])
+
+
+def split_ranges(description: dict[str, Any]) -> dict[str, list[tuple[str, int, int]]]:
+    return {
+        split: [(r["day"], r["start"], r["stop"]) for r in ranges] for split, ranges in description["splits"].items()
+    }
+
+
+def reference_tables(rows: list[int], sizes: list[int], distribution: str, seed: int) -> list[np.ndarray]:
+    """The DLRM reference's recipe: one legacy stream, feature after feature."""
+    np.random.seed(seed)
+    tables = []
+    for count, size in zip(rows, sizes, strict=True):
+        others: np.ndarray
+        if distribution == "uniform":
+            others = np.random.randint(0, count, size=(count, size - 1))
+        else:
+            with np.errstate(invalid="ignore"):
+                others = np.random.pareto(a=0.25, size=(count, size - 1)).astype(np.int32) % count
+        tables.append(np.concatenate((np.arange(count)[:, None], others), axis=1).astype(np.int32))
+    return tables
+
+
+def set_limits(patch: pytest.MonkeyPatch, **limits: int) -> None:
+    """Let `prepare criteo` work with other limits than its options give it, such as little memory."""
+    from recmill.datasets.criteo import plan, steps
+
+    def limited(options: steps.Options) -> plan.Plan:
+        planned = plan.plan(options)
+        return replace(planned, limits=replace(planned.limits, **limits))
+
+    patch.setattr(steps, "plan", limited)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.fx._symbolic_trace import PHWithMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -47,7 +46,9 @@ class CtrBatch(_OnDevice):
 
     def to_proxy_tuple(self, network: Any) -> tuple[Any, ...]:
         """Tell TorchRec's pipeline which field each argument of the network's forward() is."""
-        return PHWithMeta("dense_BF"), PHWithMeta("sparse")
+        from recmill.tables.torchrec_internals import pipeline_inputs
+
+        return pipeline_inputs("dense_BF", "sparse")
 
 
 class HistoryInputs(NamedTuple):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from recmill import prepare, registry
-from recmill.schema import ClicksDescription, HistoriesDescription, open_dataset
+from recmill.data.opening import open_dataset
+from recmill.schema import ClicksDescription, HistoriesDescription
 
 from ..criteo_raw import write_days
 

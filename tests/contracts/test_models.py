@@ -10,8 +10,9 @@ from torch import nn
 from recmill import registry
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import Config, load_config
+from recmill.data.opening import open_dataset
 from recmill.protocols import Batch, ModelModule, SequenceModelModule, TaskModule
-from recmill.schema import Dataset, open_dataset
+from recmill.schema import Dataset
 
 every_model = pytest.mark.parametrize("name", sorted(registry.MODELS))
 

@@ -1,4 +1,4 @@
-"""Incremental checkpoints, damaged ones, full disks and new runs from old ones, by real runs."""
+"""Incremental and corrupt checkpoints, full disks and new runs from old ones, with real runs."""
 
 import re
 import shutil
@@ -47,7 +47,7 @@ def test_changes_since_a_full_checkpoint_are_the_same_state_bit_for_bit(sharded:
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
     sizes = [list_checkpoints(tmp_path / run)[-1]["bytes"] for run in ("run", "full")]
     assert sizes[0] < 0.8 * sizes[1]
-    sharded["sharding"] = {}  # and it goes on under other processes and another sharding
+    sharded["sharding"] = {}  # resumes with other processes and another sharding
     keys = ["train.max_steps=9", "checkpoint.every_steps=100"]
     train(sharded, tmp_path / "run", procs=1, overrides=keys)
     train(sharded, tmp_path / "unbroken", procs=1, overrides=keys)
@@ -56,7 +56,7 @@ def test_changes_since_a_full_checkpoint_are_the_same_state_bit_for_bit(sharded:
     assert ends[0][-1]["auroc"] == pytest.approx(ends[1][-1]["auroc"], rel=2e-5)
 
 
-def test_changes_of_8_bits_are_near(dlrm: Config, tmp_path: Path) -> None:
+def test_rows_of_8_bits_are_within_half_a_step_of_the_exact_ones(dlrm: Config, tmp_path: Path) -> None:
     keys = ["train.max_steps=4", "checkpoint.every_steps=2", "eval.every_steps=100"]
     train(dlrm, tmp_path / "exact", overrides=[*keys, "checkpoint.full_every=2"])
     train(dlrm, tmp_path / "near", overrides=[*keys, "checkpoint.full_every=2", "checkpoint.row_bits=8"])
@@ -76,7 +76,9 @@ def test_changes_of_8_bits_are_near(dlrm: Config, tmp_path: Path) -> None:
         train(dlrm, tmp_path / "x", overrides=["checkpoint.row_bits=8"])
 
 
-def test_a_damaged_checkpoint_is_refused_shown_and_gone_around(dlrm: Config, run_cli: RunCli, tmp_path: Path) -> None:
+def test_a_corrupt_checkpoint_is_refused_listed_and_skipped_with_fallback(
+    dlrm: Config, run_cli: RunCli, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     dlrm["checkpoint"] = {"every_steps": 4, "keep": 3}
     dlrm["eval"]["every_steps"] = 100
@@ -103,10 +105,10 @@ def test_a_damaged_checkpoint_is_refused_shown_and_gone_around(dlrm: Config, run
     assert refused.returncode == 4
     assert f"{shard}: its content changed since it was saved. " in refused.stderr
     assert evaluate(run, fallback=True)["rows"] > 0
-    gone_on = run_cli("train", "run.toml", "--run", run, "--fallback")
-    assert gone_on.returncode == 0, gone_on.stderr
-    assert "falling back to" in gone_on.stderr
-    assert "resuming from step 4" in gone_on.stderr
+    resumed = run_cli("train", "run.toml", "--run", run, "--fallback")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "falling back to" in resumed.stderr
+    assert "resuming from step 4" in resumed.stderr
     train(dlrm, tmp_path / "unbroken", overrides=["train.max_steps=10"])
     found = [(facts["step"], facts["health"]) for facts in list_checkpoints(run, digests=True)]
     assert found == [(4, "complete"), (8, "complete"), (10, "complete")]
@@ -125,7 +127,7 @@ def test_a_new_run_starts_from_what_fits_of_an_old_one(dlrm: Config, clicks: Pat
     rates = ["optim.dense.lr=1e-30", "optim.tables.lr=1e-30"]  # as good as no step
     train(dlrm, tmp_path / "new", procs=2, overrides=[*wider, *rates], **options)
     log = (tmp_path / "new" / "log.txt").read_text()
-    assert "not taken from" in log
+    assert "not loaded from" in log
     assert "starting from step 6 of another run" in log
     before, after = (tensors_of(newest(tmp_path / run)) for run in ("old", "new"))
     taken = [key for key in before if torch.equal(before[key], after[key])]
@@ -136,7 +138,7 @@ def test_a_new_run_starts_from_what_fits_of_an_old_one(dlrm: Config, clicks: Pat
     assert "resuming from step 1" in (tmp_path / "new" / "log.txt").read_text()
 
 
-IN_A_SMALL_ROOM = """
+ON_A_SMALL_DISK = """
 mount -t tmpfs -o size=1200k tmpfs "$1" && cd "$1" && {before} \\
     "{python}" -m recmill train ../run.toml --run run
 code=$?
@@ -153,9 +155,9 @@ def can_mount() -> bool:
     )
 
 
-def run_in_a_small_room(folder: Path, before: str = "") -> "subprocess.CompletedProcess[str]":
+def run_on_a_small_disk(folder: Path, before: str = "") -> "subprocess.CompletedProcess[str]":
     (folder / "small").mkdir()
-    script = IN_A_SMALL_ROOM.format(python=sys.executable, before=before)
+    script = ON_A_SMALL_DISK.format(python=sys.executable, before=before)
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh", str(folder / "small")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 5, done.stderr
@@ -163,19 +165,19 @@ def run_in_a_small_room(folder: Path, before: str = "") -> "subprocess.Completed
 
 
 @pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here")
-def test_a_read_only_directory_is_told_before_the_first_step_if_asked(dlrm: Config, tmp_path: Path) -> None:
+def test_a_read_only_directory_is_reported_before_the_first_step_with_at_start(dlrm: Config, tmp_path: Path) -> None:
     dlrm["checkpoint"]["at_start"] = True
     (tmp_path / "run.toml").write_text(tomli_w.dumps(dlrm))
     begun = "mkdir -p run/checkpoints && echo '{}' > run/status.json &&"  # else it would be somebody's directory
-    done = run_in_a_small_room(tmp_path, before=f"{begun} mount -t tmpfs -o ro tmpfs run/checkpoints &&")
-    told = r"/run/checkpoints: a checkpoint could not be written \(Read-only file system\). It needs [\d,]+ bytes, "
-    assert re.search(told, done.stderr)
+    done = run_on_a_small_disk(tmp_path, before=f"{begun} mount -t tmpfs -o ro tmpfs run/checkpoints &&")
+    message = r"/run/checkpoints: a checkpoint could not be written \(Read-only file system\). It needs [\d,]+ bytes, "
+    assert re.search(message, done.stderr)
     assert "step 1  loss" not in done.stderr
 
 
 @pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here")
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_full_disk_is_told_with_its_numbers_and_the_checkpoint_before_stays(
+def test_a_full_disk_is_reported_with_its_numbers_and_the_earlier_checkpoint_stays(
     on_error: str, dlrm: Config, tmp_path: Path
 ) -> None:
     """A disk of 1.2 MB, in a mount of the test's own; a checkpoint has 0.26 MB and five of them are to be kept."""
@@ -184,7 +186,7 @@ def test_a_full_disk_is_told_with_its_numbers_and_the_checkpoint_before_stays(
     dlrm["eval"]["every_steps"] = 100
     dlrm["checkpoint"] = {"every_steps": 1, "keep": 9, "on_error": on_error}
     (tmp_path / "run.toml").write_text(tomli_w.dumps(dlrm))
-    done = run_in_a_small_room(tmp_path)
+    done = run_on_a_small_disk(tmp_path)
     assert re.search(r"checkpoint could not be written \(.*\). It needs 2\d\d,\d+ bytes, [\d,]+ are free", done.stderr)
     assert "step-00000001/MANIFEST.json" in done.stdout
     assert ".saving-" not in done.stdout
@@ -192,7 +194,7 @@ def test_a_full_disk_is_told_with_its_numbers_and_the_checkpoint_before_stays(
     assert len(re.findall(r" complete\n", done.stdout)) >= 2
     went_on = "step 13  loss" in done.stderr  # to the end, where it must say that its last state is lost
     assert went_on == (on_error == "continue")
-    assert ("Training goes on, as checkpoint.on_error says" in done.stderr) == (on_error == "continue")
+    assert ("Training continues, as checkpoint.on_error says" in done.stderr) == (on_error == "continue")
 
 
 def test_the_same_run_can_save_by_the_clock_at_the_start_and_with_validations(dlrm: Config, tmp_path: Path) -> None:

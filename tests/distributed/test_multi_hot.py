@@ -11,8 +11,9 @@ from recmill import prepare, train
 from recmill.commands import assemble
 from recmill.config import load_config
 from recmill.data.clicks import ClickSource
+from recmill.data.opening import open_dataset
 from recmill.errors import ConfigError, ResourceError
-from recmill.schema import ClicksDescription, open_dataset
+from recmill.schema import ClicksDescription
 
 from .. import group
 from ..criteo_raw import write_days

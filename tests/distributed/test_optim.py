@@ -10,8 +10,8 @@ from torch import nn
 
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import load_config
+from recmill.data.opening import open_dataset
 from recmill.errors import ConfigError
-from recmill.schema import open_dataset
 
 from ..group import train
 from .runs import losses, metric_lines
@@ -63,7 +63,7 @@ def test_a_schedule_reaches_dense_layers_and_fused_tables(dlrm: dict[str, Any], 
     dlrm["train"]["max_steps"] = 8
     factors = [0, 0.5, 1, 1, 0.5625, 0.25, 0.0625, 0]
     train(dlrm, tmp_path / "run", procs=2, overrides=["sharding.default=row_wise", "train.max_steps=4"])
-    train(dlrm, tmp_path / "run")  # the rest of it, resumed in one process
+    train(dlrm, tmp_path / "run")  # resumes in one process
     expected = reference(
         dlrm, 8, lambda p: torch.optim.SGD(p, lr=0.2), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8), *factors
     )

@@ -1,20 +1,19 @@
-"""Tables and their optimizer's state go from any sharding and world size to any other, value for value."""
+"""Tables and their optimizer state load from any sharding and world size into any other, value for value."""
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.checkpoints import loading as checkpoint
-from recmill.checkpoints.format import Origin, Position, chosen
-from recmill.checkpoints.incremental import pieces
+from recmill.checkpoints.format import Origin, Position, choose
 from recmill.checkpoints.saver import Saver
 from recmill.commands.assemble import build_sharded, open_matching_dataset
 from recmill.config import Config, load_config
-from recmill.errors import CheckpointError, UserError
+from recmill.errors import UserError
+from recmill.tables.torchrec_internals import local_shards
 from recmill.training.guards import check_replicas
 from recmill.training.optim import build_optimizer
 from recmill.world import World, joined_world
@@ -29,7 +28,7 @@ STATES = {"adagrad": KINDS, "rowwise_adagrad": ("table_wise", "row_wise", "data_
 
 
 def expected(key: str, row: int, column: int, shape: torch.Size) -> Tensor:
-    """Its value at (row, column) of the whole tensor, different everywhere."""
+    """Values from (row, column) of the complete tensor on, different everywhere."""
     rows = torch.arange(row, row + shape[0], dtype=torch.float64)
     values = rows if len(shape) == 1 else rows[:, None] * 31 + torch.arange(column, column + shape[1])
     return (values + len(key) * 0.37 + sum(map(ord, key)) % 1009).float() / 7
@@ -38,19 +37,19 @@ def expected(key: str, row: int, column: int, shape: torch.Size) -> Tensor:
 @torch.no_grad()
 def fill(state: dict[str, Tensor], junk: bool = False) -> None:
     for key, value in state.items():
-        for piece in pieces(value):
-            if piece.values.dim():
-                own = expected(key, piece.row, piece.column, piece.values.shape)
-                piece.values.copy_(torch.full_like(own, -1.0) if junk else own)
+        for shard in local_shards(value):
+            if shard.values.dim():
+                own = expected(key, shard.row, shard.column, shard.values.shape)
+                shard.values.copy_(torch.full_like(own, -1.0) if junk else own)
 
 
 def wrong(state: dict[str, Tensor]) -> list[str]:
     return [
         key
         for key, value in state.items()
-        for piece in pieces(value)
-        if piece.values.dim()
-        and not torch.equal(piece.values, expected(key, piece.row, piece.column, piece.values.shape))
+        for shard in local_shards(value)
+        if shard.values.dim()
+        and not torch.equal(shard.values, expected(key, shard.row, shard.column, shard.values.shape))
     ]
 
 
@@ -64,7 +63,7 @@ def parts(config: Config, world: World) -> tuple[nn.Module, CombinedOptimizer]:
 
 
 def take_over(values: dict[str, Any], folder: Path, load_from: int) -> list[list[str]] | None:
-    """What is wrong, by rank."""
+    """Wrong tensors by rank."""
     with joined_world("cpu") as world:
         return world.gather(problems_of(values, folder, load_from, world))
 
@@ -81,7 +80,7 @@ def problems_of(values: dict[str, Any], folder: Path, load_from: int, world: Wor
             state = checkpoint.state_of(model, optimizer)
             for earlier in kinds if load_from else ():
                 fill(state, junk=True)
-                found = chosen(folder / f"{load_from}-{optimizer_name}-{earlier}", "newest")
+                found = choose(folder / f"{load_from}-{optimizer_name}-{earlier}", "newest")
                 assert found is not None
                 checkpoint.load(found, model, optimizer)
                 bad = wrong(checkpoint.state_of(model, optimizer))
@@ -91,7 +90,7 @@ def problems_of(values: dict[str, Any], folder: Path, load_from: int, world: Wor
             target = folder / f"{size}-{optimizer_name}-{kind}"
             saver = Saver(target, model, optimizer, origin, config.settings.checkpoint, world)
             saver.save(Position(step=load_from + 1))
-            fill(state, junk=True)  # it trains on at once
+            fill(state, junk=True)  # training continues at once
             saver.finish()
     if size == 2 and load_from == 1:
         problems += replicas_that_differ(model, world)
@@ -110,52 +109,7 @@ def replicas_that_differ(model: nn.Module, world: World) -> list[str]:
     return ["a replica that differs was not noticed"]
 
 
-def test_any_to_any(dlrm: dict[str, Any], tmp_path: Path) -> None:
+def test_any_sharding_and_world_size_loads_into_any_other(dlrm: dict[str, Any], tmp_path: Path) -> None:
     """1 -> 2 -> 4 -> 2 -> 1 processes, each time from every sharding to every other."""
     for earlier, size in ((0, 1), (1, 2), (2, 4), (4, 2), (2, 1)):
         assert in_group(size, take_over, dlrm, tmp_path, earlier) == [[]] * size
-
-
-def test_another_model_s_checkpoint_is_refused_with_every_difference(dlrm: dict[str, Any], tmp_path: Path) -> None:
-    """Without a process group, as `recommend` reads them: a table grown, one narrower, one new, one gone, a layer."""
-
-    class Network(nn.Module):
-        def __init__(self, sizes: dict[str, tuple[int, int]], hidden: int) -> None:
-            super().__init__()
-            self.tables = nn.Module()
-            bags = {name: nn.EmbeddingBag(*size) for name, size in sizes.items()}
-            self.tables.embedding_bags = nn.ModuleDict(bags)
-            self.top = nn.Linear(hidden, 1)
-
-    class NoOptimizer:
-        optimizers: tuple[()] = ()
-
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-    old = Network({"a": (50, 8), "b": (20, 8), "same": (5, 4), "gone": (3, 4)}, hidden=4)
-    new = Network({"a": (60, 8), "b": (20, 4), "same": (5, 4), "new": (1000, 4)}, hidden=6)
-    alone = World(0, 1, 0, 1, torch.device("cpu"))
-    section = load_config(dlrm).settings.checkpoint
-    optimizer: Any = NoOptimizer()
-    saver = Saver(tmp_path, old, optimizer, Origin("", "", 1, 8, 1, {}), section, alone)
-    saver.save(Position(step=1))
-    saver.finish()
-    found = chosen(tmp_path, "newest")
-    assert found is not None
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(found, new)
-    lines = [line.strip() for line in str(caught.value).splitlines()]
-    assert lines[0] == f"{found.path} does not fit this model:"
-    assert lines[1:-1] == [
-        "table a: 50 rows of 8 in the checkpoint, 60 rows of 8 here",
-        "table b: 20 rows of 8 in the checkpoint, 20 rows of 4 here",
-        "table gone: 3 rows of 4 in the checkpoint, not here",
-        "table new: not in the checkpoint, 1,000 rows of 4 here",
-        "layer top.weight: [1, 4] in the checkpoint, [1, 6] here",
-    ]
-    before = {key: value.clone() for key, value in new.state_dict().items()}
-    checkpoint.load(found, new, allow_partial=True)
-    taken = [key for key, value in new.state_dict().items() if not torch.equal(value, before[key])]
-    assert sorted(taken) == ["tables.embedding_bags.same.weight", "top.bias"]
-    assert torch.equal(new.top.bias, old.top.bias)

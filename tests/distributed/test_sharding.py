@@ -1,4 +1,4 @@
-"""Every way to cut tables trains the same model. Checkpoints from any to any: test_reshard.py."""
+"""Every sharding type trains the same model. Loading checkpoints with another type: test_reshard.py."""
 
 import json
 import os
@@ -64,15 +64,15 @@ CASES = [
 
 def test_two_ranks_give_the_losses_of_one(dlrm: dict[str, Any], bert4rec: dict[str, Any], tmp_path: Path) -> None:
     models = {"dlrm": dlrm, "bert4rec": bert4rec}
-    whole = {f"{m}-{o}": with_optimizer(models[m], o) for m, o, _ in CASES}
-    cut = {f"{m}-{o}-{kind}": {**whole[f"{m}-{o}"], "sharding": {"default": kind}} for m, o, kind in CASES}
-    for size, configs in ((1, whole), (2, cut)):
+    unsharded = {f"{m}-{o}": with_optimizer(models[m], o) for m, o, _ in CASES}
+    sharded = {f"{m}-{o}-{kind}": {**unsharded[f"{m}-{o}"], "sharding": {"default": kind}} for m, o, kind in CASES}
+    for size, configs in ((1, unsharded), (2, sharded)):
         for name, config in configs.items():
             group.train(config, tmp_path / name, procs=size)
     for model, optimizer, kind in CASES:
         run = tmp_path / f"{model}-{optimizer}-{kind}"
-        is_cut = {name: ranks == [0, 1] for name, (found, ranks) in placed(run).items() if found == kind}
-        assert list(is_cut.values()) == [kind != "table_wise"] * (4 if model == "dlrm" else 1)
+        is_spread = {name: ranks == [0, 1] for name, (found, ranks) in placed(run).items() if found == kind}
+        assert list(is_spread.values()) == [kind != "table_wise"] * (4 if model == "dlrm" else 1)
         expected = losses(tmp_path / f"{model}-{optimizer}")
         assert len(expected) == STEPS
         assert losses(run) == pytest.approx(expected, rel=1e-6), run.name
@@ -157,7 +157,9 @@ def test_tables_that_do_not_fit_are_refused_before_anything_is_allocated(
     assert not (tmp_path / "run" / "sharding.json").exists()
 
 
-def test_unknown_and_doubled_names_are_refused_before_any_process_starts(dlrm: dict[str, Any], tmp_path: Path) -> None:
+def test_unknown_and_duplicate_names_are_refused_before_any_process_starts(
+    dlrm: dict[str, Any], tmp_path: Path
+) -> None:
     dlrm["sharding"] = {"tables": {"table_C44": "row_wise", "C3": "row_wise", "table_C3": "row_wise"}}
     with pytest.raises(ConfigError) as caught:
         train(dlrm, tmp_path / "run")

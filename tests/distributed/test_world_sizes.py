@@ -9,7 +9,7 @@ import torch
 from recmill import rng
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import load_config
-from recmill.schema import open_dataset
+from recmill.data.opening import open_dataset
 from recmill.tables.spec import TableSpec
 
 from ..group import evaluate, train

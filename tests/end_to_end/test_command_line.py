@@ -171,7 +171,7 @@ def test_bad_data_is_one_clear_error(
         "no description": "no dataset.json",
         "truncated": "day_0_sparse.npy: 8,127 bytes, expected 8,128",
         "one past its table": f"{file}: row 42, column C4: id 2000 is not in 0..1999",
-        "infinite": f"{copy / 'day_0_dense.npy'}: row 42, column I2: -inf is not a number",
+        "infinite": f"{copy / 'day_0_dense.npy'}: row 42, column I2: -inf is not a finite number",
         "one label": f"{copy / 'day_0_labels.npy'}: row 42: label -1 is neither 0 nor 1",
     }
     if damage == "no description":

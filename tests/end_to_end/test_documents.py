@@ -1,47 +1,276 @@
-"""What the documents tell a reader to type works, and what they point to is there."""
+"""The documents tell the truth: commands run, printed output is what they print, and what is named exists.
 
+Numbers that depend on the machine or on the length of a run may differ from a sample; its words may not.
+"""
+
+import ast
+import inspect
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tomli_w
 
+import recmill
 from recmill import registry
 from recmill.commands import doctor
+from recmill.commands.adopt import adopt
+from recmill.config import Settings
+
+from ..config_page import fields
+from ..conftest import REAL_DATA_MISSING, Config
 
 REPO = Path(__file__).parents[2]
-DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+DOCS = REPO / "docs"
+DOCUMENTS = [
+    REPO / "README.md",
+    REPO / "CONTRIBUTING.md",
+    REPO / "benchmarks" / "README.md",
+    *sorted(DOCS.glob("*.md")),
+]
+USER_PAGES = [document for document in DOCUMENTS if document.stem not in ("architecture", "extending", "CONTRIBUTING")]
+PROGRAM = str(Path(sys.executable).parent / "recmill")
+NUMBER = re.compile(r"(?<![\w@])\d+(,\d{3})*(\.\d+)?(e-?\d+)?k?\b")  # not the digits of names: hr@10, table_C1
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.S | re.M)
+
+
+def blocks(document: Path, language: str = r"\w*") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+def block_with(document: Path, words: str) -> str:
+    """Return the one fenced block of a page that contains `words`."""
+    found = [block for block in blocks(document) if words in block]
+    assert len(found) == 1, f"{document.name}: {len(found)} blocks contain {words!r}"
+    return found[0]
 
 
 def commands(document: Path) -> list[list[str]]:
-    """Lines `$ ...` of ```console blocks."""
-    blocks = re.findall(r"```console\n(.*?)```", document.read_text(encoding="utf-8"), flags=re.S)
-    return [
-        shlex.split(line[2:], comments=True) for block in blocks for line in block.splitlines() if line.startswith("$ ")
-    ]
+    """Return the lines `$ ...` of ```console blocks."""
+    lines = [line for block in blocks(document, "console") for line in block.splitlines()]
+    return [shlex.split(line[2:], comments=True) for line in lines if line.startswith("$ ")]
 
 
-def test_every_command_of_the_readme_runs_in_order(tmp_path: Path) -> None:
-    """As written, on the shipped configs cut to their first steps."""
+def run(words: list[str], directory: Path) -> "subprocess.CompletedProcess[str]":
+    command = [PROGRAM, *words[1:]]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=280)
+
+
+def shape(line: str) -> str:
+    """Return the words of a line, with N for every number and single spaces."""
+    return " ".join(NUMBER.sub("N", line).split())
+
+
+def assert_printed(sample: str, printed: str) -> None:
+    """Assert that the lines of a sample were printed in this order, whatever their numbers.
+
+    `...` stands for other lines. Neighbouring lines of the same shape count as one: a shorter run prints fewer.
+    """
+    lines = iter(printed.splitlines())
+    found = ""
+    for expected in sample.splitlines():
+        if expected in ("", "...") or set(expected) <= set("- ") or shape(expected) == found:
+            continue
+        found = shape(expected)
+        if not any(shape(line) == found for line in lines):
+            pytest.fail(f"Not printed, or not in this order:\n  {expected}\nPrinted:\n{printed}", pytrace=False)
+
+
+def assert_equal(expected: str, printed: str) -> None:
+    """Assert that exactly the lines of a sample were printed."""
+    if expected.splitlines() != printed.splitlines():
+        pytest.fail(f"The sample says:\n{expected}\nPrinted:\n{printed}", pytrace=False)
+
+
+# What the README's commands print
+
+
+@dataclass
+class Quickstart:
+    """The directory in which the README's commands ran, and what each of them printed."""
+
+    directory: Path
+    printed: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    """Run every command of the README in order, as written, with configs that stop after 40 steps."""
+    directory = tmp_path_factory.mktemp("readme")
     for file in (REPO / "configs").rglob("*.toml"):
-        copy = tmp_path / file.relative_to(REPO)
+        copy = directory / file.relative_to(REPO)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(
-            file.read_text(encoding="utf-8").replace("[train]", "[train]\nmax_steps = 40"), encoding="utf-8"
-        )
+        text = re.sub(r"(?m)^(log_every|every)_steps = \d+", r"\1_steps = 20", file.read_text(encoding="utf-8"))
+        copy.write_text(text.replace("[train]", "[train]\nmax_steps = 40"), encoding="utf-8")
+    printed = {}
     for command in commands(REPO / "README.md"):
-        if command[0] == "make":  # what they do is the rest of this test, and the tests themselves
-            assert f"\n{command[1]}:" in (REPO / "Makefile").read_text(encoding="utf-8")
+        if command[0] == "make":  # the recipes are the other commands, and the tests
             continue
         assert command[0] == "recmill", command
-        program = str(Path(sys.executable).parent / "recmill")
-        done = subprocess.run(
-            [program, *command[1:]], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280
-        )
-        assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
-    assert (tmp_path / "runs" / "bert4rec" / "results.json").is_file()
+        done = run(command, directory)
+        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
+        printed[shlex.join(command)] = done.stderr + done.stdout
+    return Quickstart(directory, printed)
+
+
+def test_every_command_of_the_readme_runs_in_order(quickstart: Quickstart) -> None:
+    assert (quickstart.directory / "runs" / "bert4rec" / "results.json").is_file()
+    assert len(quickstart.printed) >= 8
+
+
+def test_training_prints_the_log_that_the_readme_shows(quickstart: Quickstart) -> None:
+    sample = block_with(REPO / "README.md", "checkpoint committed").replace(
+        "/home/ann/recmill", str(quickstart.directory)
+    )
+    assert_printed(sample, quickstart.printed["recmill train configs/quickstart/dlrm.toml --run runs/dlrm --procs 2"])
+
+
+def test_results_prints_the_table_that_the_readme_shows(quickstart: Quickstart) -> None:
+    sample = block_with(REPO / "README.md", "best reachable")
+    assert_printed(sample, quickstart.printed["recmill results runs/dlrm runs/bert4rec"])
+
+
+def test_training_prints_the_windows_that_the_page_of_sequences_shows(quickstart: Quickstart) -> None:
+    sample = block_with(DOCS / "sequences.md", "windows: ")
+    assert_printed(sample, quickstart.printed["recmill train configs/quickstart/bert4rec.toml --run runs/bert4rec"])
+
+
+def test_evaluate_prints_the_table_that_the_page_of_training_shows(quickstart: Quickstart) -> None:
+    sample = block_with(DOCS / "training.md", "95 % interval")
+    command = "recmill evaluate runs/bert4rec --protocol full --k 10 --bootstrap 100"
+    done = run(command.split(), quickstart.directory)
+    assert done.returncode == 0, done.stderr
+    assert_printed(sample, done.stdout)
+
+
+# Samples that are deterministic
+
+
+def test_a_wrong_key_gives_the_error_that_the_readme_shows(tmp_path: Path) -> None:
+    command, expected = block_with(REPO / "README.md", "config error").split("\n", 1)
+    (tmp_path / "configs").symlink_to(REPO / "configs")
+    done = run(shlex.split(command.removeprefix("$ ")), tmp_path)
+    assert done.returncode == 2
+    assert_equal(expected, done.stderr)
+
+
+def test_an_id_beyond_its_table_gives_the_error_that_the_page_of_data_shows(
+    clicks: Path, dlrm: Config, tmp_path: Path
+) -> None:
+    shutil.copytree(clicks, tmp_path / "data" / "clicks")
+    ids = np.load(tmp_path / "data" / "clicks" / "day_0_sparse.npy", mmap_mode="r+")
+    ids[42, 3] = 2000
+    ids.flush()
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(dlrm | {"data": {"path": "data/clicks"}}))
+    done = run(["recmill", "train", "run.toml", "--run", "runs/x"], tmp_path)
+    expected = block_with(DOCS / "data.md", "data error").strip().removesuffix("...")
+    assert done.returncode == 3
+    assert done.stderr.replace(f"{tmp_path}/", "").splitlines()[-1].startswith(expected), done.stderr
+
+
+def test_audit_prints_what_the_page_of_data_shows(tmp_path: Path) -> None:
+    """Days whose dense values were made in two ways, and 300 rows of validation that are in training, too."""
+    path = tmp_path / "data" / "mine"
+    path.mkdir(parents=True)
+    leaked: dict[str, np.ndarray] = {}
+    for day, offset in enumerate((3, 5, 3)):
+        random = np.random.default_rng(day)
+        counts = np.where(random.random((2000, 2)) < 0.5, 0, random.integers(-2, 10**6, size=(2000, 2)))
+        arrays = {
+            "sparse": random.integers(0, [3, 40, 500], size=(2000, 3)).astype(np.int32),
+            "labels": random.integers(0, 2, size=2000).astype(np.int32).reshape(-1, 1),
+            "dense": np.log(counts + offset).astype(np.float32),
+        }
+        for name, array in arrays.items():
+            if day == 0:
+                leaked[name] = array[:300].copy()
+            if day == 2:
+                array[:300] = leaked[name]
+            np.save(path / f"day_{day}_{name}.npy", array)
+    adopt(path)
+    command, expected = block_with(DOCS / "data.md", "$ recmill audit data/mine").split("\n", 1)
+    done = run(shlex.split(command.removeprefix("$ ")), tmp_path)
+    assert done.returncode == 3
+    assert_equal(expected, done.stdout + done.stderr)
+
+
+# What the documents name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(REPO)))
+def test_options_in_documents_exist(document: Path) -> None:
+    for command in commands(document):
+        if command[0] == "recmill":
+            depth = 3 if command[1] in ("prepare", "checkpoint") else 2
+            for option in (word for word in command if word.startswith("--")):
+                assert option in help_of(*command[1:depth]), f"{shlex.join(command)}: {option}"
+
+
+@cache
+def help_of(*command: str) -> str:
+    return subprocess.run([PROGRAM, *command, "--help"], capture_output=True, text=True, check=True).stdout
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(document.read_text(encoding="utf-8")), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(REPO)))
+def test_links_in_documents_lead_somewhere(document: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_blocks(document.read_text(encoding="utf-8"))):
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(REPO)))
+def test_files_that_documents_name_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    roots = "src|tests|benchmarks|configs|docs|requirements"
+    named = set(re.findall(rf"(?<![\w/.-])(?:{roots})/[\w./-]*\w", text))
+    short = set(re.findall(r"(?<![\w/.-])(?:unit|distributed|end_to_end|contracts|architecture)/\w+\.py", text))
+    examples = {"src/recmill/a/b.py", "tests/unit/test_b.py"}  # how modules and tests are named
+    paths = [REPO / path for path in named - examples] + [REPO / "tests" / path for path in short]
+    assert [str(path.relative_to(REPO)) for path in sorted(paths) if not path.exists()] == []
+
+
+@pytest.mark.parametrize("document", USER_PAGES, ids=lambda d: str(d.relative_to(REPO)))
+def test_config_keys_that_documents_name_exist(document: Path) -> None:
+    known = {"model.name", *fields(Settings)}
+    for name in registry.MODELS:
+        known.update(fields(registry.load(registry.MODELS, name, "model").Config, "model."))
+    sections = "|".join(["model", *Settings.model_fields])
+    named = re.findall(rf"`((?:{sections})\.[a-z_.]+)(?: = [^`]+)?`", document.read_text(encoding="utf-8"))
+    files = re.compile(r"\.(py|md|txt|toml|json|npy|csv|parquet)$")
+    assert sorted({key for key in named if key not in known and not files.search(key)}) == []
+
+
+@pytest.mark.parametrize("document", [REPO / "README.md", DOCS / "training.md"], ids=lambda d: d.name)
+def test_python_in_documents_calls_functions_that_exist_with_arguments_that_they_take(document: Path) -> None:
+    """The calls are only bound to the functions' signatures: the commands that do the same are run above."""
+    calls = [node for block in blocks(document, "python") for node in ast.walk(ast.parse(block))]
+    checked = 0
+    for call in calls:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id != "print":
+            names = {keyword.arg: None for keyword in call.keywords if keyword.arg}
+            inspect.signature(getattr(recmill, call.func.id)).bind(*call.args, **names)
+            checked += 1
+    assert checked >= 3
 
 
 def test_the_readme_shows_what_make_quickstart_runs() -> None:
@@ -52,27 +281,16 @@ def test_the_readme_shows_what_make_quickstart_runs() -> None:
     assert [command for command in recipe if command not in shown] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
-def test_links_and_options_in_documents_exist(document: Path) -> None:
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(REPO)))
+def test_make_targets_that_documents_name_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)", text):
-        assert "://" in target or (document.parent / target).exists(), target
-    for command in commands(document):
-        if command[0] != "recmill":
-            continue
-        depth = 3 if command[1] == "prepare" else 2
-        help_text = subprocess.run(
-            [str(Path(sys.executable).parent / "recmill"), *command[1:depth], "--help"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for option in (word for word in command if word.startswith("--")):
-            assert option in help_text, f"{' '.join(command)}: {option}"
+    named = set(re.findall(r"`make (\w+)", text)) | {words[1] for words in commands(document) if words[0] == "make"}
+    targets = set(re.findall(r"^(\w+):", (REPO / "Makefile").read_text(encoding="utf-8"), flags=re.M))
+    assert named - targets == set()
 
 
 def test_every_dataset_is_documented() -> None:
-    page = (REPO / "docs" / "data.md").read_text(encoding="utf-8")
+    page = (DOCS / "data.md").read_text(encoding="utf-8")
     assert [name for name in registry.DATASETS if f"`{name}`" not in page] == []
 
 
@@ -84,3 +302,12 @@ def test_doctor_asks_for_the_versions_that_are_pinned() -> None:
         assert f'"{pin}"' in project
     assert f"torchrec=={doctor.TORCHREC}" in pins.splitlines()
     assert "torchrec==" not in project  # it must never be resolved with its dependencies
+
+
+def test_tests_of_real_data_give_a_reason_that_the_summary_counts() -> None:
+    """Otherwise pytest's last lines would not report that these tests were skipped."""
+    for file in (REPO / "tests").rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        if '"shared" / "data"' in text and file != Path(__file__):
+            reasons = re.findall(r'pytest\.skip\(f?"([^"]*)"', text)
+            assert [reason for reason in reasons if REAL_DATA_MISSING.search(reason)], f"{file}: {reasons}"

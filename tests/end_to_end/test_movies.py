@@ -80,12 +80,12 @@ def scores_of_the_network(run: Path, user: int) -> dict[str, float]:
     import torch
 
     from recmill.checkpoints import loading as checkpoint
-    from recmill.checkpoints.format import chosen
+    from recmill.checkpoints.format import choose
 
     directory, config = open_trained_run(run)
     dataset = open_matching_dataset(config)
     network = model_module(config).build(config.model, dataset.description, torch.device("cpu")).eval()
-    found = chosen(directory.checkpoints, "newest")
+    found = choose(directory.checkpoints, "newest")
     assert found
     checkpoint.load(found, network)
     batch = next(build_source(config, dataset, 0, 1).eval_batches("test"))

@@ -13,7 +13,7 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 from recmill import prepare
 from recmill.data.clicks import SplitRows
-from recmill.schema import open_dataset
+from recmill.data.opening import open_dataset
 
 from ..conftest import REPO
 from ..group import evaluate, train

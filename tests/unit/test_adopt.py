@@ -11,8 +11,8 @@ import pytest
 from recmill import train
 from recmill.commands.adopt import adopt
 from recmill.data.click_rows import StoredDay
+from recmill.data.opening import open_dataset
 from recmill.errors import ConfigError, DataError
-from recmill.schema import open_dataset
 
 from ..conftest import RunCli
 
@@ -116,7 +116,7 @@ def test_of_a_single_day_the_last_rows_are_held_out(
 
 
 def test_a_fraction_of_the_last_of_several_days_is_no_option(npys: Path) -> None:
-    with pytest.raises(ConfigError, match="--last-day none as well"):
+    with pytest.raises(ConfigError, match="add --last-day none"):
         adopt(npys, val_fraction=0.1)
     with pytest.raises(ConfigError, match=r"--val-fraction: should be less than 0\.5"):
         adopt(npys, val_fraction=0.5)
@@ -155,7 +155,7 @@ def test_several_ids_per_feature(npys: Path) -> None:
     assert np.array_equal(stored.ids, np.concatenate(arrays[1], axis=1))
 
 
-def test_all_problems_are_told_at_once(npys: Path) -> None:
+def test_all_problems_are_reported_at_once(npys: Path) -> None:
     (npys / "day_0_dense.npy").unlink()
     change(npys / "day_1_dense.npy", lambda a: a.astype(np.float64))
     change(npys / "day_2_dense.npy", np.asfortranarray)
@@ -164,7 +164,7 @@ def test_all_problems_are_told_at_once(npys: Path) -> None:
     text = problem(npys)
     assert "day_0_dense.npy: missing" in text
     assert "day_1_dense.npy: float64 [50, 2], expected float32 [rows, columns]" in text
-    assert "day_1_sparse.npy: not a whole NumPy file" in text
+    assert "day_1_sparse.npy: not a complete NumPy file" in text
     assert "day_2_dense.npy: float32 [61, 2], expected float32 [rows, columns], row by row" in text
     assert "day_2_labels.npy: int32 [61], expected int32 [rows, columns]" in text
 
@@ -180,7 +180,7 @@ def test_rows_and_columns_must_agree(npys: Path) -> None:
     assert "day_2_labels.npy: [61, 2], expected [61, 1]" in text
 
 
-def test_bad_values_are_told_with_their_places(npys: Path) -> None:
+def test_bad_values_are_reported_with_their_locations(npys: Path) -> None:
     change(npys / "day_0_dense.npy", lambda a: a.__setitem__((7, 1), np.nan))
     change(npys / "day_0_sparse.npy", lambda a: a.__setitem__((3, 2), -5))
     change(npys / "day_1_dense.npy", lambda a: a.__setitem__((8, 0), -np.inf))
@@ -195,7 +195,7 @@ def test_labels_are_checked(npys: Path) -> None:
     assert "day_1_labels.npy: row 9: label -1 is neither 0 nor 1" in problem(npys)
 
 
-def test_a_day_that_is_missing_is_named(npys: Path) -> None:
+def test_a_missing_day_is_named(npys: Path) -> None:
     for file in npys.glob("day_1_*"):
         file.unlink()
     assert "day_1: no files; days are numbered from 0 without gaps" in problem(npys)
@@ -212,9 +212,9 @@ def test_two_kinds_of_ids_are_ambiguous(npys: Path) -> None:
     assert "day_0_sparse.npy or day_0_sparse_contig_freq.npy? Keep one" in problem(npys)
 
 
-def test_days_and_kaggle_s_names_do_not_go_together(npys: Path) -> None:
+def test_days_and_kaggle_s_names_do_not_mix(npys: Path) -> None:
     write_day(npys, "train", 10)
-    assert "train: its files do not go with those of day_0" in problem(npys)
+    assert "train: its files do not belong together with those of day_0" in problem(npys)
 
 
 def test_a_directory_without_such_files_is_an_error(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_directory_without_such_files_is_an_error(tmp_path: Path) -> None:
         adopt(tmp_path / "nowhere")
 
 
-def test_table_sizes_can_be_told(npys: Path) -> None:
+def test_table_sizes_can_be_given(npys: Path) -> None:
     assert [feature["rows"] for feature in adopt(npys, table_size=[1000])["sparse"]] == [1000, 1000, 1000]
     (npys / "dataset.json").unlink()
     assert "day_0_sparse.npy: row 0, column C2: id 29 is not in 0..28" in problem(npys, table_size=[4, 29, 500])
@@ -242,14 +242,14 @@ def test_adopting_the_same_again_does_nothing(npys: Path, caplog: pytest.LogCapt
 
 def test_another_description_is_not_replaced(npys: Path, clicks: Path) -> None:
     adopt(npys)
-    with pytest.raises(DataError, match="is there already"):
+    with pytest.raises(DataError, match="exists already"):
         adopt(npys, last_day="none")
     file = npys / "dataset.json"
     file.write_text(file.read_text().replace('"adopted"', '"mine"'))
-    with pytest.raises(DataError, match=r"is there already \(mine"):
+    with pytest.raises(DataError, match=r"exists already \(mine"):
         adopt(npys)
     before = (clicks / "dataset.json").read_bytes()
-    with pytest.raises(DataError, match=r"is there already \(synthetic-clicks"):
+    with pytest.raises(DataError, match=r"exists already \(synthetic-clicks"):
         adopt(clicks)
     assert (clicks / "dataset.json").read_bytes() == before
 

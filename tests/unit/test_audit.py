@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from recmill import prepare
 from recmill.commands import audit as audit_module
 from recmill.commands.adopt import adopt
 from recmill.commands.audit import AuditReport, audit
@@ -16,6 +17,7 @@ from recmill.files.digests import digest
 from recmill.schema import ClicksDescription, FileInfo, RowRange, SparseFeature, to_json
 
 from ..conftest import RunCli
+from ..criteo_raw import write_rows
 
 SIZES = [3, 40, 500]
 HOT = [1, 3, 2]
@@ -206,6 +208,39 @@ def test_ids_that_train_never_saw_are_a_remark(tmp_path: Path) -> None:
     assert failures(report) == []
 
 
+def criteo_days(path: Path) -> Path:
+    """Raw logs of three days. C1 of train: a six times, b once, missing once. C2: x in all of train."""
+    codes = {"a": "a", "b": "b", "c": "c", "d": "d", "x": "f0", "y": "f1", " ": ""}
+    for number, (letters, others) in enumerate([("aaab", "xxxx"), ("aaa ", "xxxx"), ("abcdaaac", "xxyyxxxx")]):
+        ids = [[codes[letter], codes[other]] for letter, other in zip(letters, others, strict=True)]
+        rows = [[str(row % 2), *["1"] * 13, *both, *["f"] * 24] for row, both in enumerate(ids)]
+        write_rows(path / f"day_{number}", rows)
+    return path
+
+
+def test_unseen_ids_count_also_when_they_share_a_row_with_rare_ones(tmp_path: Path, run_cli: RunCli) -> None:
+    raw = criteo_days(tmp_path / "raw")
+    prepare("criteo", tmp_path / "rare", input=raw, min_frequency=2)
+    c1, c2, *_ = audit(tmp_path / "rare").tables
+    assert (c1.unseen, c2.unseen) == ({"val": 0.0, "test": 0.0}, {"val": 0.5, "test": 0.0})
+    assert c1.unseen_or_rare == {"val": 0.75, "test": 0.25}, "b is rare; c and d are not in train"
+    assert c2.unseen_or_rare == {}, "no rare id of train is in the row of y"
+    assert "C1: 75.0% of the ids in val are rare or do not occur in train" in remarks(audit(tmp_path / "rare"))
+    printed = run_cli("audit", tmp_path / "rare").stdout.splitlines()
+    assert "table  rows  ids in train  unseen or rare in val  unseen or rare in test" in printed
+    assert [line.split() for line in printed if line.startswith(("C1 ", "C2 "))] == [
+        ["C1", "3", "3", "75.00%", "25.00%"],
+        ["C2", "3", "1", "50.00%", "0.00%"],
+    ]
+
+
+def test_unseen_ids_in_a_row_of_their_own_are_unseen(tmp_path: Path) -> None:
+    prepare("criteo", tmp_path / "all", input=criteo_days(tmp_path / "raw"))
+    c1, c2, *_ = audit(tmp_path / "all").tables
+    assert (c1.unseen, c2.unseen) == ({"val": 0.5, "test": 0.25}, {"val": 0.5, "test": 0.0})
+    assert (c1.unseen_or_rare, c2.unseen_or_rare) == ({}, {})
+
+
 @pytest.mark.parametrize(("value", "column"), [(40, 1), (-1, 2), (10**9, 1)])
 def test_ids_outside_their_tables_are_counted_with_the_first_place(value: int, column: int, tmp_path: Path) -> None:
     path = write(tmp_path / "d", made_days())
@@ -224,14 +259,15 @@ def test_dense_values_that_are_no_numbers_are_found(value: float, tmp_path: Path
     path = write(tmp_path / "d", made_days())
     damage(path, "day_2_dense.npy", (200, 1), value)
     assert failures(audit(path)) == [
-        f"day_2_dense.npy: 1 dense values that are not finite, the first in row 200, column I2: {value}"
+        "day_2_dense.npy: 1 dense values that are not finite, "
+        f"the first in row 200, column I2: {value} is not a finite number"
     ]
 
 
 def test_wrong_labels_are_found(tmp_path: Path) -> None:
     path = write(tmp_path / "d", made_days())
     damage(path, "day_0_labels.npy", (5, 0), 2)
-    assert failures(audit(path)) == ["day_0_labels.npy: 1 wrong labels, the first in row 5: label 2"]
+    assert failures(audit(path)) == ["day_0_labels.npy: 1 wrong labels, the first in row 5: label 2 is neither 0 nor 1"]
 
 
 @pytest.mark.parametrize("label", [0, 1])

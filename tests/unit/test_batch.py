@@ -5,8 +5,8 @@ import torch
 from recmill.batch import CtrBatch, RankingBatch, SequenceBatch
 from recmill.commands.assemble import build_source
 from recmill.config import load_config
+from recmill.data.opening import open_dataset
 from recmill.protocols import Batch
-from recmill.schema import open_dataset
 
 Config = dict[str, Any]
 

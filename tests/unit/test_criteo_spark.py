@@ -1,4 +1,4 @@
-"""`prepare criteo --engine spark`: what comes out equals what the one-machine engine makes of the same logs."""
+"""`prepare criteo --engine spark`: the result equals that of the other engine on the same logs."""
 
 import os
 import shutil
@@ -14,12 +14,13 @@ import pytest
 
 from recmill import prepare
 from recmill.data.click_rows import ClickRows, StoredDay
+from recmill.data.opening import open_dataset
 from recmill.datasets.criteo import spark as criteo_spark
 from recmill.errors import ConfigError, DataError, ResourceError
-from recmill.schema import ClicksDescription, open_dataset
+from recmill.schema import ClicksDescription
 
 from ..conftest import RunCli
-from ..criteo_raw import random_rows, to_text, write_days, write_text
+from ..criteo_raw import random_rows, set_limits, to_text, write_days, write_text
 
 pytest.importorskip("pyspark", reason="PySpark is not installed")
 if not shutil.which("java") and "JAVA_HOME" not in os.environ:
@@ -175,12 +176,11 @@ def test_the_new_order_depends_on_the_seed_and_not_on_how_the_logs_are_read(logs
     assert_equal(rows_of(tmp_path / "plain", "val"), rows_of(in_file_order, "val"))
 
 
-def test_files_and_row_groups_are_cut_where_the_loader_wants_them(
+def test_files_and_row_groups_have_the_sizes_that_the_loader_wants(
     logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pyarrow = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(criteo_spark, "PARQUET_ROWS", 128)
-    monkeypatch.setattr(criteo_spark, "BLOCK_ROWS", 50)
+    set_limits(monkeypatch, rows_per_file=128, rows_per_group=50)
     ours, expected = both(logs, tmp_path, **MOD)
     files = {name: info.rows for name, info in description(ours).files.items() if name.startswith("train-day_0-")}
     assert files == {f"train-day_0-{k:05d}.parquet": rows for k, rows in enumerate((128, 128, 44))}
@@ -258,7 +258,7 @@ def test_bad_rows_are_left_out_and_odd_ones_kept(tmp_path: Path) -> None:
     assert_equal(rows_of(ours, "val"), rows_of(expected, "val"))
 
 
-def test_the_first_bad_row_is_told_as_on_one_machine(tmp_path: Path) -> None:
+def test_the_first_bad_row_is_reported_as_on_one_machine(tmp_path: Path) -> None:
     lines = to_text(random_rows(300, seed=7)).splitlines()
     lines[250], lines[270] = with_field(5, "seven"), b"1\t2"
     write_text(tmp_path / "raw" / "day_0", b"\n".join(lines) + b"\n")
@@ -266,6 +266,14 @@ def test_the_first_bad_row_is_told_as_on_one_machine(tmp_path: Path) -> None:
     ours, expected = both_errors(tmp_path / "raw", tmp_path, **MOD)
     assert ours == expected
     assert "day_0: row 251, column I5: 'seven' is not a whole number." in ours
+
+
+def test_the_smallest_integer_is_good_if_the_logarithm_takes_it(tmp_path: Path) -> None:
+    write_text(tmp_path / "raw" / "day_0", with_field(2, "-2147483648") + b"\n" + to_text(random_rows(30, seed=9)))
+    ours, expected = both(tmp_path / "raw", tmp_path, dense="log-min", last_day="none", **MOD)
+    assert_equal(rows_of(ours, "train"), rows_of(expected, "train"))
+    assert description(ours).source[0].bad_rows == 0
+    assert description(ours).notes == description(expected).notes  # also that there are no rows for val and test
 
 
 def test_bad_rows_are_counted_over_all_logs(tmp_path: Path) -> None:
@@ -280,7 +288,7 @@ def test_bad_rows_are_counted_over_all_logs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", ["cut in a row", "cut in a row, compressed", "cut in a frame", "cut in gzip", "empty"]
 )
-def test_damaged_files_are_told_as_on_one_machine(damage: str, tmp_path: Path) -> None:
+def test_corrupt_files_are_reported_as_on_one_machine(damage: str, tmp_path: Path) -> None:
     good = to_text([*random_rows(50, seed=9), random_rows(1, seed=4, missing=0)[0]])
     file = {"cut in a row, compressed": "day_0.gz", "cut in a frame": "day_0.zst", "cut in gzip": "day_0.gz"}
     text = good[:-3] if "in a row" in damage else b"" if damage == "empty" else good
@@ -292,13 +300,13 @@ def test_damaged_files_are_told_as_on_one_machine(damage: str, tmp_path: Path) -
     assert not (tmp_path / ".spark.unfinished").exists()
 
 
-def test_a_last_row_without_its_line_break_may_be_whole(tmp_path: Path) -> None:
+def test_a_last_row_without_its_line_break_may_be_complete(tmp_path: Path) -> None:
     write_text(tmp_path / "raw" / "day_0", to_text(random_rows(30, seed=9)) + with_field(39, "0000000a"))
     ours, expected = both(tmp_path / "raw", tmp_path, **MOD)
     assert_equal(rows_of(ours, "test"), rows_of(expected, "test"))
 
 
-def test_after_a_failure_it_goes_on_from_what_is_finished(
+def test_after_a_failure_it_continues_from_what_is_finished(
     logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pyspark.errors import PySparkRuntimeError
@@ -322,7 +330,7 @@ def test_after_a_failure_it_goes_on_from_what_is_finished(
 
 def test_another_master_than_that_of_the_running_spark_is_refused(logs: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"--spark-master spark://far:7077: this process has a Spark already, on local"
+        ConfigError, match=r"--spark-master spark://far:7077: this process already has a Spark, on local"
     ):
         prepare("criteo", tmp_path / "o", input=str(logs), engine="spark", spark_master="spark://far:7077", **MOD)
 

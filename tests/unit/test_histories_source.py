@@ -12,10 +12,10 @@ import pytest
 from recmill import prepare
 from recmill.batch import RankingBatch, SequenceBatch
 from recmill.data.histories import HistorySource
+from recmill.data.opening import open_dataset
 from recmill.data.share import Batching, Limits
 from recmill.data.windows import WindowRules
 from recmill.errors import DataError
-from recmill.schema import open_dataset
 
 Row = tuple[Any, ...]
 MASKING = WindowRules(max_length=10, step=10, probability=0.3, last_only=0.2)

@@ -11,9 +11,10 @@ import polars as pl
 import pytest
 
 from recmill import prepare
+from recmill.data.opening import open_dataset
 from recmill.datasets.histories import goodreads
 from recmill.errors import ConfigError, DataError
-from recmill.schema import HistoriesDescription, open_dataset
+from recmill.schema import HistoriesDescription
 
 from ..conftest import REPO, RunCli
 from ..histories_raw import histories_of

@@ -17,11 +17,12 @@ from recmill.commands.assemble import build_sharded, build_source, model_module,
 from recmill.commands.train import work
 from recmill.config import load_config
 from recmill.config.sections import TrainSection
+from recmill.data.opening import open_dataset
 from recmill.errors import UserError
 from recmill.hardware.precision import Dtype, Finding
 from recmill.protocols import Batch
-from recmill.schema import open_dataset
-from recmill.tables.first_values import fill_tables, local_shards
+from recmill.tables.first_values import fill_tables
+from recmill.tables.torchrec_internals import table_shards
 from recmill.training import precision
 from recmill.training.optim import build_optimizer
 from recmill.training.parts import Parts
@@ -142,7 +143,7 @@ class Trainer:
 
     def state(self) -> list[Tensor]:
         """Return dense weights, this process's shards of tables, and the state of all optimizers."""
-        found = list(self.model.parameters()) + [shard for *_, shard in local_shards(self.model)]
+        found = list(self.model.parameters()) + [shard.values for _, shard in table_shards(self.model)]
         for _, part in self.optimizer.optimizers:
             for values in part.state.values():
                 for value in values.values():

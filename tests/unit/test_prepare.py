@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from recmill import prepare
+from recmill.data.opening import open_dataset
 from recmill.datasets.synthetic import random_clicks
 from recmill.errors import ConfigError, DataError
-from recmill.schema import open_dataset
 
 
 def test_preparing_the_same_again_does_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 """Checkpoints: their format on disk, saving them in the background, and loading them into any world size.
 
-Entry points: `format.newest_or_best`, `saver.Saver`, `loading.load`.
+Entry points: `saver.Saver`, `loading.find_checkpoint`, `loading.load`; `format.committed` and `format.verify` list and
+check them without torch.
 """

@@ -1,9 +1,9 @@
-"""Checkpoints on disk: whole or not there, each file with its digest. No torch, so that they can be listed at once.
+"""The format of checkpoints on disk: complete or absent, with a digest of each file. Listing them needs no torch.
 
-    step-00000120/  MANIFEST.json (last written: every file's bytes and digest)  state.json  .metadata  *.distcp
+    step-00000120/  MANIFEST.json (written last: size and digest of every file)  state.json  .metadata  *.distcp
 
-A step is written into `.saving-step-N`, synced, and only then renamed to `step-N`: a kill at any moment leaves the
-checkpoints before it as they were.
+A checkpoint is written into `.saving-step-N`, synced, and only then renamed to `step-N`: a kill at any moment leaves
+earlier checkpoints untouched.
 """
 
 import json
@@ -21,23 +21,26 @@ from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
 from recmill.errors import CheckpointError
 from recmill.failpoints import reach
-from recmill.files.atomic import sync_directory
+from recmill.files.atomic import sync_directory, write_synced
 from recmill.files.digests import digest
 from recmill.launch.watchdog import beat
 
 log = logging.getLogger(__name__)
 
-MANIFEST, STATE = "MANIFEST.json", "state.json"
+FileFacts = dict[str, Any]  # bytes, xxh3
+
+MANIFEST = "MANIFEST.json"
+STATE = "state.json"
 _FORMAT = 2
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands: `step` steps done, the next batch is `batch` of `epoch`.
+    """How far training got: `step` steps are done, and the next batch is `batch` of `epoch`.
 
-    The loss since the last report, how validation went and the scale of float16 come along, so that a resumed run
-    does what an unbroken one would. Order, masks and dropout are functions of the seed and these numbers.
+    It includes the loss since the last report, the validation history and the loss scale of float16, so that a resumed
+    run does what an uninterrupted one would. Order, masks and dropout are functions of the seed and these numbers.
     """
 
     __pydantic_config__ = _STRICT
@@ -47,18 +50,18 @@ class Position:
     batch: NonNegativeInt = 0
     loss_sum: float = 0.0
     loss_weight: float = 0.0
-    best: float | None = None  # of the validations so far
+    best: float | None = None  # validation metric so far; None: no validation yet
     best_step: NonNegativeInt = 0
-    worse_evals: NonNegativeInt = 0  # since then
-    loss_scale: float = 0.0  # 0: none yet
+    worse_evals: NonNegativeInt = 0  # validations since then
+    loss_scale: float = 0.0  # 0: not set yet
     steps_at_scale: NonNegativeInt = 0
 
     @property
     def is_best(self) -> bool:
         return 0 < self.best_step == self.step
 
-    def judged(self, value: float | None) -> "Position":
-        """After a validation at this step; None: it had no value."""
+    def after_validation(self, value: float | None) -> "Position":
+        """Return the position after a validation at this step; None: the metric had no value."""
         if value is not None and (self.best is None or value > self.best):
             return replace(self, best=value, best_step=self.step, worse_evals=0)
         return replace(self, worse_evals=self.worse_evals + 1)
@@ -66,12 +69,12 @@ class Position:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a checkpoint was made by. Random numbers need the seed alone: they are counted, not drawn from a stream."""
+    """What made a checkpoint. Random numbers need the seed alone: they are counter-based and have no state."""
 
     __pydantic_config__ = _STRICT
 
-    config: str  # fingerprint of all keys that make it another run
-    dataset: str  # fingerprint of what it was trained on
+    config: str  # fingerprint of all keys that may not change on resume
+    dataset: str  # fingerprint of the training data
     seed: NonNegativeInt
     global_batch_size: NonNegativeInt
     world_size: NonNegativeInt
@@ -80,28 +83,28 @@ class Origin:
 
 @dataclass(frozen=True)
 class RowChange:
-    """Where changed rows of one tensor are: `ids` and `values` name tensors of the same checkpoint."""
+    """Changed rows of one tensor: `ids` and `values` are the keys of two tensors of the same checkpoint."""
 
     __pydantic_config__ = _STRICT
 
-    key: str  # of the whole tensor, in the full checkpoint
+    key: str  # of the complete tensor in the full checkpoint
     ids: str
     values: str
-    column: NonNegativeInt  # of the first value
-    bits: int
+    column: NonNegativeInt  # offset of the first value
+    bits: int  # per value
 
 
 @dataclass(frozen=True)
 class State:
-    """All that is not a tensor."""
+    """Everything in a checkpoint that is not a tensor."""
 
     __pydantic_config__ = _STRICT
 
     position: Position
     origin: Origin
     saved_at: str
-    base: str | None = None  # the full checkpoint that `changes` are to be applied to
-    base_manifest: str = ""  # its digest
+    base: str | None = None  # name of the full checkpoint that `changes` apply to
+    base_manifest: str = ""  # digest of its manifest
     changes: list[RowChange] = field(default_factory=list)
 
 
@@ -122,46 +125,54 @@ class Checkpoint:
         return self.path.parent / self.state.base if self.state.base else None
 
 
-def path_of(directory: Path, step: int) -> Path:
+def step_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
 def committed(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    steps = {
-        path.parent: re.fullmatch(r"step-(\d+)", path.parent.name) for path in directory.glob(f"step-*/{MANIFEST}")
-    }
-    ours = {path: int(step[1]) for path, step in steps.items() if step}  # not a copy that somebody named step-10-best
-    return sorted(ours, key=ours.__getitem__)
+    """Return the checkpoints that have a manifest, oldest first."""
+    paths = (manifest.parent for manifest in directory.glob(f"step-*/{MANIFEST}"))
+    numbered = [path for path in paths if re.fullmatch(r"step-\d+", path.name)]  # not a copy named step-10-best
+    return sorted(numbered, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def partial_path(directory: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is written before it is committed."""
+    return directory / f".saving-{step_path(directory, step).name}"
 
 
 def begin(directory: Path, step: int) -> Path:
-    """A new hidden directory for this step; what killed saves and removals left goes."""
+    """Create the directory to write into, and remove what interrupted saves and removals left."""
     if not directory.exists():
         directory.mkdir()
         sync_directory(directory.parent)
-    torn = [path for path in directory.glob("step-*") if path.name[5:].isdigit() and not (path / MANIFEST).exists()]
-    for left in [*directory.glob(".saving-*"), *torn]:
-        shutil.rmtree(left, ignore_errors=True)
-    partial = directory / f".saving-{path_of(directory, step).name}"
+    incomplete = [
+        path for path in directory.glob("step-*") if path.name[5:].isdigit() and not (path / MANIFEST).exists()
+    ]
+    for leftover in [*directory.glob(".saving-*"), *incomplete]:
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = partial_path(directory, step)
     partial.mkdir()
     return partial
 
 
-def commit(partial: Path, state: State, files: dict[str, dict[str, Any]]) -> Path:
-    """`files`: name -> bytes and digest of every file that is there. The manifest comes last, then the name."""
+def commit(partial: Path, state: State, files: dict[str, FileFacts]) -> Path:
+    """Write the state, then the manifest, then rename. `files` has the facts of every file that is already there."""
     step = state.position.step
-    text = json.dumps(asdict(state), indent=1)
-    _write_synced(partial / STATE, text, step)
-    files = {**files, STATE: facts_of(partial / STATE)}
+    write_synced(partial / STATE, json.dumps(asdict(state), indent=1), lambda: reach("ckpt.sync", step))
+    files = {**files, STATE: file_facts(partial / STATE)}
     reach("ckpt.before_manifest", step)
     manifest = {"format": _FORMAT, "files": dict(sorted(files.items()))}
-    _write_synced(partial / MANIFEST, json.dumps(manifest, indent=1), step)
+    write_synced(partial / MANIFEST, json.dumps(manifest, indent=1), lambda: reach("ckpt.sync", step))
     sync_directory(partial)
     reach("ckpt.before_rename", step)
-    final = path_of(partial.parent, step)
-    if final.exists():  # this step was saved before; training then went back to an earlier one
-        if _is_good(final) and read(final).state.base == state.base:
+    final = step_path(partial.parent, step)
+    if final.exists():  # this step was saved before training resumed from an earlier one
+        if _is_intact(final, state.base):
             shutil.rmtree(partial)
             return final
         set_aside(final)
@@ -172,14 +183,14 @@ def commit(partial: Path, state: State, files: dict[str, dict[str, Any]]) -> Pat
 
 
 def prune(directory: Path, keep: int, keep_best: bool) -> None:
-    """All but the newest, the best, and the full ones that these need; none before a newer one is seen to be whole."""
+    """Remove all but the `keep` newest, the best, and their bases, once the newest is known to be complete."""
     paths = committed(directory)
-    verified(paths[-1], digests=False)  # its digests were just read back from the disk
-    kept = {*paths[-keep:], *([best(directory)] if keep_best else [])}
+    verify(paths[-1], digests=False)  # its digests were just read back from the disk
+    kept = {*paths[-keep:], *([best_path(directory)] if keep_best else [])}
     kept |= {_base_of(path) for path in kept if path}
     for old in paths:
         if old not in kept:
-            (old / MANIFEST).unlink()  # first, or a kill would leave half of one that looks whole
+            (old / MANIFEST).unlink()  # first, or a kill would leave an incomplete one that looks complete
             shutil.rmtree(old)
 
 
@@ -187,38 +198,42 @@ def _base_of(path: Path) -> Path | None:
     try:
         return read(path).base
     except CheckpointError:
-        return None  # an old one that is damaged must not stop a new one
+        return None  # a corrupt old checkpoint must not prevent a new one
 
 
-def facts_of(file: Path, on_block: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def file_facts(file: Path, on_block: Callable[[], None] = lambda: None) -> FileFacts:
+    """Return size and digest of a file; `on_block` is called while it is read."""
     return {"bytes": file.stat().st_size, "xxh3": digest(file, on_block)}
 
 
 def _beat_reading() -> None:
-    """Reading a large file is no hang; in another thread it says nothing of the main one."""
+    """Report progress while a large file is read, but not from a thread: the main one may hang meanwhile."""
     if threading.current_thread() is threading.main_thread():
         beat("reading a checkpoint")
 
 
-def best(directory: Path) -> Path | None:
-    """That of the best validation of all, as the newest tells; None if it was not kept."""
+def best_path(directory: Path) -> Path | None:
+    """Return the checkpoint with the best validation metric, which the newest one names; None if it was not kept."""
     paths = committed(directory)
-    wanted = path_of(directory, read(paths[-1]).position.best_step) if paths else None
+    wanted = step_path(directory, read(paths[-1]).position.best_step) if paths else None
     return wanted if wanted in paths else None
 
 
-def chosen(directory: Path, which: str, fallback: bool = False) -> Checkpoint | None:
-    """The newest or the best, every digest checked; None if there is none. `fallback`: or the newest that is whole."""
+def choose(directory: Path, which: str, fallback: bool = False) -> Checkpoint | None:
+    """Return the 'newest' or the 'best' checkpoint after checking every digest; None if there is none.
+
+    `fallback`: if that one is corrupt, return the newest complete one instead of raising CheckpointError.
+    """
     candidates = committed(directory)[::-1]
     if which == "best":
-        path = best(directory)
+        path = best_path(directory)
         if path is None:
             return None
         candidates = [path, *candidates]
     problem: CheckpointError | None = None
     for path in candidates:
         try:
-            found = verified(path)
+            checkpoint = verify(path)
         except CheckpointError as error:
             if not fallback:
                 raise
@@ -226,22 +241,23 @@ def chosen(directory: Path, which: str, fallback: bool = False) -> Checkpoint | 
             log.warning("%s", error)
             continue
         if problem:
-            log.warning("falling back to %s, the newest checkpoint that is whole", path)
-        return found
+            log.warning("falling back to %s, the newest complete checkpoint", path)
+        return checkpoint
     if problem:
-        raise CheckpointError(f"no checkpoint in {directory} is whole. The newest: {problem}")
+        raise CheckpointError(f"no checkpoint in {directory} is complete. The newest: {problem}")
     return None
 
 
 def set_aside(path: Path) -> None:
-    """Out of the way, but not destroyed."""
+    """Rename a checkpoint to bad-step-N, so that it is kept but never loaded."""
     target = path.with_name(f"bad-{path.name}")
     shutil.rmtree(target, ignore_errors=True)
     os.rename(path, target)
-    log.warning("%s is of no more use: it is now %s", path.name, target)
+    log.warning("%s can no longer be used; renamed to %s", path.name, target)
 
 
 def read(path: Path) -> Checkpoint:
+    """Read the state of a checkpoint without checking its files."""
     try:
         state = _AS_STATE.validate_json((path / STATE).read_bytes())
         if state.base is not None and not re.fullmatch(r"step-\d+", state.base):
@@ -252,25 +268,29 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(path, state)
 
 
-def verified(path: Path, digests: bool = True) -> Checkpoint:
-    """Every file as its manifest says, of the full checkpoint below it as well; an error names the file that is not."""
+def verify(path: Path, digests: bool = True) -> Checkpoint:
+    """Compare all files, and those of the base, with the manifests. CheckpointError names the first that differs.
+
+    `digests`: read every byte; otherwise compare names and sizes only.
+    """
     try:
-        return _verified(path, digests)
-    except OSError as error:  # a bad sector, say
-        place = error.filename or path
-        raise CheckpointError(f"{place}: cannot be read ({error.strerror}). {_remedy(path)}") from error
+        _verify_files(path, digests)
+        checkpoint = read(path)
+        if checkpoint.base:
+            _verify_base(checkpoint, checkpoint.base)
+            _verify_files(checkpoint.base, digests)
+    except OSError as error:  # a bad sector, for example
+        file = error.filename or path
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror}). {_remedy(path)}") from error
+    return checkpoint
 
 
-def _verified(path: Path, digests: bool) -> Checkpoint:
-    _verify_files(path, digests)
-    found = read(path)
-    if found.base:
-        if not (found.base / MANIFEST).is_file():
-            raise CheckpointError(f"{path} holds changes of {found.base}, which is not there. {_remedy(path)}")
-        if digest(found.base / MANIFEST) != found.state.base_manifest:
-            raise CheckpointError(f"{path} holds changes of another {found.base} than is there now. {_remedy(path)}")
-        _verify_files(found.base, digests)
-    return found
+def _verify_base(checkpoint: Checkpoint, base: Path) -> None:
+    path = checkpoint.path
+    if not (base / MANIFEST).is_file():
+        raise CheckpointError(f"{path} holds changes since {base}, which is missing. {_remedy(path)}")
+    if digest(base / MANIFEST) != checkpoint.state.base_manifest:
+        raise CheckpointError(f"{path} holds changes since {base}, which was replaced by another. {_remedy(path)}")
 
 
 def _verify_files(path: Path, digests: bool) -> None:
@@ -279,8 +299,8 @@ def _verify_files(path: Path, digests: bool) -> None:
         content = json.loads(manifest.read_bytes())
         if content["format"] != _FORMAT:
             raise CheckpointError(
-                f"{manifest}: format {content['format']!r}, and this recmill reads {_FORMAT}. Use the recmill that "
-                "made it."
+                f"{manifest}: format {content['format']!r}, but this version of recmill reads {_FORMAT}. Use the "
+                "version that wrote it."
             )
         listed = {name: (int(facts["bytes"]), str(facts["xxh3"])) for name, facts in content["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
@@ -300,24 +320,15 @@ def _verify_files(path: Path, digests: bool) -> None:
             raise CheckpointError(f"{file}: not part of this checkpoint. {_remedy(path)}")
 
 
-def _is_good(path: Path) -> bool:
+def _is_intact(path: Path, base: str | None) -> bool:
     try:
-        verified(path)
+        return verify(path).state.base == base
     except CheckpointError:
         return False
-    return True
 
 
 def _remedy(path: Path) -> str:
     return (
-        "Copy it again from where it was whole, or go on from the newest checkpoint that is whole with --fallback "
-        f"(recmill checkpoint verify {path.parent.parent} shows all)."
+        "Restore it from an intact copy, or resume from the newest complete checkpoint with --fallback "
+        f"(recmill checkpoint verify {path.parent.parent} checks all)."
     )
-
-
-def _write_synced(path: Path, text: str, step: int) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        reach("ckpt.sync", step)
-        os.fsync(file.fileno())

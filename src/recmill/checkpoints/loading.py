@@ -1,4 +1,4 @@
-"""A checkpoint's tensors into a model and its optimizer, whatever the sharding and the world size."""
+"""Find checkpoints and load them into a model and its optimizer, whatever the sharding and the world size."""
 
 import logging
 import re
@@ -8,60 +8,60 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recmill.checkpoints.format import Checkpoint, chosen, committed, set_aside
-from recmill.checkpoints.incremental import apply_changes, is_rows, table_of
+from recmill.checkpoints.format import Checkpoint, choose, committed, set_aside
+from recmill.checkpoints.incremental import apply_changes, has_table_rows
 from recmill.checkpoints.safe_reader import SafeReader, read_into
 from recmill.errors import CheckpointError, UserError
+from recmill.tables.torchrec_internals import flat_state, table_of
 from recmill.world import World
 
 log = logging.getLogger(__name__)
 
-Sizes = dict[str, tuple[int, ...]]
+Sizes = dict[str, tuple[int, ...]]  # by key
 
 
-def found_for_all(
-    directory: Path, which: str, world: World, fallback: bool = False, tidy: bool = False
+def find_checkpoint(
+    directory: Path, which: str, world: World, fallback: bool = False, set_aside_newer: bool = False
 ) -> Checkpoint | None:
-    """Chosen and checked by rank 0: another process may be saving or pruning meanwhile. All ranks take part.
+    """Choose and verify a checkpoint on rank 0, as another process may be saving or pruning. All ranks take part.
 
-    `tidy`: what is newer than the one to go on from, and so damaged, is set aside.
+    `set_aside_newer`: rename newer checkpoints, which are corrupt, so that training can write these steps again.
     """
-    found: Checkpoint | UserError | None = None
+    result: Checkpoint | UserError | None = None
     if world.is_main:
         try:
-            found = chosen(directory, which, fallback)
+            result = choose(directory, which, fallback)
         except UserError as error:
-            found = error
-        if tidy and isinstance(found, Checkpoint):
+            result = error
+        if set_aside_newer and isinstance(result, Checkpoint):
             paths = committed(directory)
-            for path in paths[paths.index(found.path) + 1 :]:
+            for path in paths[paths.index(result.path) + 1 :]:
                 set_aside(path)
-    found = world.broadcast(found)
-    if isinstance(found, UserError):
-        raise found
-    return found
+    result = world.broadcast(result)
+    if isinstance(result, UserError):
+        raise result
+    return result
 
 
-def state_of(model: nn.Module, optimizer: CombinedOptimizer | None) -> dict[str, Any]:
-    """Key -> tensor, sharded or not, of everything that is trained: the tensors themselves, not copies."""
+def state_of(model: nn.Module, optimizer: CombinedOptimizer | None) -> dict[str, Tensor]:
+    """Return everything that is trained, by key: the tensors themselves, sharded or not, and no copies."""
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         state["optim"] = optimizer.state_dict()
-    return flatten_state_dict(state)[0]
+    return flat_state(state)
 
 
 def load(
     checkpoint: Checkpoint, model: nn.Module, optimizer: CombinedOptimizer | None = None, allow_partial: bool = False
 ) -> None:
-    """Into any sharding and world size. Without an optimizer: weights only. A plain network needs no process group.
+    """Load into any sharding and world size. Without an optimizer: weights only.
 
-    `allow_partial`: what has another size here, or is not there, stays as it is, with a line in the log.
+    All ranks take part; a plain network needs no process group.
+    `allow_partial`: keep the values of tensors that have another size here or are not in the checkpoint, and log them.
     """
-    alone = not dist.is_initialized()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saved = _sizes(checkpoint)
@@ -71,29 +71,40 @@ def load(
         ours = _on_any_rank({key: tuple(value.size()) for key, value in state.items()})
         if optimizer is None:
             saved = {key: size for key, size in saved.items() if key.startswith("model.")}
-        if different := differences(saved, ours):
-            if not allow_partial:
-                raise CheckpointError(
-                    f"{checkpoint.path} does not fit this model:\n"
-                    + "\n".join(f"  {line}" for line in different)
-                    + "\nWas it made with another config or dataset? Give a new run what fits of it: recmill train "
-                    "... --init-from RUN --allow-partial."
-                )
-            log.warning("not taken from %s:\n%s", checkpoint.path, "\n".join(f"  {line}" for line in different))
+        different = differences(saved, ours)
+        if different:
+            _report_differences(checkpoint, different, allow_partial)
         fitting = {key: value for key, value in state.items() if saved.get(key) == ours[key]}
         if different:
-            fitting = _without_states_of_others(fitting)
-            _forget_dense_state(optimizer, fitting)
-        if checkpoint.base:
-            read_into({key: value for key, value in fitting.items() if is_rows(key, value)}, checkpoint.base, alone)
-            read_into({key: value for key, value in fitting.items() if not is_rows(key, value)}, checkpoint.path, alone)
-            apply_changes(checkpoint, fitting)
-        else:
-            read_into(fitting, checkpoint.path, alone)
+            fitting = _without_orphaned_states(fitting)
+            _reset_dense_state(optimizer, fitting)
+        _read(checkpoint, fitting)
+
+
+def _read(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
+    alone = not dist.is_initialized()
+    if not checkpoint.base:
+        read_into(state, checkpoint.path, alone)
+        return
+    rows = {key: value for key, value in state.items() if has_table_rows(key, value)}
+    others = {key: value for key, value in state.items() if key not in rows}
+    read_into(rows, checkpoint.base, alone)
+    read_into(others, checkpoint.path, alone)
+    apply_changes(checkpoint, state)
+
+
+def _report_differences(checkpoint: Checkpoint, different: list[str], allow_partial: bool) -> None:
+    lines = "\n".join(f"  {line}" for line in different)
+    if not allow_partial:
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit this model:\n{lines}\nWas it made with another config or dataset? Start a "
+            "new run from what fits: recmill train ... --init-from RUN --allow-partial."
+        )
+    log.warning("not loaded from %s:\n%s", checkpoint.path, lines)
 
 
 def _on_any_rank(sizes: Sizes) -> Sizes:
-    """A rank knows the optimizer's state of the tables that it has a piece of, and no other."""
+    """Merge the sizes of all ranks: a rank has optimizer states only for tables of which it holds a shard."""
     if not dist.is_initialized():
         return sizes
     everyone: list[Sizes] = [{}] * dist.get_world_size()
@@ -102,7 +113,7 @@ def _on_any_rank(sizes: Sizes) -> Sizes:
 
 
 def differences(saved: Sizes, ours: Sizes) -> list[str]:
-    """In people's words, one line each; of an optimizer's state only where its parameter is the same."""
+    """Describe each tensor that differs in one line; an optimizer state only if its parameter does not differ."""
     lines: dict[str, str] = {}
     for key in sorted(saved.keys() | ours.keys(), key=lambda key: (key.startswith("optim."), key)):
         if saved.get(key) == ours.get(key):
@@ -116,7 +127,7 @@ def differences(saved: Sizes, ours: Sizes) -> list[str]:
 
 
 def _name(key: str) -> str:
-    """model.tables.embeddings.item.weight -> table item; optim....item.momentum1 -> momentum1 of table item."""
+    """Name a tensor for people, such as 'table item', 'layer top.0.weight' or 'momentum1 of table item'."""
     table = table_of(key)
     if key.startswith("model."):
         return f"table {table}" if table else f"layer {key.removeprefix('model.')}"
@@ -134,39 +145,38 @@ def _size_text(size: Iterable[int] | None, name: str) -> str:
 
 
 def _sizes(checkpoint: Checkpoint) -> Sizes:
-    """Of every tensor that it stands for: with changes of rows, these are the full one's and all else is its own."""
-    own = {key: size for key, size in _stored(checkpoint.path).items() if key.startswith(("model.", "optim."))}
+    """Return the sizes of all tensors; an incremental checkpoint gets those of table rows from its base."""
+    own = {key: size for key, size in _stored_sizes(checkpoint.path).items() if key.startswith(("model.", "optim."))}
     if not checkpoint.base:
         return own
-    return {key: size for key, size in _stored(checkpoint.base).items() if table_of(key) and size} | own
+    return {key: size for key, size in _stored_sizes(checkpoint.base).items() if table_of(key) and size} | own
 
 
-def _stored(path: Path) -> Sizes:
+def _stored_sizes(path: Path) -> Sizes:
     described = SafeReader(path).read_metadata().state_dict_metadata
     return {key: tuple(value.size) for key, value in described.items()}
 
 
-def _without_states_of_others(fitting: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state goes with its parameter: its count of steps would fit anywhere."""
+def _without_orphaned_states(fitting: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out optimizer states whose parameter is not loaded: a count of steps has the same size everywhere."""
     weights = [key.removeprefix("model.") for key in fitting if key.startswith("model.")]
     owned = tuple(f"optim.state.{part}.{name}." for part in ("dense", "tables") for name in weights)
     return {key: value for key, value in fitting.items() if key.startswith(("model.", *owned))}
 
 
 def _create_dense_state(optimizer: CombinedOptimizer) -> None:
-    """Adam's moments exist only after a first step: one with zero gradients makes room for the saved ones."""
+    """Take a step with zero gradients, because Adam's moments exist only after a first one; undo its effects."""
     (dense,) = [part for name, part in optimizer.optimizers if name == "dense"]
     before = [parameter.detach().clone() for parameter in dense.params.values()]
     dense.init_state()
     for parameter, values in zip(dense.params.values(), before, strict=True):
-        parameter.detach().copy_(values)  # weight decay moves them all the same
+        parameter.detach().copy_(values)  # weight decay moved them
 
 
-def _forget_dense_state(optimizer: CombinedOptimizer | None, fitting: dict[str, Any]) -> None:
-    """Of layers that are not taken: all 0, as if they had never been trained."""
-    for name, part in optimizer.optimizers if optimizer else []:
-        if name == "dense":
-            for key, parameter in part.params.items():
-                if f"model.{key}" not in fitting:
-                    for value in part.state[parameter].values():
-                        value.zero_()
+def _reset_dense_state(optimizer: CombinedOptimizer | None, fitting: dict[str, Tensor]) -> None:
+    """Set the optimizer states of layers that are not loaded to 0, as if they had never been trained."""
+    dense = [part for name, part in optimizer.optimizers if name == "dense"] if optimizer else []
+    for part in dense:
+        for key, parameter in part.params.items():
+            for value in part.state[parameter].values() if f"model.{key}" not in fitting else []:
+                value.zero_()

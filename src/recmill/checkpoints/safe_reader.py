@@ -1,4 +1,4 @@
-"""Reads checkpoints without running anything in them: torch reads `.metadata` with plain pickle."""
+"""Read checkpoints without executing anything in them: torch would read `.metadata` with plain pickle."""
 
 import io
 import pickle
@@ -10,23 +10,24 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from recmill.errors import CheckpointError
+from recmill.tables.torchrec_internals import METADATA_CLASSES
 
 _TRUST = "Do not load checkpoints from people you do not trust."
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Admits data only: descriptions of tensors, in files of the same directory."""
+    """Accepts only descriptions of tensors that are stored in files of the same directory."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
             metadata = _DataUnpickler(io.BytesIO(path.read_bytes())).load()
             if any(isinstance(value, BytesStorageMetadata) for value in metadata.state_dict_metadata.values()):
-                raise CheckpointError(f"{path}: holds pickled objects, not tensors alone. {_TRUST}")
-            names = {str(place.relative_path) for place in metadata.storage_data.values()}
+                raise CheckpointError(f"{path}: holds pickled objects besides tensors. {_TRUST}")
+            names = {str(stored.relative_path) for stored in metadata.storage_data.values()}
         except CheckpointError:
             raise
-        except Exception as error:  # bytes that nobody wrote can make a pickle fail in any way
+        except Exception as error:  # corrupt bytes can make a pickle fail in any way
             raise CheckpointError(f"{path}: {error or type(error).__name__}. {_TRUST}") from error
         for name in names:
             if "/" in name or not (path.parent / name).is_file():
@@ -37,43 +38,20 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
+class _DataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in METADATA_CLASSES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"asks for {module}.{name}, which is not data")
+
+
 def read_into(state: dict[str, Any], path: Path, alone: bool) -> None:
-    """Tensors of these keys. `alone`: this process reads for itself; otherwise all ranks take part."""
+    """Read the tensors with these keys. `alone`: this process reads for itself; otherwise all ranks take part."""
     try:
         dcp.load(state, storage_reader=SafeReader(path), no_dist=alone)
     except (RuntimeError, ValueError, OSError, dcp.CheckpointException) as error:
         fact = str(error).strip().splitlines()[-1]
-        raise CheckpointError(f"{path}: could not be read ({fact}). Its digests: recmill checkpoint verify.") from error
-
-
-class _DataUnpickler(pickle.Unpickler):
-    """Only the classes that describe tensors and where they are stored."""
-
-    _CLASSES = frozenset(
-        [
-            ("pathlib", "PosixPath"),
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            *(
-                ("torch.distributed.checkpoint.metadata", name)
-                for name in (
-                    "BytesStorageMetadata",
-                    "ChunkStorageMetadata",
-                    "Metadata",
-                    "MetadataIndex",
-                    "StorageMeta",
-                    "TensorProperties",
-                    "TensorStorageMetadata",
-                    "_MEM_FORMAT_ENCODING",
-                )
-            ),
-        ]
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) in self._CLASSES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"asks for {module}.{name}, which is not data")
+        remedy = "Check its digests: recmill checkpoint verify."
+        raise CheckpointError(f"{path}: could not be read ({fact}). {remedy}") from error

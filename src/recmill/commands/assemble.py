@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from recmill import registry
 from recmill.config import Config, load_config
+from recmill.data.opening import open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
 from recmill.hardware.memory import memory_bytes
 from recmill.observe.run_dir import RunDirectory
 from recmill.protocols import ModelModule, SequenceModelModule, TaskModule
-from recmill.schema import SPLITS, ClicksDescription, Dataset, open_dataset
+from recmill.schema import SPLITS, ClicksDescription, Dataset
 from recmill.tables.spec import TableSpec
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
     if isinstance(dataset.description, ClicksDescription):
         from recmill.data.clicks import ClickSource
 
-        return ClickSource(dataset, multi_hot=_multi_hot(config, dataset.description), **vars(batching))
+        return ClickSource(dataset, batching, _multi_hot(config, dataset.description))
     from recmill.data.histories import HistorySource
 
     return HistorySource(
@@ -156,7 +157,7 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> "Distribu
         tables=tables,
         types={table.name: settings.sharding.type_of(table.name, table.feature) for table in tables},
         optimizer=settings.optim.tables.name,
-        kernels=registry.load(registry.STORES, settings.tables.store, "store").COMPUTE_KERNELS,
+        compute_kernels=registry.load(registry.STORES, settings.tables.store, "store").COMPUTE_KERNELS,
         batch_size_per_rank=-(-settings.train.global_batch_size // world.size),
         ids_per_row=_ids_per_row(config, dataset, tables),
     )
@@ -200,9 +201,9 @@ def trained_checkpoint(
     run: RunDirectory, which: str, dataset: Dataset, world: "World", fallback: bool = False
 ) -> "Checkpoint":
     """Find the newest or the best checkpoint, which must have been trained on `dataset`. All ranks take part."""
-    from recmill.checkpoints.loading import found_for_all
+    from recmill.checkpoints.loading import find_checkpoint
 
-    found = found_for_all(run.checkpoints, which, world, fallback)
+    found = find_checkpoint(run.checkpoints, which, world, fallback)
     if found is None:
         raise CheckpointError(
             f"{run.path}: no {which} checkpoint. Only a run with checkpoint.keep_best = true keeps the best one; "

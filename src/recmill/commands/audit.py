@@ -1,20 +1,25 @@
-"""`recmill audit`: what in a prepared click log would make a result wrong, with numbers."""
+"""`recmill audit`: find what in a prepared click log would make a result wrong, with numbers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
+from recmill.commands.prepare import checked_options
 from recmill.config.sections import Section
-from recmill.data.click_rows import BLOCK_ROWS, ClickRows, StoredDay, bad_id_text, feature_of_column, id_limits
-from recmill.datasets.criteo.rules import memory_bytes
+from recmill.config.sizes import parse_bytes
+from recmill.data.checks import BadValues, ClickChecks
+from recmill.data.click_rows import BLOCK_ROWS, Block, StoredDay, split_blocks
+from recmill.data.opening import open_dataset
+from recmill.data.seen import BitSet, SeenRows, row_hashes
+from recmill.datasets.vocabularies import RARE
 from recmill.errors import ConfigError
 from recmill.observe.progress import Progress
-from recmill.schema import ClicksDescription, Dataset, SparseFeature, open_dataset
+from recmill.schema import UNLABELLED, ClicksDescription, Dataset, SparseFeature
 
 HELD_OUT = ("val", "test")
 # A log repeats a few rows by coincidence. A split that overlaps with train repeats a large part of itself: all of it in
@@ -22,10 +27,17 @@ HELD_OUT = ("val", "test")
 MAX_SHARED = 0.01
 MANY_UNSEEN = 0.5
 FLOAT32_EXACT = 2**24  # float32 holds every id up to here, half of those up to 2^25, a quarter of those up to 2^26, ...
-ROUNDED_SHARE, ROUNDED_IDS = 0.999, 32  # so large a share of so many ids is no chance
-LEAST_MEMORY = 10**6
-_BYTES_PER_HELD_OUT_ROW = 20  # its hash, twice while they are sorted; its part of the sieve; whether it was found
-_NO_LOGARITHM, _UNCLEAR = "no logarithm of whole numbers", "unclear"
+ROUNDED_SHARE = 0.999  # if this share of at least this many large ids is exact in float32, it is no coincidence
+ROUNDED_IDS = 32
+MIN_MEMORY = 10**6
+_BYTES_PER_HELD_OUT_ROW = 20  # its hash, twice while they are collected; its bits of the filter; whether it was seen
+_NO_LOGARITHM = "no logarithm of whole numbers"
+_UNCLEAR = "unclear"
+_BAD_VALUES = {
+    "id": "ids outside their tables",
+    "dense": "dense values that are not finite",
+    "label": "wrong labels",
+}
 
 
 class Options(Section):
@@ -40,23 +52,29 @@ class Finding:
 
 @dataclass(frozen=True)
 class PartReport:
-    """The rows of a day that belong to one split. `clicks`: how many of them have label 1."""
+    """The rows of a day that belong to one split. `clicks` counts those with label 1."""
 
     day: str
     split: str
     rows: int
     clicks: int
-    dense: str  # what was done to the dense values, as far as it shows: log(x+3), for example
+    dense: str  # how the dense values seem to have been transformed: log(x+3), for example
 
 
 @dataclass(frozen=True)
 class TableReport:
-    """`unseen`: split -> share of its ids that do not occur in train. None, and empty: not counted."""
+    """The ids of one table. `ids_in_train` is None, and shares are empty, where they were not counted.
+
+    `unseen`: split -> share of its ids that do not occur in train.
+    `unseen_or_rare`: the same, plus the share of the row that `prepare criteo` lets unseen ids share with rare ones. It
+    is empty unless train uses that row: only then is `unseen` too small, and the true share is between the two.
+    """
 
     name: str
     rows: int
     ids_in_train: int | None
     unseen: dict[str, float]
+    unseen_or_rare: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -75,302 +93,254 @@ class AuditReport:
         return sum(finding.kind == "failure" for finding in self.findings)
 
 
-def audit(path: str | Path, *, memory_budget: str = "2GB") -> AuditReport:
-    """Reads the whole dataset: once, or as often as the memory is too small to count everything together."""
+def audit(path: str | Path, **options: Any) -> AuditReport:
+    """Read a click log completely: once, or more often if the memory budget is too small to count all ids together.
+
+    Options are those of `recmill audit --help`, with underscores: audit("d", memory_budget="500MB").
+    """
+    checked: Options = checked_options("audit", Options, options)
     dataset = open_dataset(path)
     description = dataset.description
     if not isinstance(description, ClicksDescription):
         raise ConfigError(f"{path} holds histories: recmill audit is for click logs.")
-    if (memory := memory_bytes(memory_budget)) < LEAST_MEMORY:
-        raise ConfigError(f"--memory-budget {memory_budget}: 1MB is the least.")
+    if (memory := parse_bytes(checked.memory_budget, "--memory-budget")) < MIN_MEMORY:
+        raise ConfigError(f"--memory-budget {checked.memory_budget}: 1MB is the least.")
     rows = {split: sum(r.stop - r.start for r in ranges) for split, ranges in description.splits.items()}
     num_held_out = sum(rows.get(split, 0) for split in HELD_OUT)
-    readings = _tables_per_reading([feature.rows for feature in description.sparse], num_held_out, memory)
-    values, ids, shared = _Values(description), dict[int, _IdCounts](), Counter[str]()
+    readings = _readings([feature.rows for feature in description.sparse], num_held_out, memory)
+    values = _Values(description)
+    shared = Counter[str]()
+    tables = {table: _not_counted(feature) for table, feature in enumerate(description.sparse)}
     with Progress("auditing", len(readings) * (sum(rows.values()) + num_held_out), "rows") as progress:
-        for number, tables in enumerate(readings):
-            counts = {table: _IdCounts() for table in tables}
-            hashes = _HeldOutHashes(number, len(readings))
-            _read(dataset, counts, hashes, values if number == 0 else None, progress)
-            ids |= counts
-            shared.update(hashes.num_found())
+        for reading in readings:
+            counted, shared_rows = _read(dataset, reading, values if reading.number == 0 else None, progress)
+            tables |= counted
+            shared.update(shared_rows)
     parts = _parts(dataset, values)
     return AuditReport(
         path=str(path),
         rows=rows,
         shared_rows={split: shared[split] for split in HELD_OUT if split in rows},
         parts=parts,
-        tables=[_table_report(feature, ids.get(table)) for table, feature in enumerate(description.sparse)],
+        tables=[report for report, _ in tables.values()],
         findings=[
             *values.findings(),
-            *_label_findings(parts),
+            *_label_findings(rows, parts),
             *_dense_findings(parts),
             *_shared_findings(rows, shared),
-            *(f for table, feature in enumerate(description.sparse) for f in _id_findings(feature, ids.get(table))),
+            *(finding for _, findings in tables.values() for finding in findings),
         ],
     )
 
 
-def _tables_per_reading(sizes: list[int], num_held_out: int, memory: int) -> list[list[int]]:
-    """Half of the memory is for a bit per id of these tables, half for the hashes of held-out rows.
+@dataclass(frozen=True)
+class _Reading:
+    """What one pass over the data counts: ids of `tables`, and rows whose hash is `number` modulo `count`."""
 
-    A table that does not fit alone is in no reading.
+    tables: list[int]
+    number: int
+    count: int
+
+    def hashes(self, block: Block, ids: np.ndarray) -> np.ndarray:
+        hashes = row_hashes(block.rows, ids)
+        return hashes if self.count == 1 else hashes[hashes % np.uint64(self.count) == np.uint64(self.number)]
+
+
+def _readings(sizes: list[int], num_held_out: int, memory: int) -> list[_Reading]:
+    """Use half of the memory for one bit per id of the tables, half for the hashes of held-out rows.
+
+    A table that does not fit even alone is in no reading.
     """
-    readings: list[list[int]] = [[]]
+    tables: list[list[int]] = [[]]
     free = memory // 2
     for table, rows in enumerate(sizes):
         if rows // 8 > memory // 2:
             continue
         if rows // 8 > free:
-            readings.append([])
+            tables.append([])
             free = memory // 2
-        readings[-1].append(table)
+        tables[-1].append(table)
         free -= rows // 8
-    needed = -(-num_held_out * _BYTES_PER_HELD_OUT_ROW // (memory // 2))
-    return readings + [[] for _ in range(needed - len(readings))]
+    count = max(len(tables), -(-num_held_out * _BYTES_PER_HELD_OUT_ROW // (memory // 2)))
+    return [_Reading(tables[number] if number < len(tables) else [], number, count) for number in range(count)]
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Some rows of a split. Their ids column by column, since that is how they are counted: int64 [columns, rows]."""
-
-    split: str
-    day: str
-    start: int
-    rows: ClickRows
-    ids: np.ndarray
-
-    def hashes(self) -> np.ndarray:
-        """uint64 [rows], each of all that a row holds."""
-        hashes = np.zeros(len(self.rows), dtype=np.uint64)
-        dense = np.ascontiguousarray(self.rows.dense.T).view(np.uint32)
-        for column in (*dense, *self.ids.view(np.uint64), self.rows.labels.view(np.uint32)):
-            hashes ^= column
-            hashes *= np.uint64(0x9E3779B97F4A7C15)  # the golden ratio, as in splitmix64
-            hashes ^= hashes >> np.uint64(32)
-        return hashes
+def _blocks(dataset: Dataset, splits: Iterable[str], progress: Progress) -> Iterator[tuple[Block, np.ndarray]]:
+    """Yield blocks and their ids transposed, int64 [columns, n], because they are counted column by column."""
+    for block in split_blocks(dataset, splits):
+        yield block, np.ascontiguousarray(block.rows.ids.T, dtype=np.int64)
+        progress.advance(len(block.rows))
 
 
-def _blocks(dataset: Dataset, splits: list[str], progress: Progress) -> Iterator[_Block]:
-    assert isinstance(dataset.description, ClicksDescription)
-    for split in splits:
-        for part in dataset.description.splits.get(split, []):
-            for start, rows in StoredDay(dataset, part.day).blocks(part.start, part.stop):
-                yield _Block(split, part.day, start, rows, np.ascontiguousarray(rows.ids.T, dtype=np.int64))
-                progress.advance(len(rows))
-
-
-def _read(
-    dataset: Dataset,
-    counts: dict[int, "_IdCounts"],
-    hashes: "_HeldOutHashes",
-    values: "_Values | None",
-    progress: Progress,
-) -> None:
-    """Held-out rows first, to look for them in train; and again after it, to look for their ids there."""
-    description = dataset.description
-    assert isinstance(description, ClicksDescription)
-    seen = {table: _Seen(description.sparse[table].rows) for table in counts}
-    hot = description.multi_hot or [1] * len(description.sparse)
-    columns = {table: slice(sum(hot[:table]), sum(hot[: table + 1])) for table in counts}
-    for block in _blocks(dataset, [split for split in description.splits if split != "train"], progress):
+def _held_out_hashes(dataset: Dataset, reading: _Reading, values: "_Values | None", progress: Progress) -> np.ndarray:
+    hashes = [np.empty(0, np.uint64)]
+    for block, ids in _blocks(dataset, [split for split in dataset.clicks.splits if split != "train"], progress):
         if values:
             values.add(block)
         if block.split in HELD_OUT:
-            hashes.add(block.split, block.hashes())
-    hashes.sort()
-    for block in _blocks(dataset, ["train"], progress):
+            hashes.append(reading.hashes(block, ids))
+    return np.concatenate(hashes)
+
+
+def _read(
+    dataset: Dataset, reading: _Reading, values: "_Values | None", progress: Progress
+) -> tuple[dict[int, "_Table"], Counter[str]]:
+    """Return the reports of this reading's tables, and by split how many of its rows are in train too.
+
+    Held-out rows are read first, to look for them in train, and again after it, to look up what train holds.
+    """
+    description = dataset.clicks
+    shared_row = _shared_row(description)
+    ids_of = {table: _IdCounts(description.sparse[table], shared_row) for table in reading.tables}
+    ends = np.cumsum(description.ids_per_row)
+    columns = {table: slice(ends[table] - description.ids_per_row[table], ends[table]) for table in reading.tables}
+    rows = SeenRows(_held_out_hashes(dataset, reading, values, progress))
+    for block, ids in _blocks(dataset, ["train"], progress):
         if values:
             values.add(block)
-        hashes.find(block.hashes())
-        for table, count in counts.items():
-            count.add_train(seen[table], block.ids[columns[table]])
-    for block in _blocks(dataset, list(HELD_OUT), progress):
-        for table, count in counts.items():
-            count.add_held_out(seen[table], block.split, block.ids[columns[table]])
+        rows.mark(reading.hashes(block, ids))
+        for table, counts in ids_of.items():
+            counts.add_train(ids[columns[table]])
+    shared = Counter[str]()
+    for block, ids in _blocks(dataset, HELD_OUT, progress):
+        shared[block.split] += rows.num_marked(reading.hashes(block, ids))
+        for table, counts in ids_of.items():
+            counts.add_held_out(block.split, ids[columns[table]])
+    return {table: counts.result() for table, counts in ids_of.items()}, shared
 
 
-class _Seen:
-    """A bit for each of so many numbers."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._bits = np.zeros(size // 8 + 1, dtype=np.uint8)
-
-    def has(self, numbers: np.ndarray) -> np.ndarray:
-        return (self._bits[numbers >> 3] >> (numbers & 7).astype(np.uint8) & 1).astype(bool)
-
-    def add(self, numbers: np.ndarray) -> np.ndarray:
-        """Those that are new, each once."""
-        new = np.sort(numbers[~self.has(numbers)])
-        new = new[np.append(True, new[1:] != new[:-1])[: len(new)]]
-        np.bitwise_or.at(self._bits, new >> 3, np.left_shift(1, new & 7).astype(np.uint8))
-        return new
+def _shared_row(description: ClicksDescription) -> int | None:
+    """Return the row that `prepare criteo` gives to both rare and unseen ids, if this dataset has one."""
+    return RARE if description.name == "criteo" and description.recipe.get("ids") == "contiguous" else None
 
 
-class _HeldOutHashes:
-    """Held-out rows whose hash is `number` modulo `readings`, and which of them were found in train."""
-
-    def __init__(self, number: int, readings: int) -> None:
-        self._number, self._readings = np.uint64(number), np.uint64(readings)
-        self._parts: dict[str, list[np.ndarray]] = defaultdict(list)
-        self._sorted: dict[str, np.ndarray] = {}
-        self._is_found: dict[str, np.ndarray] = {}
-
-    def _own(self, hashes: np.ndarray) -> np.ndarray:
-        return hashes if self._readings == 1 else hashes[hashes % self._readings == self._number]
-
-    def add(self, split: str, hashes: np.ndarray) -> None:
-        self._parts[split].append(self._own(hashes))
-
-    def sort(self) -> None:
-        for split in list(self._parts):
-            hashes = self._sorted[split] = np.concatenate(self._parts.pop(split))
-            hashes.sort()
-            self._is_found[split] = np.zeros(len(hashes), dtype=bool)
-        # Most rows of train are in no other split: a few bits tell so faster than a search in the sorted hashes.
-        self._sieve = _Seen(16 * sum(map(len, self._sorted.values())) + 1)
-        for hashes in self._sorted.values():
-            for start in range(0, len(hashes), BLOCK_ROWS):
-                self._sieve.add(self._bit(hashes[start : start + BLOCK_ROWS]))
-
-    def _bit(self, hashes: np.ndarray) -> np.ndarray:
-        return ((hashes >> np.uint64(1)) % np.uint64(self._sieve.size)).astype(np.int64)
-
-    def find(self, hashes: np.ndarray) -> None:
-        hashes = self._own(hashes)
-        hashes = np.sort(hashes[self._sieve.has(self._bit(hashes))])
-        for split, own in self._sorted.items():
-            if not len(own):
-                continue
-            places = np.minimum(np.searchsorted(own, hashes), len(own) - 1)
-            self._is_found[split][places[own[places] == hashes]] = True
-
-    def num_found(self) -> dict[str, int]:
-        """Rows per split. Of equal rows only the first was marked."""
-        counts = {}
-        for split, own in self._sorted.items():
-            found = own[self._is_found[split]]
-            counts[split] = int((np.searchsorted(own, found, side="right") - np.searchsorted(own, found)).sum())
-        return counts
-
-
-@dataclass
 class _IdCounts:
-    """Of one table. Ids of train count once each, held-out ones as often as they occur."""
+    """The ids of one table. Ids of train count once each, those of held-out splits as often as they occur."""
 
-    in_train: int = 0
-    occurrences: Counter[str] = field(default_factory=Counter)  # by split
-    unseen: Counter[str] = field(default_factory=Counter)
-    large: Counter[str] = field(default_factory=Counter)  # beyond what float32 holds exactly
-    exact: Counter[str] = field(default_factory=Counter)  # of these, held exactly nevertheless
+    def __init__(self, feature: SparseFeature, shared_row: int | None) -> None:
+        self._feature = feature
+        self._seen = BitSet(feature.rows)
+        self._shared_row = shared_row
+        self._in_train = 0
+        self._occurrences = Counter[str]()  # by split
+        self._unseen = Counter[str]()
+        self._in_shared_row = Counter[str]()
+        self._large = Counter[str]()  # ids beyond FLOAT32_EXACT, in "train" and "held out"
+        self._exact = Counter[str]()  # those of them that float32 holds exactly nevertheless
 
-    def add_train(self, seen: _Seen, ids: np.ndarray) -> None:
-        """ids [per row, rows]. Only the first of a row is judged: MLPerf's multi-hot logs add random ones to it."""
+    def add_train(self, ids: np.ndarray) -> None:
+        """Add ids [per row, n]. Rounding shows in the first id of a row: MLPerf's multi-hot logs add random ones."""
         for number, column in enumerate(ids):
-            new = seen.add(_inside(column, seen.size))
-            self.in_train += len(new)
+            new = self._seen.add(self._inside(column))
+            self._in_train += len(new)
             if number == 0:
-                self._judge("train", new)
+                self._count_rounded("train", new)
 
-    def add_held_out(self, seen: _Seen, split: str, ids: np.ndarray) -> None:
-        inside = _inside(ids.ravel(), seen.size)
-        self.occurrences[split] += len(inside)
-        self.unseen[split] += int((~seen.has(inside)).sum())
-        self._judge("held out", _inside(ids[0], seen.size))
+    def add_held_out(self, split: str, ids: np.ndarray) -> None:
+        inside = self._inside(ids.ravel())
+        self._occurrences[split] += len(inside)
+        self._unseen[split] += int((~self._seen.has(inside)).sum())
+        if self._shared_row is not None:
+            self._in_shared_row[split] += int((inside == self._shared_row).sum())
+        self._count_rounded("held out", self._inside(ids[0]))
 
-    def _judge(self, where: str, ids: np.ndarray) -> None:
+    def _inside(self, ids: np.ndarray) -> np.ndarray:
+        is_inside = ids.view(np.uint64) < np.uint64(self._seen.size)
+        return ids if is_inside.all() else ids[is_inside]
+
+    def _count_rounded(self, where: str, ids: np.ndarray) -> None:
         large = ids[ids > FLOAT32_EXACT]
-        self.large[where] += len(large)
-        self.exact[where] += int((large.astype(np.float32).astype(np.int64) == large).sum())
+        self._large[where] += len(large)
+        self._exact[where] += int((large.astype(np.float32).astype(np.int64) == large).sum())
 
-    def exact_share(self, where: str) -> float:
-        return self.exact[where] / self.large[where] if self.large[where] else 0.0
+    def result(self) -> "_Table":
+        totals = {split: total for split, total in self._occurrences.items() if total}
+        unseen = {split: self._unseen[split] / total for split, total in totals.items()}
+        unseen_or_rare: dict[str, float] = {}
+        if self._shared_row is not None and self._seen.has(np.array([self._shared_row]))[0]:
+            unseen_or_rare = {s: (self._unseen[s] + self._in_shared_row[s]) / total for s, total in totals.items()}
+        name = self._feature.name
+        what = "are rare or do not occur in train" if unseen_or_rare else "do not occur in train"
+        findings = [
+            Finding("remark", f"{name}: {share:.1%} of the ids in {split} {what}")
+            for split, share in (unseen_or_rare or unseen).items()
+            if share > MANY_UNSEEN
+        ]
+        report = TableReport(name, self._feature.rows, self._in_train, unseen, unseen_or_rare)
+        return report, [*self._rounding_findings(), *findings]
+
+    def _rounding_findings(self) -> list[Finding]:
+        share = {where: self._exact[where] / count for where, count in self._large.items() if count}
+        if self._large["train"] < ROUNDED_IDS or share["train"] < ROUNDED_SHARE:
+            return []
+        text = (
+            f"{self._feature.name}: {self._exact['train']:,} of the {self._large['train']:,} ids above 2^24 in train "
+            f"({share['train']:.1%}) are exact in float32; by chance half or fewer would be; "
+            f"in val and test: {share.get('held out', 0.0):.1%} of {self._large['held out']:,}. "
+            "Train was rounded through float32: prepare it again from the raw logs"
+        )
+        return [Finding("failure", text)]
 
 
-def _inside(ids: np.ndarray, rows: int) -> np.ndarray:
-    is_inside = ids.view(np.uint64) < np.uint64(rows)
-    return ids if is_inside.all() else ids[is_inside]
+_Table = tuple[TableReport, list[Finding]]
+
+
+def _not_counted(feature: SparseFeature) -> _Table:
+    text = f"{feature.name}: a table of {feature.rows:,} rows does not fit in the memory budget: its ids not counted"
+    return TableReport(feature.name, feature.rows, None, {}, {}), [Finding("remark", text)]
 
 
 class _Values:
-    """Labels of 1 by (day, split), and single values that are wrong: how many of a kind in a file, and the first."""
+    """Labels of 1 by (day, split), and bad values by file and kind."""
 
     def __init__(self, description: ClicksDescription) -> None:
-        self._about, self._limits = description, id_limits(description)[:, None]
-        self.clicks: Counter[tuple[str, str]] = Counter()
-        self._bad: Counter[tuple[str, str]] = Counter()
-        self._first: dict[tuple[str, str], str] = {}
+        self._checks = ClickChecks(description)
+        self.clicks = Counter[tuple[str, str]]()
+        self._counts = Counter[tuple[str, str]]()
+        self._first: dict[tuple[str, str], BadValues] = {}
 
-    def add(self, block: _Block) -> None:
-        description, labels, dense = self._about, block.rows.labels, block.rows.dense
-        self.clicks[block.day, block.split] += int((labels == 1).sum())
-        files = description.day_files(block.day)
-        is_label = labels == -1 if block.split == "unlabelled" else (labels == 0) | (labels == 1)
-        if not is_label.all():
-            row = int(np.argmin(is_label))
-            self._note(files[-1], "wrong labels", ~is_label, f"row {block.start + row:,}: label {labels[row]}")
-        if not np.isfinite(dense).all():
-            row, column = np.argwhere(~np.isfinite(dense))[0]
-            place = f"row {block.start + row:,}, column {description.dense[column]}"
-            self._note(
-                files[0], "dense values that are not finite", ~np.isfinite(dense), f"{place}: {dense[row, column]}"
-            )
-        is_outside = block.ids.view(np.uint64) >= self._limits
-        if is_outside.any():
-            row, column = np.argwhere(is_outside.T)[0]
-            file, value = description.sparse_file(block.day), int(block.ids[column, row])
-            text = bad_id_text(file, block.start + int(row), feature_of_column(description, int(column)), value)
-            self._note(file, "ids outside their tables", is_outside, text.removeprefix(f"{file}: "))
-
-    def _note(self, file: str, what: str, is_bad: np.ndarray, first: str) -> None:
-        self._bad[file, what] += int(is_bad.sum())
-        self._first.setdefault((file, what), first)
+    def add(self, block: Block) -> None:
+        self.clicks[block.day, block.split] += int((block.rows.labels == 1).sum())
+        for bad in self._checks.find(block):
+            self._counts[bad.file, bad.kind] += bad.count
+            self._first.setdefault((bad.file, bad.kind), bad)
 
     def findings(self) -> list[Finding]:
         return [
-            Finding("failure", f"{file}: {count:,} {what}, the first in {self._first[file, what]}")
-            for (file, what), count in self._bad.items()
+            Finding("failure", f"{bad.file}: {count:,} {_BAD_VALUES[bad.kind]}, the first in {bad.where}: {bad.fact}")
+            for bad, count in zip(self._first.values(), self._counts.values(), strict=True)
         ]
 
 
 def _parts(dataset: Dataset, values: _Values) -> list[PartReport]:
-    description = dataset.description
-    assert isinstance(description, ClicksDescription)
     dense = {
-        day: _dense_transform(StoredDay(dataset, day).take(slice(0, BLOCK_ROWS)).dense) for day in description.days
+        day: _dense_transform(StoredDay(dataset, day).take(slice(0, BLOCK_ROWS)).dense) for day in dataset.clicks.days
     }
     rows = Counter[tuple[str, str]]()
-    for split, ranges in description.splits.items():
+    for split, ranges in dataset.clicks.splits.items():
         for part in ranges:
             rows[part.day, split] += part.stop - part.start
     return [PartReport(day, split, n, values.clicks[day, split], dense[day]) for (day, split), n in rows.items()]
 
 
 def _dense_transform(dense: np.ndarray) -> str:
-    """log(x+a): by far the most frequent count is 0, which also stands for missing, and a is what it became."""
-    numbers = np.exp(dense[dense < np.log(10_000)], dtype=np.float64)  # of larger ones float32 is too coarse to tell
+    """Guess a of log(x+a): by far the most frequent count is 0, which also stands for missing, and it became log(a)."""
+    numbers = np.exp(dense[dense < np.log(10_000)], dtype=np.float64)  # float32 is too coarse to judge larger ones
     nearest = np.rint(numbers)
-    is_whole = (np.abs(numbers - nearest) < 0.02) & (nearest >= 1)
+    is_integer = (np.abs(numbers - nearest) < 0.02) & (nearest >= 1)
     is_too_large = dense > np.log(2.0**32)  # counts have 32 bits
-    if not len(numbers) or is_whole.mean() < 0.99 or is_too_large.mean() > 0.01:
+    if not len(numbers) or is_integer.mean() < 0.99 or is_too_large.mean() > 0.01:
         return _NO_LOGARITHM
     counts = np.bincount(nearest.astype(np.int64))
     return f"log(x+{counts.argmax()})" if counts.max() > 0.2 * dense.size else _UNCLEAR
 
 
-def _label_findings(parts: list[PartReport]) -> list[Finding]:
-    rows, clicks = Counter[str](), Counter[str]()
-    for part in parts:
-        rows[part.split] += part.rows
-        clicks[part.split] += part.clicks
-    return [
-        Finding(
-            "failure", f"{split}: {'every' if clicks[split] else 'no'} label is 1: nothing can be learned or measured"
-        )
-        for split in rows
-        if split != "unlabelled" and clicks[split] in (0, rows[split])
-    ]
+def _label_findings(rows: dict[str, int], parts: list[PartReport]) -> Iterator[Finding]:
+    for split in rows:
+        clicks = sum(part.clicks for part in parts if part.split == split)
+        if split != UNLABELLED and clicks in (0, rows[split]):
+            fact = f"{split}: {'every' if clicks else 'no'} label is 1"
+            yield Finding("failure", f"{fact}: nothing can be learned or measured")
 
 
 def _dense_findings(parts: list[PartReport]) -> list[Finding]:
@@ -378,53 +348,22 @@ def _dense_findings(parts: list[PartReport]) -> list[Finding]:
     for part in parts:
         if part.day not in days[part.dense]:
             days[part.dense].append(part.day)
-    ways = [f"{way} in {', '.join(of_way)}" for way, of_way in days.items() if way != _UNCLEAR]
-    if len(ways) > 1:
-        text = f"dense values were transformed in different ways: {'; '.join(ways)}. Prepare all days in one way"
-        return [Finding("failure", text)]
+    transforms = [
+        f"{transform} in {', '.join(in_days)}" for transform, in_days in days.items() if transform != _UNCLEAR
+    ]
+    if len(transforms) > 1:
+        fact = f"dense values were transformed in different ways: {'; '.join(transforms)}"
+        return [Finding("failure", f"{fact}. Prepare all days in one way")]
     remarks = {
         _NO_LOGARITHM: "dense values are not logarithms of whole numbers",
         _UNCLEAR: "no dense value is frequent",
     }
-    return [Finding("remark", f"{text}: transform not checked") for way, text in remarks.items() if way in days]
+    return [Finding("remark", f"{text}: transform not checked") for kind, text in remarks.items() if kind in days]
 
 
-def _shared_findings(rows: dict[str, int], shared: Counter[str]) -> list[Finding]:
-    return [
-        Finding(
-            "failure" if shared[split] > MAX_SHARED * rows[split] else "remark",
-            f"{split}: {shared[split]:,} of {rows[split]:,} rows ({shared[split] / rows[split]:.2%}) are in train too",
-        )
-        for split in HELD_OUT
-        if shared[split]
-    ]
-
-
-def _table_report(feature: SparseFeature, counts: _IdCounts | None) -> TableReport:
-    if counts is None:
-        return TableReport(feature.name, feature.rows, None, {})
-    unseen = {split: counts.unseen[split] / total for split, total in counts.occurrences.items() if total}
-    return TableReport(feature.name, feature.rows, counts.in_train, unseen)
-
-
-def _id_findings(feature: SparseFeature, counts: _IdCounts | None) -> list[Finding]:
-    if counts is None:
-        text = (
-            f"{feature.name}: a table of {feature.rows:,} rows does not fit in the memory budget: its ids not counted"
-        )
-        return [Finding("remark", text)]
-    findings = []
-    if counts.large["train"] >= ROUNDED_IDS and counts.exact_share("train") >= ROUNDED_SHARE:
-        text = (
-            f"{feature.name}: {counts.exact['train']:,} of the {counts.large['train']:,} ids above 2^24 in train "
-            f"({counts.exact_share('train'):.1%}) are exact in float32; by chance half or fewer would be; "
-            f"in val and test: {counts.exact_share('held out'):.1%} of {counts.large['held out']:,}. "
-            "Train was rounded through float32: prepare it again from the raw logs"
-        )
-        findings.append(Finding("failure", text))
-    for split, share in _table_report(feature, counts).unseen.items():
-        if share > MANY_UNSEEN:
-            findings.append(
-                Finding("remark", f"{feature.name}: {share:.1%} of the ids in {split} do not occur in train")
-            )
-    return findings
+def _shared_findings(rows: dict[str, int], shared: Counter[str]) -> Iterator[Finding]:
+    for split in HELD_OUT:
+        if shared[split]:
+            share = shared[split] / rows[split]
+            kind: Literal["failure", "remark"] = "failure" if share > MAX_SHARED else "remark"
+            yield Finding(kind, f"{split}: {shared[split]:,} of {rows[split]:,} rows ({share:.2%}) are in train too")

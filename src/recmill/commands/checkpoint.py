@@ -1,11 +1,11 @@
-"""`recmill checkpoint list | verify | inspect`: what a run directory holds. Changes nothing."""
+"""`recmill checkpoint list | verify | inspect`: describe the checkpoints of a run. Changes nothing."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recmill.checkpoints import format as saved
+from recmill.checkpoints.format import Checkpoint, best_path, committed, step_of, verify
 from recmill.commands.assemble import open_trained_run
 from recmill.errors import CheckpointError
 
@@ -13,53 +13,58 @@ Facts = dict[str, Any]
 
 
 def list_checkpoints(run: str | Path, *, digests: bool = False) -> list[Facts]:
-    """One of each, oldest first: step, epoch, batch, kind, bytes, saved_at, processes, is_best, health.
+    """Describe each checkpoint, oldest first: step, epoch, batch, kind, bytes, saved_at, processes, is_best, health.
 
-    `health` is "complete" or what is wrong; `digests`: every byte is read for it, otherwise names and sizes only.
+    `health` is "complete" or says what is wrong. `digests`: read every byte; otherwise compare names and sizes only.
     """
     directory = open_trained_run(run)[0].checkpoints
-    paths = saved.committed(directory)
+    paths = committed(directory)
     try:
-        best = saved.best(directory)
+        best = best_path(directory)
     except CheckpointError:
-        best = None  # the newest, which knows it, is damaged
-    return [_facts(path, path == best, digests) for path in paths]
+        best = None  # the newest, which names it, is corrupt
+    return [_describe(path, path == best, digests) for path in paths]
 
 
-def _facts(path: Path, is_best: bool, digests: bool) -> Facts:
-    facts: Facts = {"step": int(path.name.removeprefix("step-")), "path": str(path), "is_best": is_best}
+def _describe(path: Path, is_best: bool, digests: bool) -> Facts:
+    facts: Facts = {"step": step_of(path), "path": str(path), "is_best": is_best}
     facts["bytes"] = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     try:
-        found = saved.verified(path, digests)
+        checkpoint = verify(path, digests)
     except CheckpointError as error:
         return facts | {"health": str(error)}
-    state = found.state
-    kind = f"changes since step {int(state.base.removeprefix('step-')):,}" if state.base else "full"
-    at = {"epoch": state.position.epoch, "batch": state.position.batch}
-    made = {"kind": kind, "saved_at": state.saved_at, "processes": state.origin.world_size}
-    return facts | at | made | {"health": "complete"}
+    return facts | {
+        "epoch": checkpoint.position.epoch,
+        "batch": checkpoint.position.batch,
+        "kind": f"changes since step {step_of(checkpoint.base):,}" if checkpoint.base else "full",
+        "saved_at": checkpoint.state.saved_at,
+        "processes": checkpoint.state.origin.world_size,
+        "health": "complete",
+    }
 
 
 def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
-    """Of one checkpoint, the newest if no step is given: its state, and size and type of every tensor."""
-    from recmill.checkpoints.incremental import table_of
+    """Describe one checkpoint, the newest by default: its state, and the size and type of every tensor."""
+    paths = {step_of(path): path for path in committed(open_trained_run(run)[0].checkpoints)}
+    step = max(paths) if step is None else step
+    if step not in paths:
+        raise CheckpointError(f"{run}: no checkpoint of step {step}. There are: {', '.join(map(str, paths))}.")
+    checkpoint = verify(paths[step], digests=False)
+    state = asdict(checkpoint.state)
+    changes = state.pop("changes")
+    tensors = list(_describe_tensors(checkpoint))
+    return {"path": str(checkpoint.path), **state, "changed_tensors": len(changes), "tensors": tensors}
+
+
+def _describe_tensors(checkpoint: Checkpoint) -> Iterator[Facts]:
     from recmill.checkpoints.safe_reader import SafeReader
+    from recmill.tables.torchrec_internals import table_of
 
-    directory = open_trained_run(run)[0].checkpoints
-    paths = saved.committed(directory)
-    path = paths[-1] if step is None else saved.path_of(directory, step)
-    if path not in paths:
-        steps = ", ".join(str(int(known.name.removeprefix("step-"))) for known in paths)
-        raise CheckpointError(f"{run}: no checkpoint of step {step}. There are: {steps}.")
-    found = saved.verified(path, digests=False)
-
-    def tensors() -> Iterator[Facts]:
-        described = SafeReader(path).read_metadata().state_dict_metadata
-        if found.base:  # where the tables are; what changed of them has names of its own
-            described = SafeReader(found.base).read_metadata().state_dict_metadata | described
-        for key, description in sorted(described.items()):
-            if not key.startswith(("model.", "optim.")):
-                continue
+    described = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
+    if checkpoint.base:  # it holds the tables; changed rows have keys of their own
+        described = SafeReader(checkpoint.base).read_metadata().state_dict_metadata | described
+    for key, description in sorted(described.items()):
+        if key.startswith(("model.", "optim.")):
             dtype = description.properties.dtype
             yield {
                 "key": key,
@@ -69,7 +74,3 @@ def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
                 "shards": len(description.chunks),
                 "bytes": dtype.itemsize * description.size.numel(),
             }
-
-    state = asdict(found.state)
-    changes = state.pop("changes")
-    return {"path": str(path), **state, "changed_tensors": len(changes), "tensors": list(tensors())}

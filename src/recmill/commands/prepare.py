@@ -9,11 +9,11 @@ from pydantic import ValidationError
 
 from recmill import registry
 from recmill.config import plain
+from recmill.data.opening import open_dataset
 from recmill.datasets.writing import is_to_be_written, resumable_directory
 from recmill.errors import ConfigError
 from recmill.files.atomic import new_directory
 from recmill.observe.progress import Progress
-from recmill.schema import open_dataset
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options
         log.info("%s is already prepared: nothing to do", output)
     elif plan:
         with resumable_directory(output, recipe, plan.inputs, discard=overwrite) as work:
-            module.write(work, plan)
+            module.write(plan, work) if name == "criteo" else module.write(work, plan)
         log.info("prepared %s in %s", name, output)
     else:
         with Progress(f"preparing {name}", total=1, unit="rows") as progress, new_directory(output) as partial:

@@ -21,6 +21,7 @@ from recmill.commands.assemble import (
 )
 from recmill.commands.options import Fallback, Which
 from recmill.config.sections import Section
+from recmill.data.checks import checked_items
 from recmill.data.names import Names
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_file
@@ -148,7 +149,7 @@ class _Recommender:
         self._which = which
         self._fallback = fallback
         self._num_items = self._dataset.description.num_items
-        self._items = self._dataset.array("items.npy")
+        self._items = checked_items(self._dataset)
         self._offsets = self._dataset.array("offsets.npy")
         self.items = Names(self._dataset.path / "items.parquet", "item")
         self._batch_size = max(1, min(_HISTORIES_AT_ONCE, _SCORES_AT_ONCE // self._num_items))

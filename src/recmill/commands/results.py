@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recmill.commands.assemble import open_run
+from recmill.data.opening import open_dataset
 from recmill.errors import CheckpointError, DataError, UserError
 from recmill.metrics.binary import Values
 from recmill.observe.run_dir import RunDirectory
-from recmill.schema import open_dataset
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from recmill.metrics.binary import Values
 from recmill.observe.provenance import environment, versions
 from recmill.observe.run_dir import RunDirectory, State
 from recmill.schema import Dataset
-from recmill.tables.spec import TableSpec
+from recmill.tables.spec import VALUE_BYTES, TableSpec
 
 if TYPE_CHECKING:
     from recmill.checkpoints.format import Position
@@ -205,8 +205,9 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
     from recmill.checkpoints.saver import Saver
     from recmill.kernels.library import load_library
     from recmill.observe.log import log_to_file
+    from recmill.observe.printed import table_lines
     from recmill.tables.first_values import fill_tables
-    from recmill.tables.placement import as_text, placements
+    from recmill.tables.placement import as_rows, placements
     from recmill.training.evaluate import evaluate_split
     from recmill.training.loop import Sections, early_end, fit, total_steps
     from recmill.training.optim import build_optimizer
@@ -230,7 +231,7 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
     placed = placements(model.plan, tables, settings.optim.tables.name)
     if world.is_main:
         _log_facts(world, config, dataset, tables, source)
-        log.info("%s", as_text(placed, world.size))
+        log.info("%s", "\n".join(table_lines(as_rows(placed, world.size))))
 
     # Find the checkpoint to start from
     beat("loading")
@@ -242,14 +243,14 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
         world_size=world.size,
         versions=versions(),
     )
-    found = checkpoint.found_for_all(run.checkpoints, "newest", world, start.fallback, tidy=True)
+    found = checkpoint.find_checkpoint(run.checkpoints, "newest", world, start.fallback, set_aside_newer=True)
     position = found.position if found else Position()
     if found:
         check_same_data(found, dataset)
         check_same_config(found, origin)
     earlier = None
     if start.init_from and not found:
-        earlier = checkpoint.found_for_all(RunDirectory(start.init_from).checkpoints, "newest", world, start.fallback)
+        earlier = checkpoint.find_checkpoint(RunDirectory(start.init_from).checkpoints, "newest", world, start.fallback)
     _check_steps(total_steps(settings.train, source.batches_per_epoch), position, config, run, dataset)
 
     # Write what this run is, and load or initialize the model
@@ -283,7 +284,7 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
 
     def validate(at: Position) -> Position:
         evaluate("val", at)
-        return at.judged(world.broadcast(parts.task.headline(results["val"])))
+        return at.after_validation(world.broadcast(parts.task.headline(results["val"])))
 
     def on_commit(step: int) -> None:
         run.write_status("running", step=step)
@@ -341,7 +342,7 @@ def _log_facts(
     from recmill.data.histories import HistorySource
 
     rows = sum(table.rows for table in tables)
-    megabytes = sum(4 * table.rows * table.dim for table in tables) / 1e6
+    megabytes = sum(VALUE_BYTES * table.rows * table.dim for table in tables) / 1e6
     log.info(
         f"{config.model_name} on {dataset.path}: {len(tables)} tables, {rows:,} rows, {megabytes:,.1f} MB; "
         f"{source.batches_per_epoch:,} batches of {config.settings.train.global_batch_size:,} per epoch; "

@@ -1,6 +1,6 @@
-"""Several ids per row and feature, made from one: a fixed table per feature says which others go with an id.
+"""Several ids per row and feature, made from one: a fixed table per feature lists the companions of each id.
 
-The tables equal those of the DLRM reference for one seed: its random stream, drawn feature after feature.
+For the same seed the tables equal those of the DLRM reference: the same random stream, drawn feature after feature.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _DRAWN_AT_ONCE = 1 << 22
 
 
 def companions(rows: list[int], sizes: list[int], distribution: str, seed: int) -> Iterator[Iterator[np.ndarray]]:
-    """For each feature the blocks of its table [rows, size] int32: an id itself, then those that go with it."""
+    """Yield for each feature the blocks of its table, int32 [rows, size]: an id itself, then its companions."""
     stream = np.random.RandomState(seed)  # the legacy stream is part of the published recipe
 
     def blocks(count: int, size: int) -> Iterator[np.ndarray]:
@@ -22,7 +22,7 @@ def companions(rows: list[int], sizes: list[int], distribution: str, seed: int) 
             if distribution == "uniform":
                 drawn = stream.randint(0, count, size=shape)
             else:
-                with np.errstate(invalid="ignore"):  # far values overflow int32, as they do in the reference
+                with np.errstate(invalid="ignore"):  # large values overflow int32, as they do in the reference
                     drawn = stream.pareto(a=0.25, size=shape).astype(np.int32) % count
             own = np.arange(start, start + shape[0])[:, None]
             yield np.concatenate([own, drawn], axis=1).astype(np.int32)

@@ -13,7 +13,8 @@ import torch
 
 from recmill import rng
 from recmill.batch import HistoryInputs, RankingBatch, SequenceBatch
-from recmill.data.share import Batching, Share, mixed_within_batches, num_batches, shares
+from recmill.data.checks import checked_items
+from recmill.data.share import Batching, Share, mixed_within_batches, num_batches
 from recmill.data.windows import WindowRules, ending_windows, packed, train_windows
 from recmill.errors import DataError
 from recmill.metrics.ranking import NUM_NEGATIVES, Negatives, sampled
@@ -43,7 +44,7 @@ class HistorySource:
         self._batching = batching
         self._rules = window_rules
         self._num_items = dataset.description.num_items
-        self._items = dataset.array("items.npy")
+        self._items = checked_items(dataset)
         self._offsets = np.asarray(dataset.array("offsets.npy"))
         self._held_out = 1 if train_on_validation else 2
         starts, lengths = train_windows(self._offsets, window_rules, self._held_out)
@@ -54,7 +55,7 @@ class HistorySource:
                 raise DataError(f"{dataset.path}: no history has two items for training. Prepare longer ones.")
         self._starts = np.tile(starts, window_rules.copies)
         self._lengths = np.tile(lengths, window_rules.copies)
-        self.samples_per_epoch = batching.limits.samples("train", len(self._starts), batching.train_batch_size)
+        self.samples_per_epoch = batching.samples("train", len(self._starts))
         self._negatives = [self._checked_negatives(dataset, protocol) for protocol in sampled(protocols)]
         self._drawn: dict[tuple[str, int], np.ndarray] = {}  # by split and user
 
@@ -75,8 +76,7 @@ class HistorySource:
     def train_batches(self, epoch: int, first: int) -> Iterator[SequenceBatch]:
         """Yield batch `first` and all later ones; order and masks depend only on the seed and the epoch."""
         order = self._epoch_order(epoch)
-        batch_size, rank, size = self._batching.train_batch_size, self._batching.rank, self._batching.size
-        for number, share in enumerate(shares(self.samples_per_epoch, batch_size, first, rank, size), start=first):
+        for number, share in enumerate(self._batching.train_shares(self.samples_per_epoch, first), start=first):
             yield self._training_batch(epoch, number, order[share.positions], share)
 
     def num_eval_batches(self, split: str) -> int:
@@ -84,8 +84,7 @@ class HistorySource:
 
     def eval_batches(self, split: str) -> Iterator[RankingBatch]:
         """Yield every user once. Histories of the test split include the validation item."""
-        batch_size, rank, size = self._batching.eval_batch_size, self._batching.rank, self._batching.size
-        for share in shares(self._num_users(split), batch_size, 0, rank, size):
+        for share in self._batching.eval_shares(self._num_users(split)):
             yield self._ranking_batch(split, share)
 
     def train_counts(self) -> np.ndarray:
@@ -94,7 +93,7 @@ class HistorySource:
         return self._item_counts(self._items) - self._item_counts(self._items[held_out])
 
     def _num_users(self, split: str) -> int:
-        return self._batching.limits.samples(split, len(self._offsets) - 1, self._batching.eval_batch_size)
+        return self._batching.samples(split, len(self._offsets) - 1)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Return the windows of an epoch. Batch k starts at position k * size; only the last one may be short."""

@@ -1,4 +1,4 @@
-"""Writing click logs in TorchRec's layout, block by block."""
+"""Click logs as prepared datasets: splits by day, TorchRec's npy layout and Parquet, written block by block."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +16,15 @@ from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, Row
 
 BLOCK_ROWS = 1 << 17
 PARQUET_ROWS = 1 << 19  # per file
-PARTS = ("dense", "sparse", "labels")  # of a day, a file each
+PARTS = ("dense", "sparse", "labels")  # the files of a day
+
+
+def dense_names(count: int) -> list[str]:
+    return [f"I{i + 1}" for i in range(count)]
+
+
+def sparse_names(count: int) -> list[str]:
+    return [f"C{i + 1}" for i in range(count)]
 
 
 def default_tables(count: int = 26, smallest: int = 4, largest: int = 20_000) -> list[int]:
@@ -24,16 +32,18 @@ def default_tables(count: int = 26, smallest: int = 4, largest: int = 20_000) ->
 
 
 class ClickOptions(Section):
-    """What random and synthetic click logs have in common."""
+    """Options that random and synthetic click logs have in common."""
 
     rows: PositiveInt = Field(
-        500_000, lt=2**40, description="Rows in all, 2 a day at least; the last day is for val and test."
+        500_000, lt=2**40, description="Total number of rows, at least 2 per day; the last day is for val and test."
     )
     seed: int = Field(1, ge=0, lt=2**63, description="Same seed, same bytes.")
-    days: int = Field(5, ge=2, lt=10_000, description="Files; the last one is for validation and test.")
+    days: int = Field(5, ge=2, lt=10_000, description="Number of days, a file each; the last one is for val and test.")
     dense: PositiveInt = Field(13, lt=10_000, description="Number of dense features.")
     tables: list[Annotated[int, Field(gt=0, lt=2**40)]] = Field(
-        default_tables(), min_length=1, description="Table sizes, like 10,1000,50000; a single number: so many tables."
+        default_tables(),
+        min_length=1,
+        description="Table sizes, like 10,1000,50000. A single number is the number of tables.",
     )
 
     @field_validator("tables", mode="after")
@@ -53,7 +63,7 @@ class ClickOptions(Section):
 
 
 def write_day(directory: Path, day: str, num_rows: int, blocks: Iterator[ClickRows], id_dtype: type) -> None:
-    """Stream blocks into the three files of a day; memory stays at one block."""
+    """Write the blocks to the three files of a day, with one block in memory at a time."""
     with contextlib.ExitStack() as stack:
         files: list[NpyWriter] = []
         for block in blocks:
@@ -67,47 +77,45 @@ def write_day(directory: Path, day: str, num_rows: int, blocks: Iterator[ClickRo
 
 
 def write_parquet_parts(
-    directory: Path, stem: str, blocks: Iterator[ClickRows], label_type: type, id_type: type
+    directory: Path,
+    stem: str,
+    blocks: Iterator[ClickRows],
+    label_type: type,
+    id_type: type,
+    rows_per_file: int = PARQUET_ROWS,
 ) -> dict[str, int]:
-    """Stream blocks into stem-00000.parquet, stem-00001.parquet, ...; returns the rows of each."""
+    """Write the blocks to stem-00000.parquet, stem-00001.parquet, ... Return the number of rows of each file."""
     import polars as pl
 
     rows_of: dict[str, int] = {}
-    columns: dict[str, np.ndarray] = {}
-    filled = 0
+    pending = pl.DataFrame()
 
-    def write_part() -> None:
+    def write_part(frame: pl.DataFrame) -> None:
         name = f"{stem}-{len(rows_of):05d}.parquet"
-        frame = pl.DataFrame({column: values[:filled] for column, values in columns.items()})
-        write_parquet(directory / name, frame, row_group_size=STORED_BLOCK_ROWS)
-        rows_of[name] = filled
+        write_parquet(directory / name, frame.rechunk(), row_group_size=STORED_BLOCK_ROWS)
+        rows_of[name] = len(frame)
 
     for block in blocks:
-        if not columns:
-            columns["label"] = np.empty(PARQUET_ROWS, label_type)
-            columns |= {f"I{i + 1}": np.empty(PARQUET_ROWS, np.float32) for i in range(block.dense.shape[1])}
-            columns |= {f"C{i + 1}": np.empty(PARQUET_ROWS, id_type) for i in range(block.ids.shape[1])}
-        while len(block):
-            part = block[: PARQUET_ROWS - filled]
-            by_column = [part.labels, *part.dense.T, *part.ids.T]
-            for values, new in zip(columns.values(), by_column, strict=True):
-                values[filled : filled + len(part)] = new
-            filled += len(part)
-            block = block[len(part) :]
-            if filled == PARQUET_ROWS:
-                write_part()
-                filled = 0
-    if filled:
-        write_part()
+        columns: dict[str, np.ndarray] = {"label": block.labels.astype(label_type)}
+        columns |= zip(dense_names(block.dense.shape[1]), block.dense.T.astype(np.float32), strict=True)
+        columns |= zip(sparse_names(block.ids.shape[1]), block.ids.T.astype(id_type), strict=True)
+        pending = pl.concat([pending, pl.DataFrame(columns)]) if len(pending) else pl.DataFrame(columns)
+        while len(pending) >= rows_per_file:
+            write_part(pending[:rows_per_file])
+            pending = pending[rows_per_file:]
+    if len(pending):
+        write_part(pending)
     return rows_of
 
 
 def split_rows(day_rows: dict[str, int], last_day: str, val_fraction: float) -> dict[str, list[RowRange]]:
-    """train: all days but the last; its halves (the first is the larger, if odd) are val and test, or test and val.
+    """Return the row ranges of each split: the last day is halved into val and test, the other days are for train.
 
-    `last_day` none: days are one long log, whose last rows are for val, then test, this fraction of all rows each.
+    With `last_day` "test-first" the first half is test; the first half is the larger one if the number is odd. With
+    "none" the days are one long log: its last rows are val, then test, `val_fraction` of all rows each.
     """
-    total, last = sum(day_rows.values()), list(day_rows.values())[-1]
+    total = sum(day_rows.values())
+    last = list(day_rows.values())[-1]
     sizes = [total - last, (last + 1) // 2, last // 2]
     if last_day == "none":
         held_out = int(total * val_fraction)
@@ -119,8 +127,9 @@ def split_rows(day_rows: dict[str, int], last_day: str, val_fraction: float) -> 
 
 
 def _ranges(day_rows: dict[str, int], start: int, stop: int) -> list[RowRange]:
-    """Rows start..stop of all days end to end."""
-    ranges, first = [], 0
+    """Return rows start..stop of all days, one after the other."""
+    ranges = []
+    first = 0
     for day, rows in day_rows.items():
         low, high = max(start - first, 0), min(stop - first, rows)
         if low < high:
@@ -149,8 +158,11 @@ def seal_clicks(
             recipe=recipe,
             files=files,
             truth=truth,
-            dense=[f"I{i + 1}" for i in range(num_dense)],
-            sparse=[SparseFeature(name=f"C{i + 1}", rows=rows) for i, rows in enumerate(table_rows)],
+            dense=dense_names(num_dense),
+            sparse=[
+                SparseFeature(name=name, rows=rows)
+                for name, rows in zip(sparse_names(len(table_rows)), table_rows, strict=True)
+            ],
             splits=split_rows({f"day_{d}": n for d, n in enumerate(day_rows)}, "val-first", 0.0),
         )
 

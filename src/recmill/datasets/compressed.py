@@ -1,4 +1,4 @@
-"""Raw files as they come: plain, .gz or .zst. A file that ends too early is an error, not a short file."""
+"""Read raw files: plain, .gz or .zst. A truncated file is an error, never a shorter file."""
 
 import gzip
 import zlib
@@ -11,80 +11,72 @@ import zstandard
 from recmill.errors import DataError
 
 SUFFIXES = ("", ".gz", ".zst")
-_SAMPLED_WHOLE = 1 << 28  # bytes up to which the whole file is looked at
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
+_DIGESTED_BYTES = 1 << 28  # a larger file is digested by samples
+_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 20
 
 
 def read_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
-    """The decompressed content in blocks of about this size."""
-    if path.suffix == ".gz":
-        return _gzip_blocks(path, block_bytes)
+    """Yield the decompressed content in blocks of about this size."""
     if path.suffix == ".zst":
-        return _zstd_blocks(path, block_bytes)
-    return _plain_blocks(path, block_bytes)
-
-
-def _plain_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(block_bytes):
-            yield block
-
-
-def _gzip_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
+        yield from _zstd_blocks(path, block_bytes)
+        return
     try:
-        with gzip.open(path, "rb") as file:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb", buffering=0) as file:
             while block := file.read(block_bytes):
                 yield block
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: cut short or damaged ({error}). Get the file again.") from None
+        raise DataError(f"{path}: cut short or corrupt ({error}). Download the file again.") from None
 
 
 def _zstd_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
-    """Frame by frame: zstandard's own readers take a file cut in the middle of a frame for a shorter one."""
-    piece_bytes = min(block_bytes, 1 << 17)  # compressed, so that a block stays small
+    """Decompress frame by frame: zstandard's own readers accept a file that ends in the middle of a frame."""
+    compressed_bytes = min(block_bytes, 1 << 17)  # so that a block stays small
     frame = None
     try:
         with path.open("rb", buffering=0) as file:
-            while piece := file.read(piece_bytes):
-                while piece:
+            while compressed := file.read(compressed_bytes):
+                while compressed:
                     frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                    if block := frame.decompress(piece):
+                    if block := frame.decompress(compressed):
                         yield block
-                    piece = frame.unused_data if frame.eof else b""
+                    compressed = frame.unused_data if frame.eof else b""
                     frame = None if frame.eof else frame
     except zstandard.ZstdError as error:
-        raise DataError(f"{path}: damaged ({error}). Get the file again.") from None
+        raise DataError(f"{path}: corrupt ({error}). Download the file again.") from None
     if frame is not None:
-        raise DataError(f"{path}: cut short (it ends in the middle of a frame). Get the file again.")
+        raise DataError(f"{path}: cut short (it ends in the middle of a frame). Download the file again.")
 
 
 def expansion(path: Path) -> float:
-    """How many bytes of text a byte of the file gives, judged by its beginning."""
+    """Estimate the bytes of text per byte of the file from its beginning."""
+    if path.suffix not in SUFFIXES[1:]:
+        return 1.0
     with path.open("rb") as file:
-        piece = file.read(1 << 18)
+        beginning = file.read(1 << 18)
     try:
         if path.suffix == ".gz":
-            return max(len(zlib.decompressobj(31).decompress(piece)), 1) / max(len(piece), 1)
-        if path.suffix == ".zst":
-            return max(len(zstandard.ZstdDecompressor().decompressobj().decompress(piece)), 1) / max(len(piece), 1)
+            text = zlib.decompressobj(31).decompress(beginning)
+        else:
+            text = zstandard.ZstdDecompressor().decompressobj().decompress(beginning)
     except (zlib.error, zstandard.ZstdError):
-        return 1.0  # damaged: reading it will tell
-    return 1.0
+        return 1.0  # corrupt: reading the file will report it
+    return max(len(text), 1) / max(len(beginning), 1)
 
 
 def forecast_rows(path: Path) -> int:
-    """Of a text, from the size of the file and its first rows."""
+    """Estimate the rows of a text from the size of the file and its first rows."""
     beginning = next(read_blocks(path, 1 << 20), b"")
     rows = max(beginning.count(b"\n"), 1)
     return max(int(path.stat().st_size * expansion(path) * rows / max(len(beginning), 1)), 1)
 
 
 def sample_digest(path: Path) -> str:
-    """Digest of the whole file, or of blocks all over a large one: tells quickly whether it is still the same."""
+    """Return a digest of the file, or of samples spread over a large one, to detect a changed file quickly."""
     size = path.stat().st_size
     state = xxhash.xxh3_64()
     with path.open("rb", buffering=0) as file:
-        if size <= _SAMPLED_WHOLE:
+        if size <= _DIGESTED_BYTES:
             while block := file.read(_SAMPLE_BYTES):
                 state.update(block)
         else:

@@ -1,4 +1,4 @@
-"""Work on many blocks by the threads of this machine, with results in order."""
+"""Work on blocks in threads, with compiled functions and results in order."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,9 +14,9 @@ Result = TypeVar("Result")
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """By Numba, for the types it is first called with; without Python's lock, so that threads run side by side.
+    """Compile a function with Numba, without Python's global lock, so that threads run in parallel.
 
-    The machine code is kept beside the source or in the user's cache, if either can be written.
+    The machine code is cached beside the source or in the user's cache directory, if either can be written.
     """
     try:
         return njit(nogil=True, cache=True)(function)
@@ -25,7 +25,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ordered(pool: Executor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int) -> Iterator[Result]:
-    """`function` of each item in the pool's threads; beside one per core, at most `ahead` results wait in memory."""
+    """Yield `function` of each item, computed by the pool, in order.
+
+    Besides one result per core, at most `ahead` results wait in memory.
+    """
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from recmill import __version__
+from recmill.data.opening import open_dataset
 from recmill.errors import DataError, ResourceError, as_user_error
 from recmill.failpoints import reach
 from recmill.files.atomic import remove_leftovers, replace_directory, write_json, write_text
 from recmill.files.digests import digest
 from recmill.files.locks import exclusive_lock
-from recmill.schema import DESCRIPTION_FILE, Description, FileInfo, open_dataset, to_json
+from recmill.schema import DESCRIPTION_FILE, Description, FileInfo, to_json
 
 if TYPE_CHECKING:
     import polars as pl

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,17 @@ from recmill.failpoints import reach
 def write_text(path: Path, text: str) -> None:
     """Replace `path` with a synced file that holds `text`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
+    write_synced(temporary, text)
+    os.replace(temporary, path)
+
+
+def write_synced(path: Path, text: str, before_sync: Callable[[], None] = lambda: None) -> None:
+    """Write a file and sync it. It may be incomplete if the process is killed meanwhile."""
+    with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
+        before_sync()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -39,13 +45,7 @@ def sync_directory(path: Path) -> None:
 @contextmanager
 def new_file(output: Path) -> Iterator[Path]:
     """Yield a temporary file that is renamed to `output` if the block succeeds, and removed otherwise."""
-    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(output)
-        partial.touch()
-    except OSError as error:
-        raise as_user_error(error) or error from error
+    partial = _new_partial(output, Path.touch)
     try:
         yield partial
         os.rename(partial, output)
@@ -56,13 +56,7 @@ def new_file(output: Path) -> Iterator[Path]:
 @contextmanager
 def new_directory(output: Path) -> Iterator[Path]:
     """Yield a temporary directory that replaces `output` if the block succeeds, and is removed otherwise."""
-    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(output)
-        partial.mkdir()
-    except OSError as error:
-        raise as_user_error(error) or error from error
+    partial = _new_partial(output, Path.mkdir)
     try:
         reach("prepare.begin")
         yield partial
@@ -72,6 +66,17 @@ def new_directory(output: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _new_partial(output: Path, create: Callable[[Path], None]) -> Path:
+    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(output)
+        create(partial)
+    except OSError as error:
+        raise as_user_error(error) or error from error
+    return partial
 
 
 def replace_directory(output: Path, new: Path) -> None:
@@ -86,13 +91,13 @@ def replace_directory(output: Path, new: Path) -> None:
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove what killed processes left beside `output`; restore what one of them had set aside last."""
+    """Remove what killed processes left beside `output`, or restore it if it is the only copy."""
     parent, name = output.parent, output.name
-    for left in [*parent.glob(f".{name}.partial-*"), *parent.glob(f".{name}.old-*")]:
-        process = left.name.rpartition("-")[2]
+    for leftover in [*parent.glob(f".{name}.partial-*"), *parent.glob(f".{name}.old-*")]:
+        process = leftover.name.rpartition("-")[2]
         if process.isdigit() and not Path(f"/proc/{process}").exists():
-            if ".old-" in left.name and not output.exists():  # killed between two renames: the only copy
-                os.rename(left, output)
-            elif left.is_file():
-                left.unlink()
-            shutil.rmtree(left, ignore_errors=True)
+            if ".old-" in leftover.name and not output.exists():  # killed between the two renames
+                os.rename(leftover, output)
+            elif leftover.is_file():
+                leftover.unlink()
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -46,17 +46,18 @@ def print_audit(report: Any) -> None:
     parts = [[part.day, part.split, f"{part.rows:,}", percent(rate[part]), part.dense] for part in report.parts]
     print_table(["day", "split", "rows", "label rate", "dense values"], parts)
     print()
-    held_out = list(report.shared_rows)
+    splits = list(report.shared_rows)
+    what = "unseen or rare" if any(table.unseen_or_rare for table in report.tables) else "unseen"
     tables = [
         [
             table.name,
             f"{table.rows:,}",
             "" if table.ids_in_train is None else f"{table.ids_in_train:,}",
-            *(percent(table.unseen.get(split)) for split in held_out),
+            *(percent((table.unseen_or_rare or table.unseen).get(split)) for split in splits),
         ]
         for table in report.tables
     ]
-    print_table(["table", "rows", "ids in train", *(f"unseen in {split}" for split in held_out)], tables)
+    print_table(["table", "rows", "ids in train", *(f"{what} in {split}" for split in splits)], tables)
     print()
     print(f"rows: {sum(report.rows.values()):,} in all; " + ", ".join(f"{s} {n:,}" for s, n in report.rows.items()))
     print("table sizes: " + ",".join(str(table.rows) for table in report.tables))

@@ -1,41 +1,28 @@
-"""The first values of tables: from (seed, table, row, column) alone, so any cut of a table starts the same."""
-
-from collections.abc import Iterator
+"""The first values of tables: functions of (seed, table, row, column) alone, so that any sharding starts the same."""
 
 import torch
-from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch import nn
 
 from recmill import rng
 from recmill.tables.spec import TableSpec
+from recmill.tables.torchrec_internals import LocalShard, table_shards
 
-_CHUNK_VALUES = 1 << 16  # stays in cache
+_CHUNK_VALUES = 1 << 16  # stays in the CPU's cache
 
 
 def fill_tables(model: nn.Module, tables: list[TableSpec], seed: int) -> None:
+    """Set all rows that this process holds to their first values."""
     specs = {table.name: table for table in tables}
-    for name, first_row, first_column, values in local_shards(model):
-        _fill(values, specs[name], seed, first_row, first_column)
+    for name, shard in table_shards(model):
+        _fill(shard, specs[name], seed)
 
 
-def local_shards(model: nn.Module) -> Iterator[tuple[str, int, int, Tensor]]:
-    """(table, first row, first column, values) of each piece of a table in this process."""
-    for key, value in model.state_dict().items():
-        collection, table = ["", "", *key.split(".")][-3:-1]
-        if isinstance(value, ShardedTensor):
-            for piece in value.local_shards():
-                row, column = piece.metadata.shard_offsets
-                yield table, row, column, piece.tensor
-        elif collection in ("embedding_bags", "embeddings"):  # data_parallel: whole, on every rank
-            yield table, 0, 0, value
-
-
-def _fill(values: Tensor, table: TableSpec, seed: int, first_row: int, first_column: int) -> None:
-    rows, columns = values.shape
+def _fill(shard: LocalShard, table: TableSpec, seed: int) -> None:
+    rows, columns = shard.values.shape
     key = rng.stream_key(seed, "table", table.name)
     step = max(1, _CHUNK_VALUES // table.dim)
     for start in range(0, rows, step):
         count = min(step, rows - start)
-        whole = rng.uniform_floats(key, (first_row + start) * table.dim, count * table.dim, table.init_bound)
-        part = whole.reshape(count, table.dim)[:, first_column : first_column + columns]
-        values[start : start + count].copy_(torch.from_numpy(part))
+        values = rng.uniform_floats(key, (shard.row + start) * table.dim, count * table.dim, table.init_bound)
+        own_columns = values.reshape(count, table.dim)[:, shard.column : shard.column + columns]
+        shard.values[start : start + count].copy_(torch.from_numpy(own_columns))

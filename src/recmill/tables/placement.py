@@ -1,6 +1,6 @@
-"""Which process holds which piece of which table: TorchRec's planner, with our rules and our count of bytes.
+"""Which rank holds which shards of which tables: TorchRec's planner, with our rules and our estimate of memory.
 
-Needs neither a process group nor the device that it plans for.
+Planning needs neither a process group nor the device that it plans for.
 """
 
 from collections import Counter
@@ -18,19 +18,21 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from recmill.config.sections import ADAM_ON_CPU
 from recmill.errors import ConfigError, ResourceError
-from recmill.tables.spec import TableSpec
+from recmill.tables.optimizers import OPTIMIZERS
+from recmill.tables.spec import VALUE_BYTES, TableSpec
 
-# 'auto' keeps small tables whole: cutting a few thousand rows costs more messages than it saves work.
-_WHOLE_TABLE_ROWS = 1_000_000
-_USABLE_SHARE = 0.9  # of the memory; the rest is for dense layers, the libraries and what loads the data
-_ENDLESS = 1 << 60
+# 'auto' shards no table with fewer rows: that would cost more messages than it saves work.
+_MIN_SHARDED_ROWS = 1_000_000
+_USABLE_SHARE = 0.9  # of the memory; the rest is for dense layers, the libraries and loading data
+_UNLIMITED_BYTES = 1 << 60
+_ID_BYTES = 8
 _TORCHREC_NAMES = {"grid": "grid_shard"}
 _SEQUENCE_TYPES = ("auto", "data_parallel", "table_wise", "row_wise", "column_wise")  # TorchRec has no others
 
 
 @dataclass(frozen=True)
 class Machines:
-    """What there is to place tables on."""
+    """The processes that tables are placed on."""
 
     world_size: int
     local_size: int  # processes per machine
@@ -40,19 +42,19 @@ class Machines:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be placed."""
+    """The tables to place, and what training does with them."""
 
     tables: list[TableSpec]
-    types: dict[str, str]  # by table, as in the config
+    types: dict[str, str]  # sharding type by table, as in the config
     optimizer: str
-    kernels: list[str]
+    compute_kernels: list[str]  # of TorchRec, that the store allows
     batch_size_per_rank: int
-    ids_per_row: dict[str, int]  # by feature: how many a sample has at most
+    ids_per_row: dict[str, int]  # by feature: the most that a sample has
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a table is, and the bytes of its pieces by rank, with the optimizer's state and a replica's gradient."""
+    """Where a table is. Bytes are those of its rows, their optimizer state and the gradients of replicas."""
 
     table: str
     rows: int
@@ -62,14 +64,14 @@ class Placed:
 
 
 def make_plan(network: nn.Module, sharders: list[Any], request: Request, machines: Machines) -> ShardingPlan:
-    """`network` has its tables on 'meta'. An error if a rank would need more memory than it has."""
+    """Plan where the tables of `network`, which are on 'meta', go. Raise ResourceError if a rank lacks memory."""
     _check_types(network, request, machines)
     usable = int(machines.bytes_per_rank * _USABLE_SHARE)
     needed: Counter[int] = Counter()
     try:
         return _planner(request, machines, usable, needed).plan(network, sharders)
     except PlannerError as error:
-        _planner(request, machines, _ENDLESS, needed).plan(network, sharders)
+        _planner(request, machines, _UNLIMITED_BYTES, needed).plan(network, sharders)
         rank, most = max(needed.items(), key=lambda item: item[1])
         raise ResourceError(
             f"The tables do not fit: process {rank} of {machines.world_size} needs {_size(most)} for its rows, their "
@@ -80,52 +82,50 @@ def make_plan(network: nn.Module, sharders: list[Any], request: Request, machine
 
 
 def placements(plan: ShardingPlan, tables: list[TableSpec], optimizer: str) -> list[Placed]:
-    """In the order of `tables`."""
-    how = {name: placed for module in plan.plan.values() for name, placed in module.items()}
+    """Describe the plan, in the order of `tables`."""
+    by_table = {name: placed for module in plan.plan.values() for name, placed in module.items()}
+    our_names = {theirs: ours for ours, theirs in _TORCHREC_NAMES.items()}
     out = []
     for table in tables:
-        placed, by_rank = how[table.name], Counter[int]()
+        placed = by_table[table.name]
         if placed.sharding_spec is None:
-            pieces = [(rank, [table.rows, table.dim]) for rank in placed.ranks]
+            shards = [(rank, [table.rows, table.dim]) for rank in placed.ranks]
         else:
-            pieces = [(shard.placement.rank(), shard.shard_sizes) for shard in placed.sharding_spec.shards]
-        for rank, (rows, columns) in pieces:
-            by_rank[rank] += _piece_bytes(placed.sharding_type, rows, columns, optimizer)
-        kind = next((ours for ours, theirs in _TORCHREC_NAMES.items() if theirs == placed.sharding_type), None)
-        out.append(
-            Placed(table.name, table.rows, table.dim, kind or placed.sharding_type, dict(sorted(by_rank.items())))
-        )
+            shards = [(shard.placement.rank(), shard.shard_sizes) for shard in placed.sharding_spec.shards]
+        by_rank = Counter[int]()
+        for rank, (rows, columns) in shards:
+            by_rank[rank] += _shard_bytes(placed.sharding_type, rows, columns, optimizer)
+        kind = our_names.get(placed.sharding_type, placed.sharding_type)
+        out.append(Placed(table.name, table.rows, table.dim, kind, dict(sorted(by_rank.items()))))
     return out
 
 
-def as_text(placed: list[Placed], world_size: int) -> str:
-    """One line a table."""
-    header = ("table", "rows", "dim", "sharding", "ranks", "MB per rank")
-    lines = [header]
+def as_rows(placed: list[Placed], world_size: int) -> list[list[str]]:
+    """Return cells to print: a header, one row for each table and one for all of them."""
+    rows = [["table", "rows", "dim", "sharding", "ranks", "MB per rank"]]
     totals = Counter[int]()
     for p in placed:
         totals.update(p.bytes_by_rank)
-        lines.append((p.table, f"{p.rows:,}", str(p.dim), p.type, _span(list(p.bytes_by_rank)), _mb(p.bytes_by_rank)))
-    lines.append(("all", f"{sum(p.rows for p in placed):,}", "", "", _span(list(range(world_size))), _mb(totals)))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        rows.append([p.table, f"{p.rows:,}", str(p.dim), p.type, _span(list(p.bytes_by_rank)), _mb(p.bytes_by_rank)])
+    rows.append(["all", f"{sum(p.rows for p in placed):,}", "", "", _span(list(range(world_size))), _mb(totals)])
+    return rows
 
 
 def _check_types(network: nn.Module, request: Request, machines: Machines) -> None:
-    types = set(request.types.values())
-    if request.optimizer == "adam" and machines.device_type == "cpu" and types != {"data_parallel"}:
+    is_fused = set(request.types.values()) != {"data_parallel"}
+    if is_fused and machines.device_type == "cpu" and not OPTIMIZERS[request.optimizer].is_fused_on_cpu:
         raise ConfigError(ADAM_ON_CPU)
     for module in network.modules():
         for table in module.embedding_configs() if isinstance(module, EmbeddingCollection) else []:
             if request.types[table.name] not in _SEQUENCE_TYPES:
                 raise ConfigError(
-                    f"sharding '{request.types[table.name]}' of table '{table.name}': TorchRec cannot cut a table of "
-                    f"sequences that way. Use one of {', '.join(_SEQUENCE_TYPES)}."
+                    f"sharding '{request.types[table.name]}' of table '{table.name}': TorchRec cannot shard a table "
+                    f"of sequences that way. Use one of {', '.join(_SEQUENCE_TYPES)}."
                 )
 
 
 def _planner(request: Request, machines: Machines, usable: int, needed: Counter[int]) -> EmbeddingShardingPlanner:
-    """Its plan leaves in `needed` the bytes that each rank needs."""
+    """Return a planner that also adds the bytes that each rank needs to `needed`."""
     on_gpu = machines.device_type == "cuda"
     topology = Topology(
         world_size=machines.world_size,
@@ -135,9 +135,12 @@ def _planner(request: Request, machines: Machines, usable: int, needed: Counter[
         ddr_cap=0 if on_gpu else usable,
     )
     constraints = {table.name: _constraints(table, request, machines) for table in request.tables}
-    estimators: list[ShardEstimator] = [EmbeddingPerfEstimator(topology, constraints), _Memory(request, machines)]
+    estimators: list[ShardEstimator] = [
+        EmbeddingPerfEstimator(topology, constraints),
+        _MemoryEstimator(request, machines),
+    ]
 
-    def note(options: list[ShardingOption]) -> list[ShardingOption]:
+    def count_bytes(options: list[ShardingOption]) -> list[ShardingOption]:
         for shard in (shard for option in options for shard in option.shards):
             needed[shard.rank] += shard.storage.hbm + shard.storage.ddr
         return options
@@ -146,62 +149,65 @@ def _planner(request: Request, machines: Machines, usable: int, needed: Counter[
         topology=topology,
         batch_size=request.batch_size_per_rank,
         enumerator=EmbeddingEnumerator(topology, request.batch_size_per_rank, constraints, estimators),
-        storage_reservation=FixedPercentageStorageReservation(0.0),  # `usable` is without it
+        storage_reservation=FixedPercentageStorageReservation(0.0),  # `usable` leaves the reserve out
         constraints=constraints,
         stats=[],
-        callbacks=[note],
+        callbacks=[count_bytes],
     )
 
 
 def _constraints(table: TableSpec, request: Request, machines: Machines) -> ParameterConstraints:
     kind = request.types[table.name]
-    # Columns are cut into as many pieces as there are takers; TorchRec's own rule is never narrower than 128.
-    takers = machines.world_size // machines.local_size if kind == "grid" else machines.world_size
+    # One shard of columns for each holder; TorchRec's own rule makes none narrower than 128.
+    holders = machines.world_size // machines.local_size if kind == "grid" else machines.world_size
     return ParameterConstraints(
-        sharding_types=[_TORCHREC_NAMES.get(way, way) for way in _ways(kind, table, request, machines)],
-        compute_kernels=request.kernels,
-        min_partition=-(-table.dim // takers),
+        sharding_types=[_TORCHREC_NAMES.get(name, name) for name in _allowed_types(kind, table, request, machines)],
+        compute_kernels=request.compute_kernels,
+        min_partition=-(-table.dim // holders),
         pooling_factors=[float(request.ids_per_row[table.feature])],
     )
 
 
-def _ways(kind: str, table: TableSpec, request: Request, machines: Machines) -> list[str]:
+def _allowed_types(kind: str, table: TableSpec, request: Request, machines: Machines) -> list[str]:
     if kind != "auto":
         return [kind]
-    if machines.world_size == 1 or table.rows < _WHOLE_TABLE_ROWS:
+    if machines.world_size == 1 or table.rows < _MIN_SHARDED_ROWS:
         return ["table_wise"]
-    # A piece of columns has a row-wise state of its own: another optimizer than that of the whole row.
-    return ["table_wise", "row_wise"] + (["column_wise"] if request.optimizer != "rowwise_adagrad" else [])
+    # A shard of columns would have its own state per row, which is another optimizer than one state for all columns.
+    has_row_state = "per row" in OPTIMIZERS[request.optimizer].state.values()
+    return ["table_wise", "row_wise"] + ([] if has_row_state else ["column_wise"])
 
 
-class _Memory(ShardEstimator):
-    """TorchRec's own estimate leaves out the optimizer's state (where it is named in fused_params) and gradients."""
+class _MemoryEstimator(ShardEstimator):
+    """Counts what TorchRec's own estimate leaves out: optimizer states named in fused_params, and gradients."""
 
     def __init__(self, request: Request, machines: Machines) -> None:
-        self._request, self._machines = request, machines
+        self._request = request
+        self._machines = machines
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any) -> None:
         for option in sharding_options:
             for shard in option.shards:
                 rows, columns = shard.size
-                needed = _piece_bytes(option.sharding_type, rows, columns, self._request.optimizer)
+                needed = _shard_bytes(option.sharding_type, rows, columns, self._request.optimizer)
                 needed += self._batch_bytes(option, columns)
                 on_gpu = self._machines.device_type == "cuda"
                 shard.storage = Storage(hbm=needed if on_gpu else 0, ddr=0 if on_gpu else needed)
 
     def _batch_bytes(self, option: ShardingOption, columns: int) -> int:
-        """Ids as they come and as they are exchanged, rows looked up and their gradients."""
+        """Return the bytes of ids before and after the exchange, of the rows looked up and of their gradients."""
         is_local = option.sharding_type == "data_parallel"
         samples = self._request.batch_size_per_rank * (1 if is_local else self._machines.world_size)
         ids = round(option.input_lengths[0])
-        return samples * (2 * 8 * ids + 2 * 4 * columns * (1 if option.is_pooled else ids))
+        values = columns * (1 if option.is_pooled else ids)
+        return samples * 2 * (_ID_BYTES * ids + VALUE_BYTES * values)
 
 
-def _piece_bytes(sharding_type: str, rows: int, columns: int, optimizer: str) -> int:
+def _shard_bytes(sharding_type: str, rows: int, columns: int, optimizer: str) -> int:
     values = rows * columns
-    state = {"sgd": 0, "rowwise_adagrad": rows, "adagrad": values, "adam": 2 * values}[optimizer]
-    gradient = 2 * values if sharding_type == "data_parallel" else 0  # the kernel's, and DDP's bucket
-    return 4 * (values + state + gradient)
+    state = OPTIMIZERS[optimizer].state_values(rows, columns)
+    gradients = 2 * values if sharding_type == "data_parallel" else 0  # the kernel's, and DDP's bucket
+    return VALUE_BYTES * (values + state + gradients)
 
 
 def _size(count: int) -> str:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+VALUE_BYTES = 4  # rows, their optimizer state and their gradients are float32
+
 
 @dataclass(frozen=True)
 class TableSpec:

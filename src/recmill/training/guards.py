@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from recmill.errors import UserError
+from recmill.tables.torchrec_internals import is_sharded
 from recmill.world import World
 
 
@@ -31,7 +31,7 @@ def check_replicas(model: nn.Module, step: int, world: World) -> None:
     """Raise if a parameter that is replicated on every rank differs between ranks in any bit. All ranks take part."""
     if world.size == 1:
         return
-    replicas = {key: value for key, value in model.state_dict().items() if not isinstance(value, ShardedTensor)}
+    replicas = {key: value for key, value in model.state_dict().items() if not is_sharded(value)}
     digests = {key: _digest(value) for key, value in replicas.items()}
     by_rank: list[dict[str, str]] = [{}] * world.size
     dist.all_gather_object(by_rank, digests)

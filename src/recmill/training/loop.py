@@ -71,7 +71,7 @@ def fit(
     model.train()
     if checkpoint.at_start and not start.step:
         saver.save(start)
-        saver.settle()  # fails now if this run cannot be saved
+        saver.handle_failure()  # fails now if this run cannot be saved
     all_batches = pinned(_batches_from(source, start), world.device)
     with listening(train.stop_signals) as stop, progress, prefetched(all_batches, parts.prefetch) as batches:
         step = Step(parts, optimizer, train, sections.optim.dense, start)
@@ -89,7 +89,7 @@ def fit(
             flags = [float(stop.is_set), float(saver.has_failed), float(is_save_time)]
             weight, stops, failed, saves = world.sum([batch.weight(), *flags])
             if failed:
-                saver.settle()
+                saver.handle_failure()
             if stops:
                 break
             if saves and saved_step != position.step:
@@ -130,7 +130,7 @@ def fit(
         if (not stops or position.step == num_steps) and validated_step != position.step:
             validated = validate(position)
             position = validated if position.step != start.step else position  # `start` already counts this validation
-        saver.settle()
+        saver.handle_failure()
         if position.step not in (start.step, saver.committed_step):
             saver.save(meter.recorded_in(position))
         saver.finish()

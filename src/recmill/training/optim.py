@@ -10,6 +10,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from recmill.config.sections import DenseOptim, OptimSection
 from recmill.tables.replicated import ReplicatedTables
+from recmill.tables.torchrec_internals import replicated_tables, table_of
 from recmill.training.schedule import learning_rate
 
 _DENSE: dict[str, Any] = {
@@ -23,7 +24,9 @@ _DENSE: dict[str, Any] = {
 def build_optimizer(model: DistributedModelParallel, settings: OptimSection) -> CombinedOptimizer:
     """Combine all optimizers. Fused table updates happen during backward; `step()` does the others."""
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
-    replicated = {key: parameters.pop(key) for key in _replicated_keys(model) if key in parameters}
+    # To TorchRec, data_parallel tables are ordinary parameters: the dense optimizer must not take them.
+    tables = replicated_tables(model.plan)
+    replicated = {key: parameters.pop(key) for key in list(parameters) if table_of(key) in tables}
     dense = settings.dense
     make = _DENSE[dense.name]
     # One pass over all parameters: 3.5 (SGD) to 9 (Adam) times faster on CPU. torch fuses Adagrad only on CPU.
@@ -32,19 +35,8 @@ def build_optimizer(model: DistributedModelParallel, settings: OptimSection) -> 
     if dense.eps:
         options["eps"] = dense.eps
     wrapped = KeyedOptimizerWrapper(parameters, lambda params: make(params, **options))
-    tables = [("tables", ReplicatedTables(replicated, settings.tables))] if replicated else []
-    return CombinedOptimizer([("tables", model.fused_optimizer), *tables, ("dense", wrapped)])
-
-
-def _replicated_keys(model: DistributedModelParallel) -> list[str]:
-    """List the tables that TorchRec treats as ordinary parameters; the dense optimizer must not take them."""
-    return [
-        f"{path}.{collection}.{table}.weight"
-        for path, module_plan in model.plan.plan.items()
-        for table, placed in module_plan.items()
-        for collection in ("embedding_bags", "embeddings")
-        if placed.sharding_type == "data_parallel"
-    ]
+    ours = [("tables", ReplicatedTables(replicated, settings.tables))] if replicated else []
+    return CombinedOptimizer([("tables", model.fused_optimizer), *ours, ("dense", wrapped)])
 
 
 def clip_dense_gradients(optimizer: CombinedOptimizer, dense: DenseOptim) -> None:

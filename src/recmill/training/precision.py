@@ -14,6 +14,7 @@ from recmill.config.sections import TrainSection
 from recmill.errors import UserError
 from recmill.hardware.cpu import threads_per_process
 from recmill.hardware.precision import Dtype, probe, verdict
+from recmill.tables.torchrec_internals import when_ready
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class LossScale:
             return output
         if isinstance(output, KeyedTensor):
             return self._detached(output)
-        output.callbacks.append(self._detached)  # runs when the ranks have exchanged the rows
+        when_ready(output, self._detached)
         return output
 
     def _detached(self, output: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Where table rows live."""
+"""Stores: where the rows of tables live. `registry.STORES` lists them; the config key is `tables.store`."""

@@ -1,4 +1,4 @@
-"""Plans without processes or devices. That they train right is in tests/distributed/test_sharding.py."""
+"""Plans without processes or devices. tests/distributed/test_sharding.py trains with them."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from recmill.nn.click_network import ClickNetwork, DenseLayers
 from recmill.nn.interactions import DotInteraction
 from recmill.nn.sequences import ItemTransformer
 from recmill.nn.transformer import TransformerShape
-from recmill.tables.placement import Machines, Placed, Request, as_text, make_plan, placements
+from recmill.tables.placement import Machines, Placed, Request, as_rows, make_plan, placements
 from recmill.tables.sharding import make_sharders
 from recmill.tables.spec import TableSpec
 
@@ -38,7 +38,7 @@ def test_mlperf_s_tables_are_planned_for_eight_gpus_of_40_gb_without_one() -> No
     assert max(by_rank) < 36 * 10**9
     assert (found["t10"].type, list(found["t10"].bytes_by_rank)) == ("row_wise", list(range(8)))
     assert (found["t1"].type, list(found["t1"].bytes_by_rank)) == ("data_parallel", list(range(8)))
-    # 41 GB with their state: no GPU could hold one whole
+    # 41 GB with their state: no GPU could hold a complete one
     assert {found[f"t{i}"].type for i in (0, 9, 19, 20, 21)} <= {"row_wise", "column_wise"}
     assert {p.type for name, p in found.items() if p.rows < 10**6 and name != "t1"} == {"table_wise"}
 
@@ -52,8 +52,8 @@ def test_four_of_those_gpus_are_too_few() -> None:
     ("kind", "values_per_rank"),
     [("row_wise", 8000), ("column_wise", 8000), ("table_row_wise", 16000), ("grid", 8000), ("data_parallel", 32000)],
 )
-def test_narrow_tables_are_really_cut(kind: str, values_per_rank: int) -> None:
-    """2,000 x 16 over 4 processes on 2 machines; TorchRec by itself cuts no piece of columns narrower than 128."""
+def test_narrow_tables_are_really_sharded(kind: str, values_per_rank: int) -> None:
+    """2,000 x 16 over 4 processes on 2 machines; TorchRec by itself makes no shard of fewer than 128 columns."""
     (table,) = placed([2000], 16, Machines(4, 2, "cpu", 10**10), kind, "sgd").values()
     copies = 3 if kind == "data_parallel" else 1  # the gradient twice
     ranks = [0, 1] if kind == "table_row_wise" else [0, 1, 2, 3]
@@ -71,7 +71,7 @@ def test_narrow_tables_are_really_cut(kind: str, values_per_rank: int) -> None:
         ("data_parallel", "dense", 4),
     ],
 )
-def test_every_way_to_cut_is_planned_for_gpus_with_fused_kernels(kind: str, kernel: str, ranks: int) -> None:
+def test_every_sharding_type_is_planned_for_gpus_with_fused_kernels(kind: str, kernel: str, ranks: int) -> None:
     """2 machines of 2 GPUs, on a machine that has none."""
     table = TableSpec("t", "f", 2000, 16, 0.1)
     network = ClickNetwork([table], DenseLayers(3, [16], [4]), DotInteraction(2, 16), META)
@@ -114,19 +114,19 @@ def test_too_large_tables_are_refused_with_both_numbers() -> None:
     placed([1_000_000], 16, Machines(1, 1, "cpu", 144 * 10**6))  # 129.6 MB can be used
 
 
-def test_a_table_of_sequences_cannot_be_cut_in_every_way() -> None:
+def test_a_table_of_sequences_allows_fewer_sharding_types() -> None:
     table = TableSpec("item", "item", 202, 16, 0.05)
     network = ItemTransformer(table, 200, TransformerShape(10, 1, 2, 0.0), META)
     request = Request([table], {"item": "grid"}, "sgd", ["fused"], 8, {"item": 10})
-    with pytest.raises(ConfigError, match="sharding 'grid' of table 'item': TorchRec cannot cut a table of sequences"):
+    with pytest.raises(ConfigError, match="sharding 'grid' of table 'item': TorchRec cannot shard a table of"):
         make_plan(network, make_sharders(TablesOptim(name="sgd")), request, Machines(2, 2, "cpu", 10**10))
 
 
 def test_the_plan_is_shown_as_a_table() -> None:
     tables = [Placed("t0", 2000, 8, "row_wise", {0: 64_000, 1: 64_000}), Placed("t1", 5, 8, "table_wise", {1: 20_000})]
-    assert as_text(tables, world_size=2).splitlines() == [
-        "table  rows   dim  sharding    ranks  MB per rank",
-        "t0     2,000  8    row_wise    0, 1   0.06",
-        "t1     5      8    table_wise  1      0.02",
-        "all    2,005                   0, 1   0.06 to 0.08",
+    assert as_rows(tables, world_size=2) == [
+        ["table", "rows", "dim", "sharding", "ranks", "MB per rank"],
+        ["t0", "2,000", "8", "row_wise", "0, 1", "0.06"],
+        ["t1", "5", "8", "table_wise", "1", "0.02"],
+        ["all", "2,005", "", "", "0, 1", "0.06 to 0.08"],
     ]

@@ -1,4 +1,4 @@
-"""Our table lookups against FBGEMM's."""
+"""Our lookups against FBGEMM's, on the same groups of tables."""
 
 import pytest
 import torch
@@ -8,7 +8,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from torch import Tensor
 
 from recmill.kernels.library import KernelLibrary, load_library
-from recmill.tables.native_lookup import replace_lookup
+from recmill.tables.native_lookup import native_lookup
+from recmill.tables.table_lookup import TableLookup
+from recmill.tables.torchrec_internals import FusedTables
 
 
 @pytest.fixture
@@ -16,6 +18,13 @@ def library() -> KernelLibrary:
     found = load_library()
     assert found is not None, "the tests need a C++ compiler"
     return found
+
+
+def ours(group: SplitTableBatchedEmbeddingBagsCodegen, library: KernelLibrary) -> TableLookup:
+    """The group, looked up with our kernels."""
+    kernel = native_lookup(FusedTables(group), library)
+    assert kernel is not None
+    return TableLookup(group, [], kernel)
 
 
 ROWS = [1, 7, 5000, 3]
@@ -49,21 +58,21 @@ def test_tables_learn_what_fbgemms_do(library: KernelLibrary, optimizer: EmbOpti
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        theirs, ours = tables(optimizer), tables(optimizer)
-        replace_lookup(ours, library)
+        theirs, group = tables(optimizer), tables(optimizer)
+        lookup = ours(group, library)
         for step in range(4):
             ids, offsets = lookups(batch=33, step=step)
-            for group in (theirs, ours):
-                group.set_learning_rate(0.1 / (step + 1))
-            expected, found = theirs(ids, offsets), ours(ids, offsets)
+            for module in (theirs, group):
+                module.set_learning_rate(0.1 / (step + 1))
+            expected, found = theirs(ids, offsets), lookup(ids, offsets)
             torch.testing.assert_close(found, expected)
             torch.manual_seed(step)
             upstream = torch.randn(*expected.shape[::-1]).t()
             expected.backward(upstream)
             found.backward(upstream)
-        torch.testing.assert_close(ours.weights_host, theirs.weights_host)
+        torch.testing.assert_close(group.weights_host, theirs.weights_host)
         if optimizer != EmbOptimType.EXACT_SGD:
-            torch.testing.assert_close(ours.momentum1_host, theirs.momentum1_host)
+            torch.testing.assert_close(group.momentum1_host, theirs.momentum1_host)
     finally:
         torch.set_num_threads(before)
 
@@ -72,9 +81,8 @@ def test_more_threads_change_no_bit_of_the_tables(library: KernelLibrary) -> Non
     def trained(threads: int) -> Tensor:
         torch.set_num_threads(threads)
         group = tables(EmbOptimType.EXACT_ADAGRAD)
-        replace_lookup(group, library)
         ids, offsets = lookups(batch=500, step=0)
-        out = group(ids, offsets)
+        out = ours(group, library)(ids, offsets)
         out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
         return group.weights_host.detach().clone()
 
@@ -87,18 +95,16 @@ def test_more_threads_change_no_bit_of_the_tables(library: KernelLibrary) -> Non
 
 @pytest.mark.parametrize("bad", [-1, 7, 2**40])
 def test_an_id_outside_its_table_is_an_error(library: KernelLibrary, bad: int) -> None:
-    group = tables(EmbOptimType.EXACT_SGD)
-    replace_lookup(group, library)
+    lookup = ours(tables(EmbOptimType.EXACT_SGD), library)
     ids, offsets = torch.tensor([0, bad, 4, 2]), torch.arange(5)
-    with pytest.raises(IndexError, match=f"id {bad} at place 1 of 4"):
-        group(ids, offsets)
+    with pytest.raises(IndexError, match=f"id {bad} at position 1 of 4"):
+        lookup(ids, offsets)
 
 
-def test_what_ours_cannot_do_stays_with_fbgemm(library: KernelLibrary) -> None:
+def test_tables_of_two_widths_stay_with_fbgemm(library: KernelLibrary) -> None:
     specs = [(5, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for dim in (8, 16)]
     group = SplitTableBatchedEmbeddingBagsCodegen(specs, optimizer=EmbOptimType.EXACT_SGD)
-    replace_lookup(group, library)
-    assert "forward" not in vars(group)
+    assert native_lookup(FusedTables(group), library) is None
 
 
 def test_a_table_without_rows_and_bags_without_ids_are_no_trouble(library: KernelLibrary) -> None:
@@ -106,8 +112,7 @@ def test_a_table_without_rows_and_bags_without_ids_are_no_trouble(library: Kerne
     specs = [(rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in (0, 5)]
     group = SplitTableBatchedEmbeddingBagsCodegen(specs, optimizer=EmbOptimType.EXACT_SGD, learning_rate=1.0)
     group.weights_host.data.fill_(2.0)
-    replace_lookup(group, library)
-    out = group(torch.tensor([3, 3]), torch.tensor([0, 0, 0, 0, 2]))
+    out = ours(group, library)(torch.tensor([3, 3]), torch.tensor([0, 0, 0, 0, 2]))
     assert out.tolist() == [[0.0] * 8, [0.0] * 4 + [4.0] * 4]
     out.sum().backward()
     assert group.weights_host.view(5, 4)[:, 0].tolist() == [2.0, 2.0, 2.0, 0.0, 2.0]

@@ -1,4 +1,4 @@
-"""Killed, or out of disk, at every named place of saving, training and preparing: what is there is whole."""
+"""Kills and full disks at every failpoint of saving, training and preparing leave only complete results."""
 
 import signal
 from pathlib import Path
@@ -9,9 +9,9 @@ import xxhash
 
 from recmill import prepare, train
 from recmill.commands.checkpoint import list_checkpoints
+from recmill.data.opening import open_dataset
 from recmill.errors import DataError
 from recmill.failpoints import PLACES
-from recmill.schema import open_dataset
 
 from ..checkpoints import newest, tensors_of
 from ..distributed.runs import loss_by_step
@@ -80,7 +80,7 @@ def prepare_clicks(output: str, rows: int) -> None:
 
 @pytest.mark.parametrize("action", ["kill", "nospace"])
 @pytest.mark.parametrize("place", [place for place in PLACES if place.startswith("prepare.")])
-def test_a_dataset_is_whole_or_not_there(place: str, action: str, tmp_path: Path) -> None:
+def test_a_dataset_is_complete_or_absent(place: str, action: str, tmp_path: Path) -> None:
     output = tmp_path / "data"
     code = exit_code(prepare_clicks, str(output), 40, fail=f"{place}:{action}")
     assert code == (-signal.SIGKILL if action == "kill" else 1)

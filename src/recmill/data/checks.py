@@ -1,0 +1,125 @@
+"""Find and describe values that cannot be trained on: bad ids, dense values, labels and items of histories.
+
+Training, `--verify`, `adopt` and `audit` all use this module.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from recmill.data.click_rows import Block, split_blocks
+from recmill.errors import DataError
+from recmill.schema import UNLABELLED, ClicksDescription, Dataset, HistoriesDescription
+
+REMEDY = "Copy the dataset again, or prepare it again with --overwrite."
+_ITEMS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class BadValues:
+    """The bad values of one kind in some rows of a file: how many there are, and the first one."""
+
+    kind: Literal["id", "dense", "label"]
+    file: str
+    count: int
+    where: str  # row and column of the first one
+    value: float
+    fact: str  # what is wrong with it
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.where}: {self.fact}"
+
+
+class ClickChecks:
+    """Finds bad values in rows of one click log. Every training batch passes through it, so it must be fast."""
+
+    def __init__(self, description: ClicksDescription) -> None:
+        self._description = description
+        # The first id that is too large, by column of ids; the largest uint64 for 64-bit hashes.
+        limits = np.array([min(feature.rows, 2**64 - 1) for feature in description.sparse], dtype=np.uint64)
+        self._limits = np.repeat(limits, description.ids_per_row)
+        self._limits_int32 = np.minimum(self._limits, 1 << 31).astype(np.uint32)
+
+    def find(self, block: Block) -> list[BadValues]:
+        """Return the bad ids, dense values and labels of some rows."""
+        files = self._description.day_files(block.day)
+        found = [
+            self._ids(block.rows.ids, self._description.sparse_file(block.day), block.numbers),
+            self._dense(block.rows.dense, files[0], block.numbers),
+            bad_labels(block.rows.labels, files[-1], block.numbers, block.split),
+        ]
+        return [bad for bad in found if bad]
+
+    def _ids(self, ids: np.ndarray, file: str, numbers: range | np.ndarray) -> BadValues | None:
+        # One unsigned comparison finds negative ids too; int32 is compared as it is, because a copy costs three times
+        # as much as the comparison.
+        if ids.dtype == np.int32:
+            is_bad = ids.view(np.uint32) >= self._limits_int32
+        else:
+            is_bad = ids.astype(np.int64, copy=False).view(np.uint64) >= self._limits
+        if not is_bad.any():
+            return None
+        row, column = np.argwhere(is_bad)[0]
+        features = self._description.sparse
+        feature = features[int(np.searchsorted(np.cumsum(self._description.ids_per_row), column, side="right"))]
+        value = int(ids[row, column])
+        where = f"row {numbers[row]:,}, column {feature.name}"
+        fact = f"id {value} is not in 0..{feature.rows - 1} (table of {feature.rows:,} rows)"
+        return BadValues("id", file, int(is_bad.sum()), where, value, fact)
+
+    def _dense(self, dense: np.ndarray, file: str, numbers: range | np.ndarray) -> BadValues | None:
+        is_finite = np.isfinite(dense)
+        if is_finite.all():
+            return None
+        row, column = np.argwhere(~is_finite)[0]
+        value = float(dense[row, column])
+        where = f"row {numbers[row]:,}, column {self._description.dense[column]}"
+        return BadValues("dense", file, int((~is_finite).sum()), where, value, f"{value} is not a finite number")
+
+
+def bad_labels(labels: np.ndarray, file: str, numbers: range | np.ndarray, split: str) -> BadValues | None:
+    """Find labels other than 0 and 1, or other than -1 in the unlabelled split."""
+    is_good = labels == -1 if split == UNLABELLED else (labels == 0) | (labels == 1)
+    if is_good.all():
+        return None
+    row = int(np.argmin(is_good))
+    value = int(labels[row])
+    fact = f"label {value} is {'not -1' if split == UNLABELLED else 'neither 0 nor 1'}"
+    return BadValues("label", file, int((~is_good).sum()), f"row {numbers[row]:,}", value, fact)
+
+
+def value_problems(dataset: Dataset) -> list[str]:
+    """Read every row of every split, or every item of every history; describe the first bad value of each file."""
+    if isinstance(dataset.description, HistoriesDescription):
+        problem = _bad_item(dataset.array("items.npy"), dataset.description.num_items)
+        return [problem] if problem else []
+    checks = ClickChecks(dataset.clicks)
+    problems: dict[str, str] = {}
+    for block in split_blocks(dataset, dataset.clicks.splits):
+        for bad in checks.find(block):
+            problems.setdefault(bad.file, str(bad))
+    return list(problems.values())
+
+
+def checked_items(dataset: Dataset) -> np.ndarray:
+    """Memory-map items.npy of histories after checking every item.
+
+    Popularity counts and samples of negatives need all items before the first batch, so they are checked together,
+    once per process; batches need no further check.
+    """
+    assert isinstance(dataset.description, HistoriesDescription)
+    items = dataset.array("items.npy")
+    if problem := _bad_item(items, dataset.description.num_items):
+        raise DataError(f"{dataset.path}/{problem}. {REMEDY}")
+    return items
+
+
+def _bad_item(items: np.ndarray, num_items: int) -> str | None:
+    for start in range(0, len(items), _ITEMS_AT_ONCE):
+        block = items[start : start + _ITEMS_AT_ONCE]
+        is_bad = (block < 1) | (block > num_items)
+        if is_bad.any():
+            row = int(np.argmax(is_bad))
+            return f"items.npy: row {start + row}: item {block[row]} is not in 1..{num_items}"
+    return None

@@ -1,0 +1,312 @@
+"""The options of `prepare criteo`, checked against each other, and the rules that follow from them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from recmill.config.sections import Section
+from recmill.datasets.click_log import LogFormat
+from recmill.errors import ConfigError
+
+CRITEO = LogFormat(num_dense=13, num_sparse=26)
+_LARGEST_INT32_OF_FLOAT32 = 2**31 - 128
+_DEFAULT_BAD_ROWS = 1000
+_OFFSETS = {"log3": 3, "log2": 2}  # the logarithm is that of x + offset
+
+
+@dataclass(frozen=True)
+class Compat:
+    """What the scripts of another system do where --compat leaves no choice, and their defaults elsewhere."""
+
+    ids: tuple[str, ...]  # the kinds of ids that it has; the first is the default
+    dense: str
+    format: str
+    shuffle: str = "global"  # default
+    last_day: str = "val-first"  # default
+    table_size: int = 0  # default for ids by modulo
+    is_torchrec: bool = True  # or derived from it: ids in order of occurrence, a missing id counts as raw id 0
+
+
+COMPATS = {
+    "torchrec": Compat(ids=("contiguous", "mod"), dense="log-min", format="npy", shuffle="none"),
+    "mlperf-v2": Compat(ids=("contiguous",), dense="log3", format="npy"),
+    "oneflow": Compat(
+        ids=("mod", "hash64"),
+        dense="log2",
+        format="parquet",
+        last_day="test-first",
+        table_size=40_000_000,
+        is_torchrec=False,
+    ),
+}
+
+
+class Options(Section):
+    input: str = Field(description="Directory of the raw logs, or a single log.")
+    source: Literal["1tb", "kaggle"] | None = Field(
+        None, description="1tb: day_0, day_1, ...; kaggle: train.txt and test.txt. By default found by their names."
+    )
+    ids: Literal["contiguous", "mod", "hash64"] | None = Field(
+        None,
+        description="contiguous: by vocabulary (default); mod: modulo table size; hash64: xxhash64. 0: missing.",
+    )
+    min_frequency: NonNegativeInt | None = Field(
+        None, description="Ids that occur less often share id 1. 2 or more also trains that row for unseen ids."
+    )
+    id_order: Literal["frequency", "first-seen"] | None = Field(
+        None, description="Contiguous ids: the most frequent first (default), or in order of occurrence."
+    )
+    table_size: list[Annotated[int, Field(ge=3, le=2**32)]] | None = Field(
+        None, description="Maximum rows per table: one number, or 26. Contiguous ids beyond it share id 1."
+    )
+    dense: Literal["log3", "log-min", "log2", "log1-clip"] | None = Field(
+        None,
+        description="log(x+3) (default for 1tb); log(x-min+2) (default for kaggle); log(x+2); log(1+max(x,0)).",
+    )
+    last_day: Literal["val-first", "test-first", "none"] | None = Field(
+        None, description="Which half of the last day is for val (default val-first); none: all rows are for training."
+    )
+    val_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=0.5,
+        description="One log or --last-day none: fraction of the rows for val, and the same for test.",
+    )
+    shuffle: Literal["none", "day", "global"] | None = Field(
+        None, description="Shuffle the training rows: not at all (default), within each day, or over all days."
+    )
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of --shuffle and --multi-hot. Same seed, same bytes.")
+    format: Literal["npy", "parquet"] | None = Field(None, description="npy (default) or parquet (default for spark).")
+    multi_hot: list[PositiveInt] | None = Field(
+        None, description="Ids per row and table, one number or 26: a fixed table adds others to each id."
+    )
+    multi_hot_distribution: Literal["uniform", "pareto"] | None = Field(
+        None, description="Distribution of the ids that --multi-hot adds (default uniform)."
+    )
+    memory_budget: str | None = Field(None, description="Maximum memory to use, like 4GB (default).")
+    engine: Literal["polars", "spark"] = Field("polars", description="polars: this machine. spark: a Spark cluster.")
+    spark_master: str | None = Field(None, description="Spark's address, like spark://host:7077 (default local[*]).")
+    compat: Literal["torchrec", "mlperf-v2", "oneflow"] | None = Field(
+        None, description="Do exactly what that system's scripts do, including their defects, which the log names."
+    )
+    on_bad_row: Literal["fail", "skip"] = Field("fail", description="Stop at a row that cannot be parsed, or skip it.")
+    max_bad_rows: NonNegativeInt | None = Field(
+        None, description=f"With --on-bad-row skip: stop after more than this many (default {_DEFAULT_BAD_ROWS})."
+    )
+
+    @model_validator(mode="after")
+    def fit_together(self) -> "Options":
+        compat = COMPATS.get(self.compat or "")
+        problems = [*self._id_problems(), *self._multi_hot_problems(), *self._engine_problems()]
+        if compat:
+            problems += self._compat_problems(compat, f"--compat {self.compat}")
+        if self.max_bad_rows is not None and self.on_bad_row == "fail":
+            problems.append("--max-bad-rows needs --on-bad-row skip.")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def kind_of_ids(self) -> str:
+        return self.ids or (COMPATS[self.compat].ids[0] if self.compat else "contiguous")
+
+    def _id_problems(self) -> Iterator[str]:
+        ids = self.kind_of_ids
+        if ids != "contiguous" and self.min_frequency is not None:
+            yield f"--min-frequency is for contiguous ids, not for {ids}."
+        if ids != "contiguous" and self.id_order is not None:
+            yield f"--id-order is for contiguous ids, not for {ids}."
+        if ids == "mod" and not self.table_size and not self.compat:
+            yield "--ids mod needs --table-size. (With --compat torchrec and no size, raw ids are kept.)"
+        if self.table_size is not None and len(self.table_size) not in (1, CRITEO.num_sparse):
+            yield f"--table-size takes one number or {CRITEO.num_sparse}, not {len(self.table_size)}."
+
+    def _multi_hot_problems(self) -> Iterator[str]:
+        if self.multi_hot is None:
+            if self.multi_hot_distribution is not None:
+                yield "--multi-hot-distribution needs --multi-hot."
+            return
+        ids = self.kind_of_ids
+        if len(self.multi_hot) not in (1, CRITEO.num_sparse):
+            yield f"--multi-hot takes one number or {CRITEO.num_sparse}, not {len(self.multi_hot)}."
+        if self.format == "parquet":
+            yield "--multi-hot is written as npy, not as parquet."
+        if ids != "contiguous" and self.table_size is None:
+            yield f"--multi-hot with {ids} ids needs --table-size."
+        if ids != "contiguous" and max(self.table_size or [0]) > 2**31:
+            yield "--multi-hot writes 32-bit ids: --table-size can be 2147483648 at most."
+
+    def _engine_problems(self) -> Iterator[str]:
+        if self.engine != "spark":
+            if self.spark_master is not None:
+                yield "--spark-master needs --engine spark."
+            return
+        if self.format == "npy":
+            yield "--engine spark writes parquet, not npy."
+        if self.multi_hot is not None:
+            yield "--engine spark has no --multi-hot."
+        if self.id_order == "first-seen" or (self.compat and COMPATS[self.compat].is_torchrec):
+            yield "--engine spark has no first-seen order of ids: rows have no order on a cluster."
+        if self.memory_budget is not None:
+            yield "--memory-budget is not for --engine spark."
+        if self.shuffle == "day":
+            yield "--engine spark shuffles over all days (global) or not at all."
+
+    def _compat_problems(self, compat: Compat, name: str) -> Iterator[str]:
+        ids = self.kind_of_ids
+        if ids not in compat.ids:
+            yield f"{name} has no {ids} ids."
+        if self.format not in (None, compat.format):
+            yield f"{name} writes {compat.format}."
+        if self.dense not in (None, compat.dense):
+            yield f"{name} means --dense {compat.dense}."
+        if compat.is_torchrec:
+            yield from self._torchrec_problems(ids, name)
+            return
+        if self.multi_hot is not None:
+            yield f"{name} has no --multi-hot."
+        if self.table_size is not None and len(set(self.table_size)) > 1:
+            yield f"{name} has one --table-size for all columns."
+        if ids == "hash64" and self.table_size is not None:
+            yield f"{name} has no --table-size for hash64."
+
+    def _torchrec_problems(self, ids: str, name: str) -> Iterator[str]:
+        most = _LARGEST_INT32_OF_FLOAT32
+        if self.id_order == "frequency":
+            yield f"{name} numbers ids in order of occurrence."
+        if self.shuffle == "day":
+            yield f"{name} shuffles over all days (global) or not at all."
+        if ids == "mod" and self.shuffle == "global" and max(self.table_size or [2**32]) > most:
+            yield f"{name} --shuffle global keeps 31 bits of an id: --table-size is needed, {most} at most."
+        if ids == "contiguous" and self.table_size is not None and self.multi_hot is None:
+            yield f"{name} applies table sizes when it loads: leave out --table-size."
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The options with every default decided. `compat` is empty for our own rules."""
+
+    ids: str
+    id_order: Literal["frequency", "first-seen"]
+    min_frequency: int
+    table_size: tuple[int, ...]  # 26, or none
+    dense: str
+    last_day: str
+    val_fraction: float
+    shuffle: str
+    seed: int
+    format: str
+    multi_hot: tuple[int, ...]  # 26, or none
+    multi_hot_distribution: str
+    compat: str
+    on_bad_row: str
+    max_bad_rows: int
+
+    @property
+    def is_torchrec(self) -> bool:
+        """Whether TorchRec's rules hold; among them, a missing id counts as raw id 0."""
+        return bool(self.compat) and COMPATS[self.compat].is_torchrec
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether training ids go through float32 and come out as int32, as in TorchRec's shuffle."""
+        return self.is_torchrec and self.shuffle == "global"
+
+    @property
+    def wide_ids(self) -> bool:
+        """Whether ids need 64 bits, or the original writes 64 bits."""
+        if self.compat in ("torchrec", "oneflow") or (self.ids != "contiguous" and not self.table_size):
+            return True
+        return max(self.table_size, default=0) > 2**31
+
+    @property
+    def label_type(self) -> type:
+        return np.float32 if self.compat == "oneflow" else np.int32
+
+    def log_format(self, has_labels: bool) -> LogFormat:
+        """Return the format of a raw log; integers of which there is no logarithm make a row bad."""
+        smallest = 1 - _OFFSETS[self.dense] if self.dense in _OFFSETS else CRITEO.smallest_dense
+        return LogFormat(CRITEO.num_dense, CRITEO.num_sparse, has_labels, smallest)
+
+    def bad_rows_allowed(self, bad_rows: int) -> int | None:
+        """Return how many bad rows may follow after `bad_rows`, or None if the first one is an error."""
+        return None if self.on_bad_row == "fail" else self.max_bad_rows - bad_rows
+
+    def dense_offset(self, smallest: int) -> int:
+        """Return what is added before the logarithm; `smallest` is the smallest integer that log-min refers to."""
+        return _OFFSETS.get(self.dense, 2 - smallest)
+
+    def dense_rule(self, smallest: int) -> Callable[[np.ndarray], np.ndarray]:
+        """Return the function from integers int32 [n, 13] to stored values float32 [n, 13]."""
+        if self.compat == "oneflow":
+            return lambda dense: (dense.astype(np.int64) + 1).astype(np.float32)
+        if self.dense == "log1-clip":
+            return lambda dense: np.log(np.maximum(dense, 0).astype(np.int64) + 1, dtype=np.float32)
+        offset = self.dense_offset(smallest)
+        return lambda dense: np.log(dense.astype(np.int64) + offset, dtype=np.float32)
+
+    @property
+    def notes(self) -> list[str]:
+        """Return the defects of the original that --compat repeats."""
+        notes = []
+        if self.compat == "oneflow" and self.ids == "mod":
+            notes.append(
+                "--compat oneflow: the missing id of each column equals the first id of the next, size * (column + 1); "
+                "recmill's own loader keeps them apart, since it gives each column a table of its own"
+            )
+        if self.is_torchrec:
+            notes.append(f"--compat {self.compat}: a missing id counts as raw id 0")
+            if self.ids == "contiguous":
+                notes.append(f"--compat {self.compat}: vocabularies were made from val and test rows too")
+        if self.compat == "torchrec":
+            notes.append(
+                "--compat torchrec: each file has its own dense minimum, so transforms may differ between files"
+            )
+        return notes
+
+
+def rules_of(options: Options, log_names: list[str]) -> Rules:
+    """Decide every default; some depend on which logs were found."""
+    is_kaggle = "train" in log_names
+    compat = COMPATS.get(options.compat or "")
+    ids = options.kind_of_ids
+    default_dense = "log-min" if is_kaggle else "log3"
+    default_format = "parquet" if options.engine == "spark" else "npy"
+    default_size = [compat.table_size] if compat and compat.table_size and ids == "mod" else []
+    last_day, val_fraction = _last_day(options, 1 if is_kaggle else len(log_names))
+    return Rules(
+        ids=ids,
+        id_order=options.id_order or ("first-seen" if compat else "frequency"),
+        min_frequency=max(options.min_frequency or 1, 1),
+        table_size=_for_every_column(options.table_size or default_size),
+        dense=compat.dense if compat else options.dense or default_dense,
+        last_day=last_day,
+        val_fraction=val_fraction,
+        shuffle=options.shuffle or (compat.shuffle if compat else "none"),
+        seed=options.seed,
+        format=options.format or (compat.format if compat else default_format),
+        multi_hot=_for_every_column(options.multi_hot or []),
+        multi_hot_distribution=options.multi_hot_distribution or "uniform",
+        compat=options.compat or "",
+        on_bad_row=options.on_bad_row,
+        max_bad_rows=_DEFAULT_BAD_ROWS if options.max_bad_rows is None else options.max_bad_rows,
+    )
+
+
+def _last_day(options: Options, num_labelled: int) -> tuple[str, float]:
+    if options.last_day == "none":
+        return "none", options.val_fraction or 0.0
+    if num_labelled == 1:
+        if options.last_day:
+            raise ConfigError(f"--last-day {options.last_day} needs two days or more. Use --val-fraction for one log.")
+        return "none", options.val_fraction or 0.1
+    if options.val_fraction:
+        raise ConfigError("--val-fraction is for one log: with days, the last one is for val and test (--last-day).")
+    return options.last_day or (COMPATS[options.compat].last_day if options.compat else "val-first"), 0.0
+
+
+def _for_every_column(values: list[int]) -> tuple[int, ...]:
+    return tuple(values) * (CRITEO.num_sparse if len(values) == 1 else 1)

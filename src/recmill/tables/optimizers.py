@@ -1,0 +1,85 @@
+"""One table of facts for each optimizer of tables. A new optimizer is a new entry here, and a name in the config.
+
+Fused tables are updated by FBGEMM, or by our kernel for CPU, in backward; replicated ones by `update`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor
+
+_BETA1, _BETA2 = 0.9, 0.999  # FBGEMM's defaults
+
+Rows = Tensor | slice
+Update = Callable[[Tensor, Rows, list[Tensor], float], Tensor]
+
+
+@dataclass(frozen=True)
+class TableOptimizer:
+    """`update(gradient, rows, states, eps)` changes the states of `rows` and returns what to subtract, before the
+    learning rate. States have FBGEMM's names, so that checkpoints of fused and replicated tables are the same.
+    """
+
+    fbgemm_type: EmbOptimType
+    state: dict[str, Literal["per row", "per value", "scalar"]]
+    update: Update
+    native_rule: int | None  # its number in kernels/steps.cpp
+    is_fused_on_cpu: bool = True
+
+    def state_values(self, rows: int, columns: int) -> int:
+        """Return how many values the state of a shard has."""
+        sizes = {"per row": rows, "per value": rows * columns, "scalar": 0}
+        return sum(sizes[shape] for shape in self.state.values())
+
+    def new_state(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the state of a table that was never updated."""
+        new = {
+            "per row": lambda: weight.new_zeros(weight.shape[0]),
+            "per value": lambda: torch.zeros_like(weight),
+            "scalar": lambda: weight.new_zeros((), dtype=torch.float64),
+        }
+        return {name: new[shape]() for name, shape in self.state.items()}
+
+
+def _sgd(gradient: Tensor, rows: Rows, states: list[Tensor], eps: float) -> Tensor:
+    return gradient.clone()
+
+
+def _adagrad(gradient: Tensor, rows: Rows, states: list[Tensor], eps: float) -> Tensor:
+    (squares,) = states
+    squares[rows] += gradient.square()
+    return gradient / (squares[rows].sqrt() + eps)
+
+
+def _rowwise_adagrad(gradient: Tensor, rows: Rows, states: list[Tensor], eps: float) -> Tensor:
+    (squares,) = states
+    squares[rows] += gradient.square().mean(dim=1)
+    return gradient / (squares[rows].sqrt() + eps)[:, None]
+
+
+def _adam(gradient: Tensor, rows: Rows, states: list[Tensor], eps: float) -> Tensor:
+    mean, square, steps = states
+    steps += 1
+    mean[rows] = mean[rows].lerp(gradient, 1 - _BETA1)
+    square[rows] = square[rows].lerp(gradient.square(), 1 - _BETA2)
+    unbiased_mean = mean[rows] / (1 - _BETA1**steps)
+    return unbiased_mean / ((square[rows] / (1 - _BETA2**steps)).sqrt() + eps)
+
+
+OPTIMIZERS = {
+    "sgd": TableOptimizer(EmbOptimType.EXACT_SGD, {}, _sgd, native_rule=0),
+    "adagrad": TableOptimizer(EmbOptimType.EXACT_ADAGRAD, {"momentum1": "per value"}, _adagrad, native_rule=1),
+    "rowwise_adagrad": TableOptimizer(
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD, {"momentum1": "per row"}, _rowwise_adagrad, native_rule=2
+    ),
+    "adam": TableOptimizer(
+        EmbOptimType.ADAM,
+        {"momentum1": "per value", "exp_avg_sq": "per value", "steps": "scalar"},
+        _adam,
+        native_rule=None,
+        is_fused_on_cpu=False,
+    ),
+}

@@ -1,0 +1,281 @@
+"""The only module that uses private or unstable names of TorchRec, FBGEMM and torch.
+
+At import it compares the installed versions with `pins` and looks for every name in PRIVATE_NAMES, so that an upgrade
+fails here, by name, and not in the middle of a run. The rest of Recmill calls the functions below.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import fbgemm_gpu
+import torch
+import torch.nn.functional as F
+import torchrec
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor, nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import LazyAwaitable, ShardingPlan
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from recmill.errors import UserError
+from recmill.tables import pins
+
+
+def _unusable(fact: object) -> UserError:
+    needed = f"torch {pins.TORCH}, torchrec {pins.TORCHREC} and fbgemm-gpu {pins.FBGEMM}"
+    return UserError(f"The installed libraries do not work: {fact}. Recmill needs {needed}. Run: recmill doctor.")
+
+
+try:
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.fx._symbolic_trace import PHWithMeta
+    from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
+except ImportError as error:
+    raise _unusable(error) from error
+
+# By class, the names that this module uses and that no documentation promises.
+PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
+    ShardedEmbeddingBagCollection: ("_lookups", "_embedding_names", "_embedding_dims"),
+    ShardedEmbeddingCollection: ("_lookups",),
+    BaseBatchedEmbeddingBag: ("_emb_module", "_config"),
+    BaseBatchedEmbedding: ("_emb_module", "_config"),
+    SplitTableBatchedEmbeddingBagsCodegen: (
+        *("weights_host", "weights_offsets", "momentum1_host", "momentum1_offsets"),
+        *("rows_per_table", "embedding_specs", "feature_table_map", "pooling_mode"),
+        *("optimizer", "optimizer_args", "get_learning_rate", "current_device"),
+    ),
+    DenseTableBatchedEmbeddingBagsCodegen: ("weights", "hash_size_cumsum", "max_D"),
+    LazyAwaitable: ("callbacks",),
+    ShardedTensor: ("_init_from_local_shards_and_global_metadata", "_process_group"),
+}
+
+
+def check_libraries(private_names: dict[type, tuple[str, ...]] = PRIVATE_NAMES) -> None:
+    """Raise UserError if an installed version is not the pinned one, or if a private name is gone."""
+    for module, pinned in ((torch, pins.TORCH), (torchrec, pins.TORCHREC), (fbgemm_gpu, pins.FBGEMM)):
+        if module.__version__.split("+")[0] != pinned:
+            raise _unusable(f"{module.__name__} {module.__version__} is installed")
+    for owner, names in private_names.items():
+        for name in sorted(set(names) - _names_in(owner)):
+            raise _unusable(f"{owner.__name__} of {owner.__module__.split('.')[0]} has no attribute '{name}'")
+
+
+def _names_in(owner: type) -> set[str]:
+    """Return the attributes of a class and all names that its methods use: instances set theirs in `__init__`."""
+    names: set[str] = set()
+    for parent in owner.__mro__:
+        names |= vars(parent).keys()
+        for value in vars(parent).values():
+            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            names |= set(code.co_names) if code else set()
+    return names
+
+
+check_libraries()
+
+# Keys of tables in state dictionaries and checkpoints: PATH.embedding_bags.TABLE.weight for sums of rows,
+# PATH.embeddings.TABLE.weight for sequences; optimizer states continue with .TABLE.momentum1 and the like.
+_TABLE_KEY = re.compile(r"(?:^|\.)embedding(?:_bag)?s\.(.+?)\.weight(?:\.|$)")
+
+
+def table_of(key: str) -> str | None:
+    """Return the table that a tensor belongs to, by its key in a state dictionary or checkpoint."""
+    found = _TABLE_KEY.search(key)
+    return found[1] if found else None
+
+
+def replicated_tables(plan: ShardingPlan) -> set[str]:
+    """Return the names of the tables that every rank holds completely."""
+    return {
+        table
+        for module_plan in plan.plan.values()
+        for table, placed in module_plan.items()
+        if placed.sharding_type == "data_parallel"
+    }
+
+
+class LocalShard(NamedTuple):
+    """The part of a tensor that this process holds, and its offsets in the complete tensor."""
+
+    row: int
+    column: int
+    values: Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, ShardedTensor)
+
+
+def local_shards(tensor: Tensor) -> Iterator[LocalShard]:
+    """Yield this process's shards of a tensor; an ordinary tensor is one shard."""
+    if not isinstance(tensor, ShardedTensor):
+        yield LocalShard(0, 0, tensor)
+        return
+    for shard in tensor.local_shards():
+        row, column = [*shard.metadata.shard_offsets, 0][:2]
+        yield LocalShard(row, column, shard.tensor)
+
+
+def table_shards(model: nn.Module) -> Iterator[tuple[str, LocalShard]]:
+    """Yield this process's shards of all tables, each with the name of its table."""
+    for key, value in model.state_dict().items():
+        if table := table_of(key):
+            for shard in local_shards(value):
+                yield table, shard
+
+
+def map_shards(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor sharded like `tensor`, with `function` applied to each of this process's shards."""
+    if not isinstance(tensor, ShardedTensor):
+        return function(tensor)
+    shards = [Shard(function(shard.tensor), shard.metadata) for shard in tensor.local_shards()]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, sharded_tensor_metadata=tensor.metadata(), process_group=tensor._process_group
+    )
+
+
+def flat_state(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Flatten nested state dictionaries to 'a.b.c' -> tensor, with the keys that checkpoints use."""
+    return flatten_state_dict(state)[0]
+
+
+# What `.metadata` of a checkpoint may hold: descriptions of tensors and of where they are stored.
+METADATA_CLASSES = frozenset(
+    [
+        ("pathlib", "PosixPath"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+                *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+            )
+        ),
+    ]
+)
+
+
+def pipeline_inputs(*fields: str) -> tuple[Any, ...]:
+    """Name the batch's fields for TorchRec's pipeline, one for each argument of the network's forward()."""
+    return tuple(PHWithMeta(field) for field in fields)
+
+
+def when_ready(output: Any, function: Callable[[Any], Any]) -> None:
+    """Replace the output of a sharded module with `function(output)` once the ranks have exchanged it."""
+    output.callbacks.append(function)
+
+
+class TableGroup:
+    """A group of tables that TorchRec looks up with one FBGEMM module."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @property
+    def module(self) -> Any:
+        return self._group._emb_module
+
+    def replace_module(self, module: nn.Module) -> None:
+        """Let TorchRec look rows up with `module`. The fused optimizer keeps FBGEMM's module."""
+        self._group._emb_module = module
+
+    @property
+    def shards(self) -> list[tuple[str, int]]:
+        """The table and the first row of each shard, in the order of FBGEMM's tables."""
+        return [(table.name, table.local_metadata.shard_offsets[0]) for table in self._group._config.embedding_tables]
+
+
+def sharded_collections(model: nn.Module) -> list[Any]:
+    kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+    return [module for module in model.modules() if isinstance(module, kinds)]
+
+
+def table_groups(collection: Any) -> list[TableGroup]:
+    """Return the groups of a sharded collection; they are not among its submodules."""
+    parts = [part for lookup in collection._lookups for part in lookup.modules()]
+    return [TableGroup(part) for part in parts if isinstance(part, (BaseBatchedEmbeddingBag, BaseBatchedEmbedding))]
+
+
+class BagCollection(ShardedEmbeddingBagCollection):
+    """TorchRec's sharded bags; a process that holds all tables can look rows up without TorchRec's exchange."""
+
+    _local_lookup: tuple[nn.Module, ...] = ()  # in a tuple: a submodule would appear in state dictionaries
+
+    def skip_exchange(self, lookup: nn.Module) -> None:
+        """Look all rows up with `lookup`, which holds all tables: the exchange would cost a millisecond per step."""
+        self._local_lookup = (lookup,)
+
+    def forward(self, ids: KeyedJaggedTensor, *others: Any, **options: Any) -> Any:
+        if not self._local_lookup or self._embedding_names != ids.keys():
+            return super().forward(ids, *others, **options)
+        sums = self._local_lookup[0](ids.values(), ids.offsets())
+        return KeyedTensor(self._embedding_names, self._embedding_dims, sums)
+
+
+def is_fused(module: object) -> bool:
+    """Return whether FBGEMM updates the rows of these tables in backward."""
+    return isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)
+
+
+class FusedTables:
+    """The memory in which FBGEMM keeps the rows and the optimizer state of a group of tables on CPU."""
+
+    def __init__(self, module: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+        self._module = module
+        self.optimizer: EmbOptimType = module.optimizer
+        self.dim: int = module.embedding_specs[0][1]
+        self.rows: Tensor = module.rows_per_table.long()
+
+    @property
+    def are_summed(self) -> bool:
+        """Whether a lookup is a sum of float32 rows of one width, with one feature per table."""
+        module = self._module
+        dims = {dim for _, dim, *_ in module.embedding_specs}
+        is_one_to_one = module.feature_table_map == list(range(len(module.embedding_specs)))
+        is_sum = module.pooling_mode == PoolingMode.SUM and len(dims) == 1 and is_one_to_one
+        return is_sum and module.weights_host.dtype == torch.float32
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """All rows, one table after the other, and the offset of each table."""
+        return self._module.weights_host, self._module.weights_offsets
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor]:
+        """The optimizer state of all rows, and the offset of each table's."""
+        return self._module.momentum1_host, self._module.momentum1_offsets
+
+    @property
+    def learning_rate_and_eps(self) -> tuple[float, float]:
+        return self._module.get_learning_rate(), self._module.optimizer_args.eps
+
+
+def new_row_marks(module: SplitTableBatchedEmbeddingBagsCodegen) -> tuple[list[int], Tensor, Tensor]:
+    """Return the rows of each table, a mark for every row, and the offset of the marks of each feature's table."""
+    sizes = [rows for rows, *_ in module.embedding_specs]
+    marks = torch.zeros(sum(sizes), dtype=torch.bool, device=module.current_device)
+    starts = torch.tensor([0, *sizes], device=marks.device).cumsum(0)
+    return sizes, marks, starts[module.feature_table_map]
+
+
+def replicated_sequence_rows(module: DenseTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor) -> Tensor:
+    """Return each looked-up row of data_parallel tables: FBGEMM's dense kernel for CPU sums them instead.
+
+    The tables follow one another in memory and have the same width.
+    """
+    first_rows = module.hash_size_cumsum[:-1]  # by feature
+    batch_size = (len(offsets) - 1) // len(first_rows)
+    shifts = first_rows.repeat_interleave(offsets[::batch_size].diff())
+    return F.embedding(indices + shifts, module.weights.view(-1, module.max_D))

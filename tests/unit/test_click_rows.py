@@ -1,0 +1,130 @@
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import polars as pl
+import pytest
+
+from recmill.data import click_rows
+from recmill.data.click_rows import Block, BlockCache, ClickRows, StoredDay, split_blocks
+from recmill.errors import DataError
+from recmill.schema import ClicksDescription, Dataset, FileInfo, RowRange, SparseFeature
+
+ROWS = 100
+
+
+@pytest.fixture
+def parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dataset:
+    """100 rows in blocks of 8: row n has dense value n, id 2 * n and label n % 2."""
+    monkeypatch.setattr(click_rows, "BLOCK_ROWS", 8)
+    numbers = np.arange(ROWS)
+    write(tmp_path, label=numbers % 2, I1=numbers.astype(np.float32), C1=numbers * 2)
+    return described(tmp_path, layout="parquet")
+
+
+def write(path: Path, **columns: Any) -> None:
+    pl.DataFrame(columns).write_parquet(path / "day.parquet")
+
+
+def described(path: Path, **changes: Any) -> Dataset:
+    description = ClicksDescription(
+        name="by hand",
+        made_by="a test",
+        recipe={},
+        files={name: FileInfo(bytes=0, rows=ROWS, xxh3="") for name in ("day.parquet", "day_labels.npy")},
+        dense=["I1"],
+        sparse=[SparseFeature(name="C1", rows=200)],
+        splits={"train": [RowRange(day="day", start=3, stop=90)], "val": [RowRange(day="day", start=90, stop=ROWS)]},
+    )
+    return Dataset(path, description.model_copy(update=changes), fingerprint="")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [slice(0, ROWS), slice(5, 23), slice(8, 16), np.array([0]), np.array([99, 3, 50, 3]), np.arange(ROWS)[::-1]],
+)
+def test_parquet_rows_come_in_the_requested_order(parquet: Dataset, rows: Any) -> None:
+    found = StoredDay(parquet, "day").take(rows)
+    expected = np.arange(ROWS)[rows]
+    assert found.dense[:, 0].tolist() == expected.tolist()
+    assert found.ids[:, 0].tolist() == (expected * 2).tolist()
+    assert found.labels.tolist() == (expected % 2).tolist()
+
+
+def test_blocks_of_a_split_hold_its_rows_in_order(parquet: Dataset) -> None:
+    blocks = list(split_blocks(parquet, ["val", "train", "test"]))
+    assert [(block.split, block.numbers) for block in blocks[:3]] == [
+        ("val", range(90, 98)),
+        ("val", range(98, 100)),
+        ("train", range(3, 11)),
+    ]
+    assert [n for block in blocks for n in block.numbers] == [*range(90, 100), *range(3, 90)]
+    assert all(_dense(block) == list(block.numbers) for block in blocks)
+
+
+def _dense(block: Block) -> list[float]:
+    return block.rows.dense[:, 0].tolist()
+
+
+def test_a_cache_keeps_the_blocks_that_were_used_last() -> None:
+    cache = BlockCache(2)
+    blocks = [ClickRows(np.zeros((1, 1)), np.zeros((1, 1)), np.zeros(1)) for _ in range(3)]
+    file = Path("f")
+    cache.put((file, 0), blocks[0])
+    cache.put((file, 1), blocks[1])
+    assert cache.get((file, 0)) is blocks[0]
+    cache.put((file, 2), blocks[2])
+    assert [cache.get((file, n)) for n in range(3)] == [blocks[0], None, blocks[2]]
+
+
+def test_a_block_is_decoded_once_while_it_is_cached(parquet: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    scanned = Mock(side_effect=pl.scan_parquet)
+    monkeypatch.setattr(pl, "scan_parquet", scanned)
+    day = StoredDay(parquet, "day", BlockCache(3))
+    for _ in range(4):
+        day.take(np.array([0, 8, 16, 1, 9, 17]))
+    assert scanned.call_count == 3
+
+
+@pytest.mark.parametrize(
+    ("columns", "fact"),
+    [
+        ({"label": [0] * ROWS, "C1": [0] * ROWS}, r"no column I1; it has label, C1"),
+        ({"label": [0] * ROWS, "I1": [0.0] * ROWS, "C1": [0] * 42 + [None] * 58}, r"row 42, column C1: no value"),
+    ],
+)
+def test_parquet_files_with_missing_columns_or_values_are_refused(
+    parquet: Dataset, columns: dict[str, Any], fact: str
+) -> None:
+    write(parquet.path, **columns)
+    with pytest.raises(DataError, match=fact):
+        StoredDay(parquet, "day").take(slice(0, ROWS))
+
+
+def test_a_file_that_is_no_parquet_is_refused(parquet: Dataset) -> None:
+    (parquet.path / "day.parquet").write_text("no")
+    with pytest.raises(DataError, match="not a Parquet file that can be read"):
+        StoredDay(parquet, "day")
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (lambda ids: ids[:-1], r"int32 \[99, 2\], expected i4 or i8 \[100, 2\]"),
+        (lambda ids: ids.astype(np.float32), r"float32 \[100, 2\], expected i4 or i8"),
+        (np.asfortranarray, r"int32 \[100, 2\], expected i4 or i8"),
+    ],
+)
+def test_multi_hot_ids_of_another_shape_or_type_are_refused(tmp_path: Path, change: Any, fact: str) -> None:
+    ids = np.arange(2 * ROWS, dtype=np.int32).reshape(ROWS, 2)
+    np.save(tmp_path / "day_dense.npy", np.zeros((ROWS, 1), np.float32))
+    np.save(tmp_path / "day_labels.npy", np.zeros((ROWS, 1), np.int32))
+    arrays: dict[str, Any] = {"0": ids}
+    np.savez(tmp_path / "day_sparse_multi_hot.npz", **arrays)
+    dataset = described(tmp_path, multi_hot=[2])
+    assert np.array_equal(StoredDay(dataset, "day").take(slice(3, 5)).ids, ids[3:5])
+    arrays["0"] = change(ids)
+    np.savez(tmp_path / "day_sparse_multi_hot.npz", **arrays)
+    with pytest.raises(DataError, match=fact):
+        StoredDay(dataset, "day")

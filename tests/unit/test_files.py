@@ -1,0 +1,83 @@
+"""Writing, locking and digesting files. Directories that replace others: tests/unit/test_every_failpoint.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from recmill.errors import ResourceError
+from recmill.files.atomic import new_directory, new_file, remove_leftovers, write_json, write_synced, write_text
+from recmill.files.digests import digest
+from recmill.files.locks import exclusive_lock
+
+
+def gone_process() -> int:
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    return int(done.stdout)
+
+
+def test_a_written_file_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    write_text(file, "old")
+    write_json(file, {"b": [1]})
+    assert file.read_text() == '{\n "b": [\n  1\n ]\n}\n'
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_text_is_written_before_it_is_synced(tmp_path: Path) -> None:
+    seen: list[str] = []
+    write_synced(tmp_path / "a", "text", lambda: seen.append((tmp_path / "a").read_text()))
+    assert seen == ["text"]
+
+
+@pytest.mark.parametrize("new", [new_file, new_directory])
+def test_a_block_that_fails_leaves_the_old_one(new: object, tmp_path: Path) -> None:
+    assert callable(new)
+    output = tmp_path / "parent" / "output"
+    with new(output) as partial:
+        assert partial.exists()
+        assert not output.exists()
+    before = output.stat().st_ino
+    with pytest.raises(KeyError), new(output) as partial:
+        raise KeyError
+    assert output.stat().st_ino == before
+    assert list(output.parent.iterdir()) == [output]
+
+
+def test_a_parent_that_is_a_file_is_a_resource_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ResourceError, match="file"), new_file(tmp_path / "file" / "output"):
+        pass
+
+
+def test_leftovers_of_killed_processes_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
+    output, gone = tmp_path / "output", gone_process()
+    (tmp_path / f".output.partial-{gone}").touch()
+    (tmp_path / f".output.partial-{os.getpid()}").touch()
+    (tmp_path / f".output.old-{gone}").mkdir()
+    remove_leftovers(output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".output.partial-{os.getpid()}", "output"]
+    (tmp_path / f".output.old-{gone}").mkdir()
+    remove_leftovers(output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".output.partial-{os.getpid()}", "output"]
+
+
+def test_a_lock_that_is_held_names_its_holder(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    second = exclusive_lock(lock, lambda holder: f"used by {holder}")
+    expected = pytest.raises(ResourceError, match=f"used by process {os.getpid()} on .* since 20")
+    with exclusive_lock(lock, str), expected, second:
+        pass
+    with exclusive_lock(lock, str):  # it ended with the block
+        assert lock.read_text().startswith(f"process {os.getpid()} on")
+
+
+def test_a_digest_is_that_of_all_bytes(tmp_path: Path) -> None:
+    content = os.urandom((1 << 22) + 5)
+    (tmp_path / "file").write_bytes(content)
+    blocks: list[int] = []
+    assert digest(tmp_path / "file", lambda: blocks.append(1)) == xxhash.xxh3_128_hexdigest(content)
+    assert len(blocks) == 2

@@ -1,0 +1,45 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recmill.data.share import num_batches, shares
+
+
+@settings(derandomize=True, deadline=None)
+@given(samples=st.integers(0, 300), batch=st.integers(1, 40), size=st.integers(1, 9), first=st.integers(0, 5))
+def test_shares_cover_every_position_once_in_equally_many_batches(
+    samples: int, batch: int, size: int, first: int
+) -> None:
+    by_rank = [list(shares(samples, batch, first, rank, size)) for rank in range(size)]
+    assert {len(parts) for parts in by_rank} == {max(0, num_batches(samples, batch) - first)}
+    covered: list[int] = []
+    for parts in zip(*by_rank, strict=True):
+        assert len({len(part.positions) for part in parts}) == 1, "equally many rows, fillers included"
+        assert len(parts[0].positions) <= -(-batch // size), "no more fillers than needed"
+        covered += [int(p) for part in parts for p in part.positions[part.weights() > 0]]
+    assert covered == list(range(first * batch, samples))
+
+
+def test_a_rank_that_got_fewer_positions_is_filled_up_with_some_that_weigh_nothing() -> None:
+    """23 samples in batches of 10, over 4 ranks: the last batch has 3."""
+    by_rank = [list(shares(23, 10, 1, rank, 4)) for rank in range(4)]
+    assert [part.weights().tolist() for part, _ in by_rank] == [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]]
+    assert [part.weights().tolist() for _, part in by_rank] == [[0], [1], [1], [1]]
+    assert all(part.positions[0] in (20, 21, 22) for _, part in by_rank), "a filler is a row that exists"
+
+
+@pytest.mark.parametrize(
+    ("rows", "per_rank", "world", "counts"),
+    [
+        # The reference's own examples, 103 rows in batches of 10 on 4 ranks and so on. It gives the ranks' last batches
+        # 6, 6, 6, 5 rows as we do, but for the second: there it makes one of 11, 11, 10, 10 of the last two.
+        (103, 10, 4, [[10, 10, 10, 10], [10, 10, 10, 10], [5, 6, 6, 6]]),
+        (82, 10, 4, [[10, 10, 10, 10], [10, 10, 10, 10], [0, 1, 0, 1]]),
+        (80, 10, 4, [[10, 10, 10, 10], [10, 10, 10, 10]]),
+        (25, 10, 4, [[6, 6, 6, 7]]),
+        (3, 10, 4, [[0, 1, 1, 1]]),  # the reference has no batch at all for this one
+    ],
+)
+def test_the_last_global_batch_is_divided_evenly(rows: int, per_rank: int, world: int, counts: list[list[int]]) -> None:
+    by_rank = [list(shares(rows, per_rank * world, 0, rank, world)) for rank in range(world)]
+    assert [[part.num_real for part in parts] for parts in zip(*by_rank, strict=True)] == counts
