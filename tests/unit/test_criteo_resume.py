@@ -270,7 +270,7 @@ def test_the_command_killed_from_outside_goes_on(run_cli: RunCli, tmp_path: Path
     assert rows.stat().st_mtime_ns == before
     again = run_cli(*command)
     assert again.returncode == 0, again.stderr
-    assert "going on with the unfinished work" in again.stderr
+    assert "resuming the unfinished work" in again.stderr
     prepare("criteo", tmp_path / "expected", input=tmp_path / "raw")
     assert contents(tmp_path / "d") == contents(tmp_path / "expected")
 
@@ -300,7 +300,7 @@ def test_other_options_or_inputs_are_named_and_the_work_is_kept(tmp_path: Path) 
     write_rows(raw / "day_1", random_rows(31, 77))
     with pytest.raises(DataError, match=r"files: was .*day_1.*\n.*day_1: was") as caught:
         prepare("criteo", tmp_path / "d", input=raw)
-    assert "begin anew with --overwrite" in str(caught.value)
+    assert "start over with --overwrite" in str(caught.value)
     assert done_parts(unfinished(tmp_path)) == done
     description = prepare("criteo", tmp_path / "d", input=raw, min_frequency=2, overwrite=True)
     assert description["source"][1]["rows"] == 31
@@ -437,10 +437,10 @@ def test_what_a_finished_run_could_not_remove_does_no_harm(logs: Path, tmp_path:
 def test_a_second_run_at_the_same_time_is_refused(logs: Path, tmp_path: Path) -> None:
     stopped(tmp_path, logs, "count-C5")
     before = contents_of_tree(unfinished(tmp_path))
-    with (unfinished(tmp_path) / "lock").open("w") as file:
+    with (unfinished(tmp_path) / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # another open file: as good as another process
         for overwrite in (False, True):
-            with pytest.raises(ResourceError, match="another `recmill prepare` .* works here"):
+            with pytest.raises(ResourceError, match="in use by another `recmill prepare`"):
                 prepare("criteo", tmp_path / "d", input=logs, overwrite=overwrite)
     assert contents_of_tree(unfinished(tmp_path)) == before
     prepare("criteo", tmp_path / "d", input=logs)

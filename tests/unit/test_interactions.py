@@ -130,7 +130,7 @@ def test_k_core_order_and_buckets_agree_with_a_plain_reading(
         patch.setattr(interactions, "_PART_ROWS", bucket_rows)
         patch.setattr(delimited, "_BLOCK_BYTES", 8 * bucket_rows)
         if not expected:
-            with pytest.raises(DataError, match=r"none is left|no rows"):
+            with pytest.raises(DataError, match=r"none of .* is left|no rows"):
                 prepared(directory, rows, k_core=k, **ALL)
             return
         found = prepared(directory, rows, k_core=k, **ALL)
@@ -141,7 +141,7 @@ def test_nothing_left_says_which_filter_took_what(tmp_path: Path) -> None:
     rows = [("a", "x", 0), ("a", "y", 0), ("b", "x", 0)]
     with pytest.raises(DataError) as caught:
         prepared(tmp_path, rows, min_item_count=2, min_user_count=0)
-    assert "of 3 interactions none is left:\n  --min-item-count 2: 1 interactions dropped (0 users, 1 items)" in str(
+    assert "none of 3 interactions is left:\n  --min-item-count 2: 1 interactions dropped (0 users, 1 items)" in str(
         caught.value
     )
     assert "users of fewer than 3 interactions: 2 interactions dropped (2 users, 1 items)" in str(caught.value)
@@ -204,7 +204,7 @@ GOOD = "a,x,1\na,y,2\na,z,3\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("who,what,when\n" + GOOD + "b,x\n", "raw.csv: row 4: expected 3 fields, got 2, the last is 'x'. Mend"),
+        ("who,what,when\n" + GOOD + "b,x\n", "raw.csv: row 4: expected 3 fields, got 2, the last is 'x'. Fix"),
         ("who,what,when\n" + GOOD + "b,x,4,5\n", "row 4: expected 3 fields, got 4, the last is '5'"),
         ("who,what,when\n" + GOOD + "b\nb,x,1,1,1\n", "row 4: expected 3 fields, got 1"),
         ("who,what,when\n" + GOOD + "\nb,x,4\n", "row 4: expected 3 fields, got a blank line"),
@@ -259,7 +259,7 @@ def test_a_file_cut_short_is_an_error_and_a_missing_line_end_a_warning(
     (tmp_path / "raw.csv").write_text("who,what\na,x\na,y\na,z")
     with caplog.at_level(logging.WARNING):
         prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv", **COLUMNS, **ALL)
-    assert "its last row has no line end" in caplog.text
+    assert "the last row has no line end" in caplog.text
     assert histories_of(tmp_path / "d") == {"a": ["x", "y", "z"]}
 
 
@@ -345,7 +345,7 @@ def test_killed_after_reading_it_goes_on_from_there(tmp_path: Path, monkeypatch:
         patch.setattr(interactions, "_write_arrays", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             prepare("histories", tmp_path / "d", input=raw, **COLUMNS, **ALL)
-    monkeypatch.setattr(interactions, "_put_aside", None)  # would fail if it were called again
+    monkeypatch.setattr(interactions, "_store_rows", None)  # would fail if it were called again
     prepare("histories", tmp_path / "d", input=raw, **COLUMNS, **ALL)
     assert histories_of(tmp_path / "d") == {"a": ["x", "y", "z"]}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "raw.csv"]

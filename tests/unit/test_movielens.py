@@ -87,7 +87,7 @@ def test_files_that_are_missing_or_of_two_editions_are_refused(tmp_path: Path) -
         prepare("movielens", tmp_path / "d", input=tmp_path / "raw")
     raw = write_edition(tmp_path / "raw", "ml-1m")
     (raw / "movies.dat").rename(raw / "films.dat")
-    with pytest.raises(DataError, match=r"ratings\.dat, but no movies\.dat"):
+    with pytest.raises(DataError, match=r"ratings\.dat is there, but not movies\.dat"):
         prepare("movielens", tmp_path / "d", input=raw)
     (raw / "u.data").touch()
     with pytest.raises(DataError, match=r"expected one of .*; it holds ratings\.dat, u\.data"):

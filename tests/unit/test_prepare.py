@@ -45,7 +45,7 @@ def test_overwrite_does_not_replace_what_is_no_dataset(tmp_path: Path) -> None:
 def test_overwrite_spares_other_tools_datasets(tmp_path: Path, description: str) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "dataset.json").write_text(description)
-    with pytest.raises(DataError, match="is not ours"):
+    with pytest.raises(DataError, match="was not written by recmill"):
         prepare("random-histories", tmp_path / "d", overwrite=True)
 
 

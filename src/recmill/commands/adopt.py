@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 from pydantic import Field, PositiveInt
 
-from recmill.commands.prepare import checked_options
+from recmill.config.options import checked_options
 from recmill.config.sections import Section
 from recmill.data.click_rows import (
     ClickRows,

@@ -59,7 +59,7 @@ __all__ = ["Options", "Plan", "plan", "write"]
 log = logging.getLogger(__name__)
 
 
-def write(work: Work, plan: Plan) -> Description:
+def write(plan: Plan, work: Work) -> Description:
     if plan.engine == "spark":
         from recmill.datasets.criteo import spark as criteo_spark
 

@@ -1,5 +1,6 @@
-"""Writing histories."""
+"""Writing prepared histories."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,63 +10,55 @@ import polars as pl
 from recmill.datasets.writing import MADE_BY, seal, write_npy, write_parquet
 from recmill.schema import Description, FileInfo, HistoriesDescription
 
-MIN_HISTORY = 3  # leave-one-out: one item each for training, validation and test
+MIN_HISTORY = 3  # leave-one-out needs one item each for training, validation and test
 
 
-def seal_histories(
-    directory: Path,
-    name: str,
-    recipe: dict[str, Any],
-    items: np.ndarray,
-    lengths: np.ndarray,
-    users: pl.DataFrame,
-    item_names: pl.DataFrame,
-    timestamps: np.ndarray | None = None,
-    truth: dict[str, dict[str, float]] | None = None,
-    notes: list[str] | None = None,
-) -> Description:
-    """`users` and `item_names` have columns id, original_id, title (items only), count; in the order of the ids."""
-    write_npy(directory / "items.npy", items, np.int32)
-    if timestamps is not None:
-        write_npy(directory / "timestamps.npy", timestamps, np.int64)
-    return seal_written(
-        directory, name, recipe, lengths, users, item_names, timestamps is not None, truth or {}, notes or []
-    )
+@dataclass(frozen=True)
+class Histories:
+    """What a dataset of histories says beside the interactions themselves.
+
+    `users` has columns id, original_id, count; `items` has id, original_id, title, count. Both are sorted by id;
+    users start at 0, items at 1.
+    """
+
+    name: str
+    recipe: dict[str, Any]
+    users: pl.DataFrame
+    items: pl.DataFrame
+    has_timestamps: bool = False
+    truth: dict[str, dict[str, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
-def seal_written(
-    directory: Path,
-    name: str,
-    recipe: dict[str, Any],
-    lengths: np.ndarray,
-    users: pl.DataFrame,
-    item_names: pl.DataFrame,
-    has_timestamps: bool,
-    truth: dict[str, dict[str, float]],
-    notes: list[str],
-) -> Description:
-    """As `seal_histories`, for items.npy (and timestamps.npy) that stand in `directory` already."""
-    num_interactions = int(lengths.sum())
-    rows = {"items.npy": num_interactions, "offsets.npy": len(lengths) + 1}
-    write_npy(directory / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]), np.int64)
-    if has_timestamps:
-        rows["timestamps.npy"] = num_interactions
+def seal_histories(directory: Path, histories: Histories) -> Description:
+    """Complete the dataset in `directory`, where items.npy (and timestamps.npy) are written already."""
+    users, items = histories.users, histories.items
+    offsets = np.concatenate([[0], np.cumsum(users["count"].to_numpy())])
+    num_interactions = int(offsets[-1])
+    write_npy(directory / "offsets.npy", offsets, np.int64)
     write_parquet(directory / "users.parquet", users)
-    write_parquet(directory / "items.parquet", item_names)
-    rows |= {"users.parquet": users.height, "items.parquet": item_names.height}
+    write_parquet(directory / "items.parquet", items)
+    rows = {
+        "items.npy": num_interactions,
+        "offsets.npy": len(offsets),
+        "users.parquet": users.height,
+        "items.parquet": items.height,
+    }
+    if histories.has_timestamps:
+        rows["timestamps.npy"] = num_interactions
 
     def describe(files: dict[str, FileInfo]) -> Description:
         return HistoriesDescription(
-            name=name,
+            name=histories.name,
             made_by=MADE_BY,
-            recipe=recipe,
+            recipe=histories.recipe,
             files=files,
-            truth=truth,
-            notes=notes,
+            truth=histories.truth,
+            notes=histories.notes,
             num_users=users.height,
-            num_items=item_names.height,
+            num_items=items.height,
             num_interactions=num_interactions,
-            has_timestamps=has_timestamps,
+            has_timestamps=histories.has_timestamps,
         )
 
     return seal(directory, describe, rows)
