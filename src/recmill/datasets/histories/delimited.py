@@ -57,14 +57,14 @@ class Table:
             header, line_end, rest = next(texts, b"").partition(b"\n")
             columns = (self._split(header + line_end) or [[]])[0]
             texts = chain([rest] if rest else [], texts)
-        layout = _Layout(len(columns), {field: self._position(columns, field.column) for field in fields})
+        positions = {field: self._position(columns, field.column) for field in fields}
         total = int(self.path.stat().st_size * expansion(self.path))
         done = 0
         with Progress(f"reading {self.path.name}", total, "bytes") as progress:
             for text in texts:
-                frame = self._parse(text, layout)
+                frame = self._parse(text, len(columns), positions)
                 if frame is None:
-                    raise self._bad_row(text, layout, done)
+                    raise self._bad_row(text, len(columns), positions, done)
                 yield frame
                 done += frame.height
                 progress.advance(len(text))
@@ -121,21 +121,21 @@ class Table:
             return list(csv.reader(lines, delimiter=self._one_byte_separator))
         return list(csv.reader(lines, delimiter=self._one_byte_separator, quoting=csv.QUOTE_NONE))
 
-    def _parse(self, text: bytes, layout: "_Layout") -> pl.DataFrame | None:
+    def _parse(self, text: bytes, num_columns: int, positions: dict[Field, int]) -> pl.DataFrame | None:
         """Return None if any row is bad."""
-        if not self._has_num_columns(text, layout.num_columns):
+        if not self._has_num_columns(text, num_columns):
             return None
-        types = {position: _TYPES[field.kind] for field, position in layout.positions.items()}
-        dates = [field.name for field in layout.positions if field.kind == "date"]
-        numbers = [field.name for field in layout.positions if field.kind == "number"]
+        types = {position: _TYPES[field.kind] for field, position in positions.items()}
+        dates = [field.name for field in positions if field.kind == "date"]
+        numbers = [field.name for field in positions if field.kind == "number"]
         try:
             frame = pl.read_csv(
                 text,
                 has_header=False,
                 separator=self._one_byte_separator,
                 quote_char='"' if self._has_quotes else None,
-                schema={str(position): types.get(position, pl.String()) for position in range(layout.num_columns)},
-            ).select(pl.col(str(position)).alias(field.name) for field, position in layout.positions.items())
+                schema={str(position): types.get(position, pl.String()) for position in range(num_columns)},
+            ).select(pl.col(str(position)).alias(field.name) for field, position in positions.items())
             frame = frame.with_columns(pl.col(dates).str.to_datetime(strict=False, time_unit="us").dt.epoch("us"))
         except pl.exceptions.PolarsError:
             return None
@@ -150,28 +150,20 @@ class Table:
         separators_before = np.searchsorted(separators, np.flatnonzero(letters == ord("\n")))
         return np.array_equal(separators_before, np.arange(1, len(separators_before) + 1) * (num_columns - 1))
 
-    def _bad_row(self, text: bytes, layout: "_Layout", done: int) -> DataError:
+    def _bad_row(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> DataError:
         """Find the first bad row by checking one value at a time."""
         rows = self._split(text)
         for number, row in enumerate(rows, done + 1):
-            if len(row) != layout.num_columns:
+            if len(row) != num_columns:
                 found = f"got {len(row)}, the last is {row[-1][:80]!r}" if row else "got a blank line"
-                return DataError(
-                    f"{self.path}: row {number:,}: expected {layout.num_columns} fields, {found}. {_REMEDY}"
-                )
-            for field, position in layout.positions.items():
+                return DataError(f"{self.path}: row {number:,}: expected {num_columns} fields, {found}. {_REMEDY}")
+            for field, position in positions.items():
                 if not _is_good(row[position], field.kind):
                     fact = f"column {field.column}: {row[position][:80]!r} {_FACTS[field.kind]}"
                     return DataError(f"{self.path}: row {number:,}, {fact}. {_REMEDY}")
         span = f"{self.path}: rows {done + 1:,} to {done + len(rows):,}"
         reasons = "a quote, a character that is not UTF-8, or a date in another format than the first"
         return DataError(f"{span}: one of them cannot be read ({reasons}). {_REMEDY}")
-
-
-@dataclass(frozen=True)
-class _Layout:
-    num_columns: int
-    positions: dict[Field, int]
 
 
 def _is_good(value: str, kind: Kind) -> bool:

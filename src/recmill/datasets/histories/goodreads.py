@@ -11,7 +11,7 @@ from pathlib import Path
 import polars as pl
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from recmill.datasets.compressed import SUFFIXES, expansion, read_blocks
+from recmill.datasets.compressed import SUFFIXES, expansion, forecast_rows, read_blocks
 from recmill.datasets.histories import delimited
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, rating_condition, write
 from recmill.datasets.histories.writing import MIN_HISTORY
@@ -69,6 +69,7 @@ def plan(options: Options) -> InteractionsPlan:
         "goodreads",
         options,
         [path, *name_files],
+        forecast_rows(path),
         lambda: delimited.Table(path, ",").rows(*_FIELDS),
         options.min_interactions,
         options.max_interactions,

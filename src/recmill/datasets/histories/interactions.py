@@ -22,7 +22,7 @@ import polars as pl
 from pydantic import Field, NonNegativeInt
 
 from recmill.config.sections import Section
-from recmill.datasets.compressed import forecast_rows, sample_digest
+from recmill.datasets.compressed import sample_digest
 from recmill.datasets.histories.writing import MIN_HISTORY, Histories, seal_histories
 from recmill.datasets.writing import NpyWriter, Work, check_disk, write_parquet
 from recmill.errors import DataError
@@ -34,6 +34,7 @@ _PART_ROWS = 1 << 21
 _BUCKET_ROWS = 1 << 22
 _MAX_BUCKETS = 256  # each is an open file while rows are distributed
 _MAX_IDS = 2**31 - 2
+_NO_LIMIT = 2**63 - 1
 _PATH_OPTIONS = {"input", "titles", "book_ids"}  # the recipe has the content of these files, not their location
 
 
@@ -62,6 +63,7 @@ class InteractionsPlan:
     name: str
     options: Filters
     files: list[Path]
+    forecast_rows: int
     batches: Callable[[], Iterator[pl.DataFrame]]
     min_user_count: int
     max_user_count: int | None = None
@@ -84,14 +86,15 @@ def rating_condition(options: Filters) -> dict[str, pl.Expr]:
 
 
 def write(plan: InteractionsPlan, work: Work) -> Description:
-    _check_disk(plan, work)
+    # Rows are on disk as read (8 bytes per value), as sorted (4 per id, 8 per time) and as written.
+    check_disk(work, plan.forecast_rows * (52 if plan.has_time else 28), plan.forecast_rows)
     titles = plan.titles() if plan.titles else pl.DataFrame(schema={"original_id": pl.String, "title": pl.String})
     read = work.part("rows", lambda: _store_rows(plan, work.scratch))
-    parts = sorted(work.scratch.glob("rows-*.parquet"))
+    parts = [work.scratch / name for name in read["parts"]]
     users = _count_ids(parts, "user")
     items = _count_ids(parts, "item")
     sort = work.part("sorted", lambda: _sort_rows(parts, users, items, work.scratch, plan.options.repeats))
-    buckets = sorted(work.scratch.glob("sorted-*.parquet"))
+    buckets = [work.scratch / name for name in sort["buckets"]]
     notes = [f"{option}: {count:,} interactions dropped" for option, count in read["dropped"].items() if count]
     if sort["repeats"]:
         notes.append(f"--repeats {plan.options.repeats}: {sort['repeats']:,} interactions dropped")
@@ -118,24 +121,8 @@ def write(plan: InteractionsPlan, work: Work) -> Description:
     )
 
 
-def _check_disk(plan: InteractionsPlan, work: Work) -> None:
-    """Count rows as read (8 bytes per value), as sorted (4 per id, 8 per time) and as written."""
-    rows = _forecast_rows(plan.files[0])
-    check_disk(work, rows * (52 if plan.has_time else 28), rows)
-
-
-def _forecast_rows(path: Path) -> int:
-    if path.suffix != ".parquet":
-        return forecast_rows(path)
-    try:
-        return pl.scan_parquet(path).select(pl.len()).collect().item()
-    except pl.exceptions.PolarsError:
-        return 0  # corrupt: reading it will raise the error
-
-
 def _store_rows(plan: InteractionsPlan, scratch: Path) -> dict[str, Any]:
-    """Write the rows that meet the conditions to rows-*.parquet, in file order."""
-    _remove(scratch, "rows-*.parquet")
+    """Write the rows that meet the conditions to files of at least _PART_ROWS rows, in file order."""
     columns = ["user", "item", "time"] if plan.has_time else ["user", "item"]
     dropped = dict.fromkeys(plan.conditions, 0)
     rows = 0
@@ -150,10 +137,12 @@ def _store_rows(plan: InteractionsPlan, scratch: Path) -> dict[str, Any]:
                 dropped[option] += before - batch.height
             yield batch.select(columns)
 
-    for number, part in enumerate(_joined(kept(), _PART_ROWS)):
-        write_parquet(scratch / f"rows-{number:05d}.parquet", part, compression="uncompressed")
+    parts: list[str] = []
+    for frame in _joined(kept(), _PART_ROWS):
+        parts.append(f"rows-{len(parts):05d}.parquet")
+        write_parquet(scratch / parts[-1], frame, compression="uncompressed")
     log.info("%s interactions read", f"{rows:,}")
-    return {"rows": rows, "dropped": dropped}
+    return {"rows": rows, "dropped": dropped, "parts": parts}
 
 
 def _joined(frames: Iterator[pl.DataFrame], min_rows: int) -> Iterator[pl.DataFrame]:
@@ -168,12 +157,6 @@ def _joined(frames: Iterator[pl.DataFrame], min_rows: int) -> Iterator[pl.DataFr
         yield pl.concat(held)
 
 
-def _remove(scratch: Path, pattern: str) -> None:
-    """Remove what an interrupted run left."""
-    for left in scratch.glob(pattern):
-        left.unlink()
-
-
 def _count_ids(parts: list[Path], column: str) -> pl.DataFrame:
     """Return original_id, count, sorted by original id; an id's number is its row in this frame."""
     counted = pl.scan_parquet(parts).group_by(original_id=column).agg(count=pl.len()).collect(engine="streaming")
@@ -185,33 +168,26 @@ def _count_ids(parts: list[Path], column: str) -> pl.DataFrame:
 def _sort_rows(
     parts: list[Path], users: pl.DataFrame, items: pl.DataFrame, scratch: Path, repeats: str
 ) -> dict[str, Any]:
-    """Write rows, with numbers for ids, sorted by (user, time, file order) to sorted-*.parquet; drop repeats."""
-    _remove(scratch, "sorted-*.parquet")
-    paths, record_type = _distribute(parts, users, items, scratch)
+    """Write rows, with numbers for ids, sorted by (user, time, file order) to one file per bucket; drop repeats."""
     pair = pl.col("user").cast(pl.Int64) * 2**32 + pl.col("item")
+    buckets: list[str] = []
     dropped = 0
-    for bucket, path in paths.items():
-        unsorted = pl.from_numpy(np.fromfile(path, record_type))
+    for unsorted in _distribute(parts, users, items, scratch):
         frame = unsorted.sort([name for name in ("user", "time") if name in unsorted.columns], maintain_order=True)
         if repeats != "keep":
             frame = frame.filter(pair.is_first_distinct() if repeats == "first" else pair.is_last_distinct())
         dropped += unsorted.height - frame.height
-        write_parquet(scratch / f"sorted-{bucket:05d}.parquet", frame, compression="uncompressed")
-        path.unlink()
-    return {"repeats": dropped}
+        buckets.append(f"sorted-{len(buckets):05d}.parquet")
+        write_parquet(scratch / buckets[-1], frame, compression="uncompressed")
+    return {"repeats": dropped, "buckets": buckets}
 
 
-def _distribute(
-    parts: list[Path], users: pl.DataFrame, items: pl.DataFrame, scratch: Path
-) -> tuple[dict[int, Path], np.dtype]:
-    """Append rows, as records in file order, to one file per bucket of consecutive users.
-
-    Returns these files and the type of their records.
-    """
+def _distribute(parts: list[Path], users: pl.DataFrame, items: pl.DataFrame, scratch: Path) -> Iterator[pl.DataFrame]:
+    """Yield buckets of rows of consecutive users, with numbers for ids; the rows of a bucket are in file order."""
     counts = users["count"].to_numpy().astype(np.int64)
     rows_per_bucket = max(_BUCKET_ROWS, -(-int(counts.sum()) // _MAX_BUCKETS))
     bucket_of_user = (np.cumsum(counts) - counts) // rows_per_bucket
-    paths = {bucket: scratch / f"dealt-{bucket:05d}" for bucket in np.unique(bucket_of_user).tolist()}
+    paths = {bucket: scratch / f"bucket-{bucket:05d}" for bucket in np.unique(bucket_of_user).tolist()}
     with ExitStack() as stack:
         files = {bucket: stack.enter_context(path.open("wb")) for bucket, path in paths.items()}
         for part in parts:
@@ -220,7 +196,9 @@ def _distribute(
             for (bucket,), chosen in rows.partition_by("bucket", include_key=False, as_dict=True).items():
                 records = chosen.to_numpy(structured=True)
                 files[bucket].write(records.tobytes())
-    return paths, records.dtype
+    for path in paths.values():
+        yield pl.from_numpy(np.fromfile(path, records.dtype))
+        path.unlink()
 
 
 def _with_numbers(rows: pl.DataFrame, users: pl.DataFrame, items: pl.DataFrame) -> pl.DataFrame:
@@ -252,42 +230,40 @@ class _Kept:
 
     def filter(self, plan: InteractionsPlan) -> list[str]:
         """Filter items, then users, then both until nothing changes if --k-core is set; return what was dropped."""
-        before = self._sizes()
-        least = plan.options.min_item_count
-        self._keep(self.items >= least, self.users > 0)
-        notes = [self._note(f"--min-item-count {least}", before)]
-
-        before = self._sizes()
-        least = max(plan.min_user_count, MIN_HISTORY)
-        most = plan.max_user_count or np.iinfo(np.int64).max
-        self._keep(self.items > 0, (self.users >= least) & (self.users <= most))
-        span = f"fewer than {least}" + (f" or more than {most}" if plan.max_user_count else "")
-        notes.append(self._note(f"users of {span} interactions", before))
-
-        before = self._sizes()
+        min_item = plan.options.min_item_count
+        min_user = max(plan.min_user_count, MIN_HISTORY)
+        max_user = plan.max_user_count or _NO_LIMIT
         k = plan.options.k_core
-        changed = k > 0
-        while changed:
-            sizes = self._sizes()
-            self._keep(self.items >= k, self.users >= max(k, MIN_HISTORY))
-            changed = sizes != self._sizes()
-        notes.append(self._note(f"--k-core {k}", before))
-        return [note for note in notes if note]
+        sizes = [self._sizes()]
+        self._keep(min_item, 1, _NO_LIMIT)
+        sizes.append(self._sizes())
+        self._keep(1, min_user, max_user)
+        sizes.append(self._sizes())
+        while k and self._keep(k, max(k, MIN_HISTORY), _NO_LIMIT):
+            pass
+        sizes.append(self._sizes())
+        span = f"fewer than {min_user}" + (f" or more than {max_user}" if plan.max_user_count else "")
+        rules = (f"--min-item-count {min_item}", f"users of {span} interactions", f"--k-core {k}")
+        notes = []
+        for rule, before, after in zip(rules, sizes[:-1], sizes[1:], strict=True):
+            rows, users, items = np.subtract(before, after).tolist()
+            if rows:
+                notes.append(f"{rule}: {rows:,} interactions dropped ({users:,} users, {items:,} items)")
+        return notes
 
-    def _keep(self, items: np.ndarray, users: np.ndarray) -> None:
-        """Drop the items and users that are not True, and count the rest again."""
-        if items[self.items > 0].all() and users[self.users > 0].all():
-            return  # counting reads every row
-        self.items = items * self.items
-        self.users = users * self.users
+    def _keep(self, min_item: int, min_user: int, max_user: int) -> bool:
+        """Keep users and items with these numbers of interactions; return whether any was dropped."""
+        items = self.items * (self.items >= min_item)
+        users = self.users * ((self.users >= min_user) & (self.users <= max_user))
+        if np.array_equal(items, self.items) and np.array_equal(users, self.users):
+            return False  # counting reads every row
+        self.items = items
+        self.users = users
         self._count()
+        return True
 
     def _sizes(self) -> tuple[int, int, int]:
         return self.interactions, int(np.count_nonzero(self.users)), int(np.count_nonzero(self.items))
-
-    def _note(self, rule: str, before: tuple[int, int, int]) -> str:
-        rows, users, items = (old - new for old, new in zip(before, self._sizes(), strict=True))
-        return f"{rule}: {rows:,} interactions dropped ({users:,} users, {items:,} items)" if rows else ""
 
     def _count(self) -> None:
         users, items = np.zeros_like(self.users), np.zeros_like(self.items)

@@ -11,7 +11,7 @@ from pathlib import Path
 import polars as pl
 from pydantic import Field, NonNegativeInt
 
-from recmill.datasets.compressed import SUFFIXES, read_blocks
+from recmill.datasets.compressed import SUFFIXES, forecast_rows, read_blocks
 from recmill.datasets.histories import delimited
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, rating_condition, write
 from recmill.errors import DataError
@@ -69,6 +69,7 @@ def plan(options: Options) -> InteractionsPlan:
         "movielens",
         options,
         [ratings, titles],
+        forecast_rows(ratings),
         lambda: table.rows(*_FIELDS),
         options.min_user_count,
         conditions=rating_condition(options),

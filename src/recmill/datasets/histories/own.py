@@ -3,12 +3,14 @@
 Filters apply in this order: rating, repeated items, items, users, k-core.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import polars as pl
 from pydantic import Field, NonNegativeInt, model_validator
 
+from recmill.datasets.compressed import forecast_rows
 from recmill.datasets.histories import delimited
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, rating_condition, write
 from recmill.errors import DataError
@@ -47,17 +49,20 @@ def plan(options: Options) -> InteractionsPlan:
         raise DataError(f"{path}: '{suffix}' is none of .csv, .tsv, .parquet (.gz and .zst after the first two).")
     columns = {name: getattr(options, f"{name}_column") for name in ("user", "item", "rating", "time")}
     columns = {name: column for name, column in columns.items() if column is not None}
-
-    def batches() -> Iterator[pl.DataFrame]:
-        if suffix == ".parquet":
-            return _read_parquet(path, columns)
-        return _read_text(delimited.Table(path, _SEPARATORS[suffix]), columns)
-
+    read: Callable[[], Iterator[pl.DataFrame]]
+    if suffix == ".parquet":
+        selected = _select_parquet(path, columns)
+        rows = selected.select(pl.len()).collect().item()
+        read = partial(_read_parquet, path, columns, selected)
+    else:
+        rows = forecast_rows(path)
+        read = partial(_read_text, delimited.Table(path, _SEPARATORS[suffix]), columns)
     return InteractionsPlan(
         "histories",
         options,
         [path],
-        batches,
+        rows,
+        read,
         options.min_user_count,
         conditions=rating_condition(options),
         has_time=options.time_column is not None,
@@ -71,23 +76,12 @@ def _read_text(table: delimited.Table, columns: dict[str, str]) -> Iterator[pl.D
     return table.rows(*(delimited.Field(name, column, kinds[name]) for name, column in columns.items()))
 
 
-def _read_parquet(path: Path, columns: dict[str, str]) -> Iterator[pl.DataFrame]:
+def _select_parquet(path: Path, columns: dict[str, str]) -> pl.LazyFrame:
     try:
         schema = pl.read_parquet_schema(path)
     except pl.exceptions.PolarsError as error:
         raise DataError(f"{path}: not a complete Parquet file ({error}). Get it again.") from None
-    selected = [_parquet_column(path, schema, name, column) for name, column in columns.items()]
-    done = 0
-    try:
-        batches = pl.scan_parquet(path).select(selected)
-        for batch in batches.collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True):
-            _check_values(path, batch, columns, done)
-            done += batch.height
-            yield batch
-    except pl.exceptions.PolarsError as error:
-        raise DataError(f"{path}: after row {done:,}: {str(error).splitlines()[0]}. Is the file complete?") from None
-    if not done:
-        raise DataError(f"{path}: no rows.")
+    return pl.scan_parquet(path).select(_parquet_column(path, schema, *names) for names in columns.items())
 
 
 def _parquet_column(path: Path, schema: dict[str, pl.DataType], name: str, column: str) -> pl.Expr:
@@ -116,3 +110,16 @@ def _check_values(path: Path, batch: pl.DataFrame, columns: dict[str, str], rows
             value = batch[name].filter(is_bad)[0]
             fact = "missing" if value is None else f"{value} is not a number"
             raise DataError(f"{path}: row {row:,}, column {column}: {fact}. Remove such rows from the file.")
+
+
+def _read_parquet(path: Path, columns: dict[str, str], selected: pl.LazyFrame) -> Iterator[pl.DataFrame]:
+    done = 0
+    try:
+        for batch in selected.collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True):
+            _check_values(path, batch, columns, done)
+            done += batch.height
+            yield batch
+    except pl.exceptions.PolarsError as error:
+        raise DataError(f"{path}: after row {done:,}: {str(error).splitlines()[0]}. Is the file complete?") from None
+    if not done:
+        raise DataError(f"{path}: no rows.")
