@@ -16,10 +16,7 @@ class DatasetPlan(Protocol):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The files to read, with their sizes and times. Interrupted work resumes only if they are unchanged.
-
-        Generated datasets have none.
-        """
+        """Files to read (none if generated), with size and time: interrupted work resumes only if unchanged."""
 
 
 class DatasetModule(Protocol):

@@ -23,7 +23,7 @@ from pydantic import Field, NonNegativeInt
 
 from recmill.config.sections import Section
 from recmill.datasets.compressed import sample_digest
-from recmill.datasets.histories.writing import MIN_HISTORY, Histories, seal_histories
+from recmill.datasets.histories.writing import MIN_HISTORY, id_table, seal_histories
 from recmill.datasets.writing import NpyWriter, Work, check_disk, write_parquet
 from recmill.errors import DataError
 from recmill.schema import Description
@@ -105,20 +105,12 @@ def write(plan: InteractionsPlan, work: Work) -> Description:
         raise DataError(f"{plan.files[0]}: none of {read['rows']:,} interactions is left:{steps}\nRelax the filters.")
     _write_arrays(work.data, buckets, kept, plan.has_time)
     titles = titles.unique("original_id", keep="last")
-    titled = _named(items, kept.items, first_id=1).join(titles, on="original_id", how="left", maintain_order="left")
+    titled = _kept_ids(items, kept.items, first_id=1).join(titles, on="original_id", how="left", maintain_order="left")
     if plan.titles and (untitled := titled["title"].null_count()):
         notes.append(f"{untitled:,} of {titled.height:,} items have no title: their original id stands for it")
-    return seal_histories(
-        work.data,
-        Histories(
-            plan.name,
-            plan.recipe,
-            _named(users, kept.users, first_id=0),
-            titled.select("id", "original_id", pl.col("title").fill_null(pl.col("original_id")), "count"),
-            plan.has_time,
-            notes=notes,
-        ),
-    )
+    titled = titled.select("id", "original_id", pl.col("title").fill_null(pl.col("original_id")), "count")
+    named_users = _kept_ids(users, kept.users, first_id=0)
+    return seal_histories(work.data, plan.name, plan.recipe, named_users, titled, notes=notes)
 
 
 def _store_rows(plan: InteractionsPlan, scratch: Path) -> dict[str, Any]:
@@ -229,24 +221,22 @@ class _Kept:
         return frame.filter(is_kept)
 
     def filter(self, plan: InteractionsPlan) -> list[str]:
-        """Filter items, then users, then both until nothing changes if --k-core is set; return what was dropped."""
-        min_item = plan.options.min_item_count
+        """Filter items, then users, then both until nothing changes; return what was dropped."""
         min_user = max(plan.min_user_count, MIN_HISTORY)
         max_user = plan.max_user_count or _NO_LIMIT
-        k = plan.options.k_core
-        sizes = [self._sizes()]
-        self._keep(min_item, 1, _NO_LIMIT)
-        sizes.append(self._sizes())
-        self._keep(1, min_user, max_user)
-        sizes.append(self._sizes())
-        while k and self._keep(k, max(k, MIN_HISTORY), _NO_LIMIT):
-            pass
-        sizes.append(self._sizes())
         span = f"fewer than {min_user}" + (f" or more than {max_user}" if plan.max_user_count else "")
-        rules = (f"--min-item-count {min_item}", f"users of {span} interactions", f"--k-core {k}")
+        min_item, k = plan.options.min_item_count, plan.options.k_core
+        rules = {  # only the last can change anything when it is repeated
+            f"--min-item-count {min_item}": (min_item, 1, _NO_LIMIT),
+            f"users of {span} interactions": (1, min_user, max_user),
+            f"--k-core {k}": (k, max(k, MIN_HISTORY), _NO_LIMIT),
+        }
         notes = []
-        for rule, before, after in zip(rules, sizes[:-1], sizes[1:], strict=True):
-            rows, users, items = np.subtract(before, after).tolist()
+        for rule, limits in rules.items():
+            before = self._sizes()
+            while self._keep(*limits):
+                pass
+            rows, users, items = np.subtract(before, self._sizes()).tolist()
             if rows:
                 notes.append(f"{rule}: {rows:,} interactions dropped ({users:,} users, {items:,} items)")
         return notes
@@ -257,8 +247,7 @@ class _Kept:
         users = self.users * ((self.users >= min_user) & (self.users <= max_user))
         if np.array_equal(items, self.items) and np.array_equal(users, self.users):
             return False  # counting reads every row
-        self.items = items
-        self.users = users
+        self.items, self.users = items, users
         self._count()
         return True
 
@@ -287,11 +276,6 @@ def _write_arrays(directory: Path, buckets: list[Path], kept: _Kept, has_time: b
                 times.append(frame["time"].to_numpy())
 
 
-def _named(names: pl.DataFrame, counts: np.ndarray, first_id: int) -> pl.DataFrame:
-    """Return id, original_id, count of the users or items that were kept."""
-    kept = names.with_columns(count=pl.Series(counts)).filter(pl.col("count") > 0)
-    return kept.select(
-        pl.int_range(first_id, pl.len() + first_id, dtype=pl.Int64).alias("id"),
-        pl.col("original_id").cast(pl.String),
-        "count",
-    )
+def _kept_ids(names: pl.DataFrame, counts: np.ndarray, first_id: int) -> pl.DataFrame:
+    is_kept = counts > 0
+    return id_table(names["original_id"].filter(is_kept).cast(pl.String), counts[is_kept], first_id)

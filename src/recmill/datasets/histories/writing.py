@@ -1,6 +1,6 @@
 """Writing prepared histories."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +13,48 @@ from recmill.schema import Description, FileInfo, HistoriesDescription
 MIN_HISTORY = 3  # leave-one-out needs one item each for training, validation and test
 
 
-@dataclass(frozen=True)
-class Histories:
-    """What a dataset of histories says beside the interactions themselves.
+def id_table(original_ids: Iterable[str], counts: np.ndarray, first_id: int) -> pl.DataFrame:
+    """Number users or items in the order given: columns id, original_id, count."""
+    ids = range(first_id, first_id + len(counts))
+    return pl.DataFrame({"id": ids, "original_id": original_ids, "count": counts})
 
-    `users` has columns id, original_id, count; `items` has id, original_id, title, count. Both are sorted by id;
-    users start at 0, items at 1.
+
+def seal_histories(
+    directory: Path,
+    name: str,
+    recipe: dict[str, Any],
+    users: pl.DataFrame,
+    items: pl.DataFrame,
+    truth: dict[str, dict[str, float]] | None = None,
+    notes: list[str] | None = None,
+) -> Description:
+    """Complete the dataset in `directory`, where items.npy (and timestamps.npy, if there are any) are written already.
+
+    `users` has columns id (from 0), original_id, count; `items` has id (from 1), original_id, title, count.
     """
-
-    name: str
-    recipe: dict[str, Any]
-    users: pl.DataFrame
-    items: pl.DataFrame
-    has_timestamps: bool = False
-    truth: dict[str, dict[str, float]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-def seal_histories(directory: Path, histories: Histories) -> Description:
-    """Complete the dataset in `directory`, where items.npy (and timestamps.npy) are written already."""
-    users, items = histories.users, histories.items
     offsets = np.concatenate([[0], np.cumsum(users["count"].to_numpy())])
-    num_interactions = int(offsets[-1])
     write_npy(directory / "offsets.npy", offsets, np.int64)
     write_parquet(directory / "users.parquet", users)
     write_parquet(directory / "items.parquet", items)
-    rows = {
-        "items.npy": num_interactions,
-        "offsets.npy": len(offsets),
-        "users.parquet": users.height,
-        "items.parquet": items.height,
-    }
-    if histories.has_timestamps:
+    num_interactions = int(offsets[-1])
+    rows = {"items.npy": num_interactions, "offsets.npy": len(offsets)}
+    rows |= {"users.parquet": users.height, "items.parquet": items.height}
+    has_timestamps = (directory / "timestamps.npy").is_file()
+    if has_timestamps:
         rows["timestamps.npy"] = num_interactions
 
     def describe(files: dict[str, FileInfo]) -> Description:
         return HistoriesDescription(
-            name=histories.name,
+            name=name,
             made_by=MADE_BY,
-            recipe=histories.recipe,
+            recipe=recipe,
             files=files,
-            truth=histories.truth,
-            notes=histories.notes,
+            truth=truth or {},
+            notes=notes or [],
             num_users=users.height,
             num_items=items.height,
             num_interactions=num_interactions,
-            has_timestamps=histories.has_timestamps,
+            has_timestamps=has_timestamps,
         )
 
     return seal(directory, describe, rows)

@@ -14,12 +14,14 @@ from pydantic import Field, PositiveFloat
 from recmill import rng
 from recmill.data.click_rows import ClickRows
 from recmill.datasets.clicks import BLOCK_ROWS, ClickOptions, rows_per_day, seal_clicks, write_day
-from recmill.datasets.synthetic.plan import GeneratedPlan
+from recmill.datasets.synthetic.plan import GeneratedPlan, plan
 from recmill.datasets.writing import Work
 from recmill.metrics.auc import auroc
 from recmill.metrics.binary import log_loss_sum, sigmoid
 from recmill.observe.progress import Progress
 from recmill.schema import Description
+
+__all__ = ["Options", "plan", "write"]
 
 NUM_PAIRS = 4
 FACTOR_DIM = 2
@@ -67,10 +69,6 @@ class PlantedModel:
     def _factors(self, table: int, ids: np.ndarray) -> np.ndarray:
         keys = [rng.stream_key(self.options.seed, "factor", table, d) for d in range(FACTOR_DIM)]
         return np.stack([rng.normal(key, ids[:, table]) for key in keys], axis=1)
-
-
-def plan(options: Options) -> GeneratedPlan[Options]:
-    return GeneratedPlan(options)
 
 
 def write(plan: GeneratedPlan[Options], work: Work) -> Description:

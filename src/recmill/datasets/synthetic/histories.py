@@ -10,16 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from recmill.config.sections import Section
-from recmill.datasets.histories.writing import Histories, seal_histories
-from recmill.datasets.synthetic.plan import GeneratedPlan
+from recmill.datasets.histories.writing import id_table, seal_histories
+from recmill.datasets.synthetic.plan import GeneratedPlan, plan
 from recmill.datasets.writing import Work, write_npy
-from recmill.errors import ConfigError
 from recmill.metrics.ranking import NUM_NEGATIVES, Negatives, RankingMetrics
 from recmill.observe.progress import Progress
 from recmill.schema import Description
+
+__all__ = ["Options", "plan", "write"]
 
 SUCCESSOR_PROBABILITIES = np.array([0.4, 0.3, 0.2, 0.1])
 MIN_LENGTH = 5
@@ -35,6 +36,17 @@ class Options(Section):
     )
     seed: int = Field(1, ge=0, lt=2**63, description="The same seed gives the same bytes.")
     noise: float = Field(0.2, ge=0.0, le=1.0, description="Share of steps drawn by popularity instead of the chain.")
+
+    @model_validator(mode="after")
+    def check_interactions(self) -> "Options":
+        least = self.users * MIN_LENGTH
+        most = self.users * (self.items // 2)
+        if not least <= self.interactions <= most:
+            raise ValueError(
+                f"--interactions {self.interactions}: {self.users} users and {self.items} items need {least} to {most} "
+                f"({MIN_LENGTH} to items/2 each)."
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -72,16 +84,6 @@ class Chain:
     def draw_popular(self, count: int, generator: np.random.Generator) -> np.ndarray:
         points = np.searchsorted(np.cumsum(self.popularity), generator.random(count), side="right")
         return np.minimum(points, len(self.popularity) - 1)
-
-
-def _check_interactions(options: Options) -> None:
-    least = options.users * MIN_LENGTH
-    most = options.users * (options.items // 2)
-    if not least <= options.interactions <= most:
-        raise ConfigError(
-            f"--interactions {options.interactions}: {options.users} users and {options.items} items need "
-            f"{least} to {most} ({MIN_LENGTH} to items/2 each)."
-        )
 
 
 def history_lengths(options: Options) -> np.ndarray:
@@ -124,11 +126,6 @@ def walk(chain: Chain, lengths: np.ndarray, generator: np.random.Generator) -> n
     return steps[steps >= 0]
 
 
-def plan(options: Options) -> GeneratedPlan[Options]:
-    _check_interactions(options)
-    return GeneratedPlan(options)
-
-
 def write(plan: GeneratedPlan[Options], work: Work) -> Description:
     options = plan.options
     chain = Chain.planted(options)
@@ -141,21 +138,11 @@ def write(plan: GeneratedPlan[Options], work: Work) -> Description:
     items = np.concatenate(blocks) + 1
     counts = np.bincount(items, minlength=options.items + 1)[1:]
     write_npy(work.data / "items.npy", items, np.int32)
-    user_names = [str(user) for user in range(options.users)]
-    item_names = [str(item) for item in range(1, options.items + 1)]
-    titles = [f"Item {name}" for name in item_names]
-    return seal_histories(
-        work.data,
-        Histories(
-            "synthetic-histories",
-            plan.recipe,
-            pl.DataFrame({"id": range(options.users), "original_id": user_names, "count": lengths}),
-            pl.DataFrame(
-                {"id": range(1, options.items + 1), "original_id": item_names, "title": titles, "count": counts}
-            ),
-            truth={split: best_reachable(chain, items, lengths, counts, split) for split in ("val", "test")},
-        ),
-    )
+    users = id_table(map(str, range(options.users)), lengths, first_id=0)
+    names = id_table(map(str, range(1, options.items + 1)), counts, first_id=1)
+    names = names.select("id", "original_id", pl.format("Item {}", "original_id").alias("title"), "count")
+    truth = {split: best_reachable(chain, items, lengths, counts, split) for split in ("val", "test")}
+    return seal_histories(work.data, "synthetic-histories", plan.recipe, users, names, truth)
 
 
 def _blocks(lengths: np.ndarray, num_items: int) -> Iterator[np.ndarray]:

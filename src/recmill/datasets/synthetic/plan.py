@@ -1,4 +1,4 @@
-"""The plan of a dataset that is generated: its options are its recipe, and it has no input."""
+"""The plan of a generated dataset: its options are its recipe, and it has no input."""
 
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -16,3 +16,7 @@ class GeneratedPlan(Generic[OptionsT]):
     @property
     def recipe(self) -> dict[str, Any]:
         return self.options.model_dump()
+
+
+def plan(options: OptionsT) -> GeneratedPlan[OptionsT]:
+    return GeneratedPlan(options)

@@ -5,19 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from recmill.data.click_rows import ClickRows
-from recmill.datasets.clicks import BLOCK_ROWS, ClickOptions, rows_per_day, seal_clicks, write_day
-from recmill.datasets.synthetic.plan import GeneratedPlan
+from recmill.datasets.clicks import BLOCK_ROWS, rows_per_day, seal_clicks, write_day
+from recmill.datasets.clicks import ClickOptions as Options
+from recmill.datasets.synthetic.plan import GeneratedPlan, plan
 from recmill.datasets.writing import Work
 from recmill.observe.progress import Progress
 from recmill.schema import Description
 
-
-class Options(ClickOptions):
-    pass
-
-
-def plan(options: Options) -> GeneratedPlan[Options]:
-    return GeneratedPlan(options)
+__all__ = ["Options", "plan", "write"]
 
 
 def write(plan: GeneratedPlan[Options], work: Work) -> Description:

@@ -5,11 +5,13 @@ import polars as pl
 from pydantic import Field, PositiveInt
 
 from recmill.config.sections import Section
-from recmill.datasets.histories.writing import MIN_HISTORY, Histories, seal_histories
-from recmill.datasets.synthetic.plan import GeneratedPlan
+from recmill.datasets.histories.writing import MIN_HISTORY, id_table, seal_histories
+from recmill.datasets.synthetic.plan import GeneratedPlan, plan
 from recmill.datasets.writing import Work, write_npy
 from recmill.errors import ConfigError
 from recmill.schema import Description
+
+__all__ = ["Options", "plan", "write"]
 
 
 class Options(Section):
@@ -19,10 +21,6 @@ class Options(Section):
         300, lt=2**40, description="Number of interactions to draw; the N-th has time N, counted from 0."
     )
     seed: int = Field(1, ge=0, lt=2**63, description="The same seed gives the same bytes.")
-
-
-def plan(options: Options) -> GeneratedPlan[Options]:
-    return GeneratedPlan(options)
 
 
 def write(plan: GeneratedPlan[Options], work: Work) -> Description:
@@ -41,29 +39,16 @@ def write(plan: GeneratedPlan[Options], work: Work) -> Description:
             f"--random-size {options.random_size}: none of {options.random_user_count} users got the "
             f"{MIN_HISTORY} interactions that leave-one-out needs. Draw more."
         )
-    users = _numbered(kept, "user", first_id=0)
-    items = _numbered(kept, "item", first_id=1)
+    users = _counted(kept["user"], first_id=0)
+    items = _counted(kept["item"], first_id=1)
+    items = items.select("id", "original_id", pl.format("item {}", "original_id").alias("title"), "count")
     write_npy(work.data / "items.npy", kept["item"].rank("dense").to_numpy(), np.int32)
     write_npy(work.data / "timestamps.npy", kept["time"].to_numpy(), np.int64)
     dropped = drawn.height - kept.height
-    return seal_histories(
-        work.data,
-        Histories(
-            "random-histories",
-            plan.recipe,
-            users,
-            items.select("id", "original_id", pl.format("item {}", "original_id").alias("title"), "count"),
-            has_timestamps=True,
-            notes=[f"dropped {dropped} interactions of users with fewer than {MIN_HISTORY}"] if dropped else [],
-        ),
-    )
+    notes = [f"dropped {dropped} interactions of users with fewer than {MIN_HISTORY}"] if dropped else []
+    return seal_histories(work.data, "random-histories", plan.recipe, users, items, notes=notes)
 
 
-def _numbered(rows: pl.DataFrame, column: str, first_id: int) -> pl.DataFrame:
-    """Return id, original_id, count, with ids in the order of the original ones."""
-    counted = rows.group_by(column).agg(count=pl.len().cast(pl.Int64)).sort(column)
-    return counted.select(
-        id=pl.int_range(first_id, pl.len() + first_id, dtype=pl.Int64),
-        original_id=pl.col(column).cast(pl.String),
-        count="count",
-    )
+def _counted(values: pl.Series, first_id: int) -> pl.DataFrame:
+    original_ids, counts = np.unique(values.to_numpy(), return_counts=True)
+    return id_table(map(str, original_ids), counts, first_id)
