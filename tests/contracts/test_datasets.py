@@ -73,7 +73,9 @@ def test_it_provides_what_the_protocol_says(name: str, tmp_path: Path) -> None:
     module = registry.load(registry.DATASETS, name, "dataset")
     assert module.__doc__
     assert all(field.description for field in module.Options.model_fields.values())
-    options = {option: value if option != "input" else str(value) for option, value in SMALL.get(name, {}).items()}
+    options: dict[str, Any] = dict(SMALL.get(name, {}))
+    if "input" in options:
+        options["input"] = str(options["input"])
     plan = module.plan(module.Options(**options))
     assert json.loads(json.dumps(plan.recipe)) == plan.recipe
     assert bool(plan.inputs) == ("input" in options)
