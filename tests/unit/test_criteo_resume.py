@@ -260,7 +260,7 @@ def test_a_killed_command_continues_only_with_the_same_options(run_cli: RunCli, 
     assert rows.stat().st_mtime_ns == before
     again = run_cli(*command)
     assert again.returncode == 0, again.stderr
-    assert str(unfinished(tmp_path)) in again.stderr
+    assert "resuming the unfinished work" in again.stderr
     prepare("criteo", tmp_path / "expected", input=tmp_path / "raw")
     assert contents(tmp_path / "d") == contents(tmp_path / "expected")
 
@@ -290,7 +290,7 @@ def test_other_options_or_inputs_are_named_and_the_work_is_kept(tmp_path: Path) 
     write_rows(raw / "day_1", random_rows(31, 77))
     with pytest.raises(DataError, match=r"files: was .*day_1.*\n.*day_1: was") as caught:
         prepare("criteo", tmp_path / "d", input=raw)
-    assert "--overwrite" in str(caught.value)
+    assert "start over with --overwrite" in str(caught.value)
     assert done_parts(unfinished(tmp_path)) == done
     description = prepare("criteo", tmp_path / "d", input=raw, min_frequency=2, overwrite=True)
     assert description["source"][1]["rows"] == 31
@@ -427,7 +427,7 @@ def test_a_second_run_at_the_same_time_is_refused(logs: Path, tmp_path: Path) ->
     with (unfinished(tmp_path) / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # another open file: as good as another process
         for overwrite in (False, True):
-            with pytest.raises(ResourceError, match="another `recmill prepare`"):
+            with pytest.raises(ResourceError, match="in use by another `recmill prepare`"):
                 prepare("criteo", tmp_path / "d", input=logs, overwrite=overwrite)
     assert contents_of_tree(unfinished(tmp_path)) == before
     prepare("criteo", tmp_path / "d", input=logs)

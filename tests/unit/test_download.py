@@ -1,5 +1,6 @@
-"""`recmill download`, from a server on this machine that cuts connections, lies and refuses."""
+"""`recmill download` from a local server that breaks connections, sends wrong data and refuses requests."""
 
+import fcntl
 import hashlib
 import io
 import logging
@@ -42,7 +43,7 @@ ARCHIVE = zipped(FILES)
 
 @dataclass
 class Server:
-    """`cuts`: after how many bytes the coming answers end; `failures`: statuses of the coming answers."""
+    """`cuts` are the lengths at which the next answers end, `failures` the statuses of the next answers."""
 
     content: bytes = ARCHIVE
     etag: str | None = '"one"'
@@ -104,9 +105,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def publish(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    """As if this were GroupLens' archive."""
+    """Make `content` the archive that GroupLens publishes."""
     md5 = hashlib.md5(content).hexdigest()
-    source = replace(download_module.SOURCES["movielens"]["ml-1m"], md5=md5, most_bytes=10_000)
+    source = replace(download_module.SOURCES["movielens"]["ml-1m"], md5=md5, max_bytes=10_000)
     monkeypatch.setitem(download_module.SOURCES["movielens"], "ml-1m", source)
 
 
@@ -114,38 +115,37 @@ def left_in(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
-WHOLE = ["ml-1m/README", "ml-1m/movies.dat", "ml-1m/ratings.dat", "ml-1m/users.dat"]
+UNFINISHED = ".ml-1m.zip.unfinished"
+COMPLETE = ["ml-1m/README", "ml-1m/movies.dat", "ml-1m/ratings.dat", "ml-1m/users.dat"]
 
 
 def test_the_known_members_are_unpacked_and_can_be_prepared(server: Server, tmp_path: Path) -> None:
     assert download("movielens", tmp_path / "raw", url=server.url) == tmp_path / "raw" / "ml-1m"
-    assert left_in(tmp_path / "raw") == WHOLE
+    assert left_in(tmp_path / "raw") == COMPLETE
     assert (tmp_path / "raw" / "ml-1m" / "ratings.dat").read_text() == FILES["ml-1m/ratings.dat"]
     assert prepare("movielens", tmp_path / "d", input=tmp_path / "raw" / "ml-1m")["num_users"] == 8
     download("movielens", tmp_path / "raw", url=server.url)
     assert len(server.ranges) == 1  # the second time it was there already
 
 
-def test_a_cut_connection_goes_on_where_it_stopped(server: Server, tmp_path: Path) -> None:
+def test_a_broken_connection_is_resumed_where_it_stopped(server: Server, tmp_path: Path) -> None:
     server.cuts = [100, 50]
     download("movielens", tmp_path, url=server.url)
     assert server.ranges == [None, "bytes=100-", "bytes=150-"]
-    assert left_in(tmp_path) == WHOLE
+    assert left_in(tmp_path) == COMPLETE
 
 
-def test_a_run_that_was_given_up_goes_on_when_run_again(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_failed_resumes_when_run_again(server: Server, tmp_path: Path) -> None:
     server.cuts = [100, *[0] * 20]
     with pytest.raises(ResourceError) as caught:
         download("movielens", tmp_path, url=server.url)
-    assert f"cut off at 100 of {len(ARCHIVE)} bytes. Run it again to go on, or by hand: fetch" in str(caught.value)
-    assert f"so that {tmp_path}/ml-1m/ratings.dat is there" in str(caught.value)
-    assert left_in(tmp_path) == [".ml-1m.zip.partial", ".ml-1m.zip.partial.json"]
+    assert f"closed at 100 of {len(ARCHIVE)} bytes. Run it again to resume, or download https://" in str(caught.value)
+    assert f"so that {tmp_path}/ml-1m/ratings.dat exists" in str(caught.value)
+    assert left_in(tmp_path) == [f"{UNFINISHED}/{name}" for name in ("data", "lock", "version.json")]
     server.cuts, server.ranges = [], []
     download("movielens", tmp_path, url=server.url)
     assert server.ranges == ["bytes=100-"]
-    assert left_in(tmp_path) == WHOLE
+    assert left_in(tmp_path) == COMPLETE
 
 
 @pytest.mark.parametrize("etag", ['"two"', None, 'W/"one"'])
@@ -158,42 +158,54 @@ def test_a_file_that_may_have_changed_is_fetched_from_its_beginning(
         download("movielens", tmp_path, url=server.url)
     server.cuts, server.etag = [], etag
     download("movielens", tmp_path, url=server.url)
-    assert left_in(tmp_path) == WHOLE
+    assert left_in(tmp_path) == COMPLETE
 
 
-def test_killed_when_all_was_there_nothing_is_fetched_again(server: Server, tmp_path: Path) -> None:
-    (tmp_path / ".ml-1m.zip.partial").write_bytes(ARCHIVE)
-    (tmp_path / ".ml-1m.zip.partial.json").write_text(f'{{"url": "{server.url}", "version": "\\"one\\""}}')
+def test_a_complete_partial_file_is_not_downloaded_again(server: Server, tmp_path: Path) -> None:
+    (tmp_path / UNFINISHED).mkdir()
+    (tmp_path / UNFINISHED / "data").write_bytes(ARCHIVE)
+    (tmp_path / UNFINISHED / "version.json").write_text(f'{{"url": "{server.url}", "version": "\\"one\\""}}')
     download("movielens", tmp_path, url=server.url)
     assert server.ranges == [f"bytes={len(ARCHIVE)}-"]
-    assert left_in(tmp_path) == WHOLE
+    assert left_in(tmp_path) == COMPLETE
+
+
+def test_a_second_download_at_the_same_time_is_refused(server: Server, tmp_path: Path) -> None:
+    (tmp_path / UNFINISHED).mkdir()
+    with (tmp_path / UNFINISHED / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # another open file counts like another process
+        with pytest.raises(ResourceError, match="in use by another `recmill download`"):
+            download("movielens", tmp_path, url=server.url)
+    assert server.ranges == []
 
 
 def test_a_wrong_checksum_leaves_nothing(server: Server, tmp_path: Path) -> None:
     server.content = zipped({**FILES, "ml-1m/README": "tampered with"})
-    with pytest.raises(DataError, match=r"md5 [0-9a-f]{32}, expected [0-9a-f]{32}: damaged on the way"):
+    with pytest.raises(DataError, match=r"md5 [0-9a-f]{32}, expected [0-9a-f]{32}: corrupted on the way"):
         download("movielens", tmp_path, url=server.url)
     assert left_in(tmp_path) == []
 
 
-def test_busy_servers_are_asked_again_and_missing_files_are_told_at_once(server: Server, tmp_path: Path) -> None:
+def test_busy_servers_are_retried_and_missing_files_fail_at_once(server: Server, tmp_path: Path) -> None:
     server.failures = [503, 429]
     download("movielens", tmp_path / "a", url=server.url)
     assert len(server.ranges) == 3
     server.failures, server.ranges = [404], []
-    with pytest.raises(ResourceError, match=r"HTTP Error 404.*by hand: fetch https://files\.grouplens\.org"):
+    with pytest.raises(ResourceError, match=r"HTTP Error 404.*or download https://files\.grouplens\.org"):
         download("movielens", tmp_path / "b", url=server.url)
     assert len(server.ranges) == 1
 
 
-@pytest.mark.parametrize("has_length", [True, False])
-def test_more_than_is_allowed_is_refused(
-    server: Server, tmp_path: Path, has_length: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("has_length", "message"), [(True, "more than the 200 bytes"), (False, "does not say how long the file is")]
+)
+def test_files_that_are_too_large_or_of_unknown_length_are_refused(
+    server: Server, tmp_path: Path, has_length: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = replace(download_module.SOURCES["movielens"]["ml-1m"], most_bytes=200)
+    source = replace(download_module.SOURCES["movielens"]["ml-1m"], max_bytes=200)
     monkeypatch.setitem(download_module.SOURCES["movielens"], "ml-1m", source)
     server.has_length = has_length
-    with pytest.raises(DataError, match=r"more than the 200 bytes|does not say how long"):
+    with pytest.raises(DataError, match=message):
         download("movielens", tmp_path, url=server.url)
     assert left_in(tmp_path) == []
 
@@ -216,8 +228,8 @@ def with_link(name: str) -> bytes:
         (with_link("ml-1m/link"), "'ml-1m/link' would leave"),
         (zipped({"ml-1m/ratings.dat": "x"}), r"no ml-1m/movies\.dat, ml-1m/users\.dat, ml-1m/README in it"),
         (zipped({**FILES, "ml-1m/users.dat": "0" * 10**6}), r"1,000,\d+ bytes unpacked, 100,000 are allowed"),
-        (b"<html>Please log in</html>", "not a whole zip file"),
-        (ARCHIVE[:-30], "not a whole zip file"),
+        (b"<html>Please log in</html>", "not a complete zip file"),
+        (ARCHIVE[:-30], "not a complete zip file"),
     ],
 )
 def test_archives_that_are_not_what_they_should_be_leave_nothing(
@@ -230,7 +242,7 @@ def test_archives_that_are_not_what_they_should_be_leave_nothing(
     assert left_in(tmp_path) == []
 
 
-def test_without_a_known_checksum_the_published_one_is_used_or_its_absence_told(
+def test_without_a_known_checksum_the_published_one_is_used_or_a_warning_logged(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.content = b"user_id,book_id,is_read,rating,is_reviewed\n"
@@ -246,18 +258,18 @@ def test_without_a_known_checksum_the_published_one_is_used_or_its_absence_told(
     assert download("goodreads", tmp_path / "b", url=url).read_bytes() == server.content
 
 
-def test_nobody_there_is_one_error_with_the_way_by_hand(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"refused.*by hand: fetch https://mcauleylab.* and put it at .*csv\."):
+def test_an_unreachable_server_is_one_error_with_manual_steps(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"refused.*or download https://mcauleylab.* to .*csv\."):
         download("goodreads", tmp_path, url="http://127.0.0.1:1/goodreads_interactions.csv")
     assert left_in(tmp_path) == []
 
 
-def test_mistakes_are_told_before_any_work(tmp_path: Path, run_cli: RunCli) -> None:
+def test_mistakes_are_reported_before_any_work(tmp_path: Path, run_cli: RunCli) -> None:
     with pytest.raises(ConfigError, match=r"unknown download 'movielense'\. Did you mean 'movielens'"):
         download("movielense", tmp_path)
     with pytest.raises(ConfigError, match="unknown variant of movielens 'ml-2m'"):
         download("movielens", tmp_path, variant="ml-2m")
-    with pytest.raises(ConfigError, match="begins with https:// or http://"):
+    with pytest.raises(ConfigError, match=r"--url file:///etc/passwd: .* begins with https:// or http://"):
         download("movielens", tmp_path, url="file:///etc/passwd")
     (tmp_path / "ml-1m").mkdir()
     with pytest.raises(DataError, match="ml-1m exists, without all of"):

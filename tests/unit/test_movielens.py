@@ -1,4 +1,4 @@
-"""MovieLens' editions and Goodreads, on a few rows worked out by hand; and on the real files where they are at hand."""
+"""MovieLens' editions: a few rows worked out by hand, and the real files where they are available."""
 
 import gzip
 import zipfile
@@ -11,16 +11,12 @@ import polars as pl
 import pytest
 
 from recmill import prepare
-from recmill.data.opening import open_dataset
-from recmill.datasets.histories import goodreads
-from recmill.errors import ConfigError, DataError
-from recmill.schema import HistoriesDescription
+from recmill.errors import DataError
 
-from ..conftest import REPO, RunCli
-from ..histories_raw import histories_of
+from ..conftest import REPO
+from ..histories_raw import KEEP_ALL, histories_of
 
 REAL = REPO.parent / "shared" / "data"
-ALL: dict[str, Any] = {"min_user_count": 0, "min_item_count": 0}
 
 # Two users, out of order; user 7's ratings 3 and 4 at one time, in this order.
 RATINGS = [(7, 3, 4, 50), (2, 10, 5, 9), (7, 4, 1, 50), (7, 10, 3, 40), (2, 3, 2, 8), (2, 4, 5, 10)]
@@ -48,7 +44,7 @@ def write_edition(directory: Path, edition: str) -> Path:
 
 @pytest.mark.parametrize("edition", ["ml-1m", "ml-100k", "ml-20m"])
 def test_every_edition_gives_the_same_histories_with_ids_and_titles(edition: str, tmp_path: Path) -> None:
-    prepare("movielens", tmp_path / "d", input=write_edition(tmp_path / "raw", edition), **ALL)
+    prepare("movielens", tmp_path / "d", input=write_edition(tmp_path / "raw", edition), **KEEP_ALL)
     assert histories_of(tmp_path / "d") == HISTORIES
     items = pl.read_parquet(tmp_path / "d" / "items.parquet")
     assert items["original_id"].to_list() == ["3", "4", "10"]
@@ -74,12 +70,12 @@ def test_ratings_are_filtered_first(tmp_path: Path) -> None:
         ("7:3::4::50", "expected 4 fields, got 3"),
     ],
 )
-def test_a_bad_rating_is_an_error_with_its_place(tmp_path: Path, row: str, message: str) -> None:
+def test_a_bad_rating_is_an_error_with_file_row_and_value(tmp_path: Path, row: str, message: str) -> None:
     raw = write_edition(tmp_path / "raw", "ml-1m")
     with (raw / "ratings.dat").open("a") as file:
         file.write(f"{row}\n")
     with pytest.raises(DataError) as caught:
-        prepare("movielens", tmp_path / "d", input=raw, **ALL)
+        prepare("movielens", tmp_path / "d", input=raw, **KEEP_ALL)
     assert message in str(caught.value)
 
 
@@ -88,7 +84,7 @@ def test_files_that_are_missing_or_of_two_editions_are_refused(tmp_path: Path) -
         prepare("movielens", tmp_path / "d", input=tmp_path / "raw")
     raw = write_edition(tmp_path / "raw", "ml-1m")
     (raw / "movies.dat").rename(raw / "films.dat")
-    with pytest.raises(DataError, match=r"ratings\.dat, but no movies\.dat"):
+    with pytest.raises(DataError, match=r"ratings\.dat is there, but not movies\.dat"):
         prepare("movielens", tmp_path / "d", input=raw)
     (raw / "u.data").touch()
     with pytest.raises(DataError, match=r"expected one of .*; it holds ratings\.dat, u\.data"):
@@ -102,93 +98,14 @@ def test_files_that_are_missing_or_of_two_editions_are_refused(tmp_path: Path) -
 def test_items_without_a_title_are_counted(tmp_path: Path) -> None:
     raw = write_edition(tmp_path / "raw", "ml-1m")
     (raw / "movies.dat").write_text("10::GoldenEye (1995)::Action\n99::Never rated (2000)::Drama\n")
-    description = prepare("movielens", tmp_path / "d", input=raw, **ALL)
+    description = prepare("movielens", tmp_path / "d", input=raw, **KEEP_ALL)
     assert pl.read_parquet(tmp_path / "d" / "items.parquet")["title"].to_list() == ["3", "4", "GoldenEye (1995)"]
     assert description["notes"] == ["2 of 3 items have no title: their original id stands for it"]
 
 
-GOODREADS = "user_id,book_id,is_read,rating,is_reviewed\n" + "".join(
-    f"{user},{book},{is_read},{rating},0\n"
-    for user, book, is_read, rating in [
-        (1, 9, 1, 5), (1, 3, 0, 0), (1, 7, 1, 4), (1, 5, 1, 2), (0, 3, 1, 5), (0, 9, 1, 5), (0, 1, 1, 5), (0, 2, 1, 5),
-    ]
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, {"0": ["3", "9", "1", "2"], "1": ["9", "3", "7", "5"]}),
-        ({"only_read": True, "max_interactions": 3}, {"1": ["9", "7", "5"]}),
-        ({"min_rating": 2, "min_interactions": 4}, {"0": ["3", "9", "1", "2"]}),
-    ],
-)
-def test_goodreads_keeps_the_order_of_the_file(
-    tmp_path: Path, options: dict[str, Any], expected: dict[str, list[str]]
-) -> None:
-    (tmp_path / "goodreads_interactions.csv").write_text(GOODREADS)
-    prepare("goodreads", tmp_path / "d", input=tmp_path, **{"min_interactions": 3, **options})
-    assert histories_of(tmp_path / "d") == expected
-    description = open_dataset(tmp_path / "d").description
-    assert isinstance(description, HistoriesDescription)
-    assert not description.has_timestamps
-
-
-BOOKS = [("500", "Émile"), ("30", r"The \"Wasp\" Factory"), ("77", ""), ("12", "Never met")]
-
-
-def write_books(directory: Path) -> dict[str, Any]:
-    """Interactions' books 9, 3, 7, 5, 1, 2 are Goodreads' 500, 30, 77, ...; of 1, 2 and 5 nothing is known."""
-    lines = "".join(f'{{"isbn": "", "book_id": "{book}", "title": "{title}", "n": [1]}}\n' for book, title in BOOKS)
-    (directory / "books.json.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
-    (directory / "map.csv").write_text("book_id_csv,book_id\n9,500\n3,30\n7,77\n4,12\n5,1\n")
-    (directory / "goodreads_interactions.csv").write_text(GOODREADS)
-    return {"input": directory, "titles": directory / "books.json.gz", "book_ids": directory / "map.csv"}
-
-
-@pytest.mark.parametrize("block_bytes", [1, 50, 1 << 24])
-def test_goodreads_books_have_their_titles(tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goodreads, "_BLOCK_BYTES", block_bytes)
-    (tmp_path / "raw").mkdir()
-    description = prepare("goodreads", tmp_path / "d", **write_books(tmp_path / "raw"), min_interactions=3)
-    items = pl.read_parquet(tmp_path / "d" / "items.parquet")
-    expected = {"1": "1", "2": "2", "3": 'The "Wasp" Factory', "5": "5", "7": "7", "9": "Émile"}
-    assert dict(zip(items["original_id"], items["title"], strict=True)) == expected
-    assert description["notes"] == ["4 of 6 items have no title: their original id stands for it"]
-    (tmp_path / "raw").rename(tmp_path / "moved")
-    assert prepare("goodreads", tmp_path / "d", **write_books(tmp_path / "moved"), min_interactions=3) == description
-
-
-def test_titles_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
-    files = write_books(tmp_path)
-    with pytest.raises(ConfigError, match="--titles and --book-ids go together"):
-        prepare("goodreads", tmp_path / "d", input=tmp_path, titles=files["titles"])
-    (tmp_path / "books.json").write_text('{"book_id": "500", "title": "Émile"}\n{"book_id": "30", "ti')
-    with pytest.raises(DataError, match=r"books\.json: after line 1: .*Get the file again"):
-        prepare("goodreads", tmp_path / "d", **{**files, "titles": tmp_path / "books.json"}, min_interactions=3)
-    with pytest.raises(DataError, match=r"none\.json: no such file\. Get it: recmill download goodreads"):
-        prepare("goodreads", tmp_path / "d", **{**files, "titles": tmp_path / "none.json"})
-
-
-def test_goodreads_rows_whose_last_field_is_missing_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "goodreads_interactions.csv").write_text(GOODREADS + "0,4,1,5\n")
-    with pytest.raises(DataError, match="row 9: expected 5 fields, got 4"):
-        prepare("goodreads", tmp_path / "d", input=tmp_path, min_interactions=3)
-    with pytest.raises(ConfigError, match="--max-interactions 10: give 20 or more"):
-        prepare("goodreads", tmp_path / "d", input=tmp_path, max_interactions=10)
-
-
-def test_flags_of_the_command_line(tmp_path: Path, run_cli: RunCli) -> None:
-    (tmp_path / "goodreads_interactions.csv").write_text(GOODREADS)
-    command = ["prepare", "goodreads", "--input", tmp_path, "--output", tmp_path / "d"]
-    done = run_cli(*command, "--only-read", "--min-interactions", "3")
-    assert done.returncode == 0, done.stderr
-    assert "goodreads: 2 users, 6 items, 7 interactions" in done.stdout
-
-
 def unpacked(name: str, directory: Path) -> Path:
     if not (REAL / f"{name}.zip").is_file():
-        pytest.skip(f"{name}.zip is not at hand in {REAL}")
+        pytest.skip(f"{name}.zip is not in {REAL}")
     zipfile.ZipFile(REAL / f"{name}.zip").extractall(directory)
     return directory / name
 
@@ -213,7 +130,7 @@ def test_the_real_editions_have_the_published_counts(
 
 
 def test_the_defaults_give_the_sequences_of_the_papers_on_ml_1m(tmp_path: Path) -> None:
-    """Their file numbers users and items anew; what an item is, the numbers of its occurrences tell."""
+    """Their file has other numbers for users and items: items are identified by how often they occur."""
     description = prepare("movielens", tmp_path / "d", input=unpacked("ml-1m", tmp_path))
     assert (description["num_users"], description["num_items"], description["num_interactions"]) == (
         6_040,

@@ -16,7 +16,7 @@ def test_preparing_the_same_again_does_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "d" / "items.npy").stat().st_mtime_ns == before
 
 
-def test_another_recipe_is_refused_unless_told_to_overwrite(tmp_path: Path) -> None:
+def test_another_recipe_is_refused_without_overwrite(tmp_path: Path) -> None:
     prepare("random-histories", tmp_path / "d", seed=3)
     with pytest.raises(DataError, match="holds another dataset"):
         prepare("random-histories", tmp_path / "d", seed=4)
@@ -31,7 +31,7 @@ def test_a_directory_of_something_else_is_never_touched(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["thesis.tex"]
 
 
-def test_overwrite_does_not_replace_what_is_no_dataset(tmp_path: Path) -> None:
+def test_overwrite_does_not_replace_a_directory_that_is_no_dataset(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "thesis.tex").write_text("years of work")
     with pytest.raises(DataError, match="not a prepared dataset"):
@@ -45,21 +45,19 @@ def test_overwrite_does_not_replace_what_is_no_dataset(tmp_path: Path) -> None:
 def test_overwrite_spares_other_tools_datasets(tmp_path: Path, description: str) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "dataset.json").write_text(description)
-    with pytest.raises(DataError, match="is not ours"):
+    with pytest.raises(DataError, match="was not written by recmill"):
         prepare("random-histories", tmp_path / "d", overwrite=True)
 
 
-def test_overwrite_spares_what_somebody_put_beside_a_dataset(tmp_path: Path) -> None:
+def test_overwrite_spares_foreign_files_in_a_dataset(tmp_path: Path) -> None:
     prepare("random-histories", tmp_path / "d")
     (tmp_path / "d" / "thesis.tex").write_text("years of work")
     with pytest.raises(DataError, match=r"holds thesis\.tex"):
         prepare("random-histories", tmp_path / "d", seed=2, overwrite=True)
 
 
-def test_a_dataset_that_a_kill_left_without_its_name_gets_it_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the two renames of --overwrite; the new one then fails."""
+def test_a_dataset_that_a_kill_left_renamed_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kill came between the two renames of --overwrite; the next run fails."""
     prepare("random-clicks", tmp_path / "d", rows=30)
     (tmp_path / "d").rename(tmp_path / ".d.old-999999999")
     monkeypatch.setattr(random_clicks, "seal_clicks", None)
@@ -75,17 +73,29 @@ def test_leftovers_of_a_killed_prepare_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
+def test_a_killed_run_without_a_completed_part_starts_over_with_any_recipe(tmp_path: Path) -> None:
+    unfinished = tmp_path / ".d.unfinished"
+    (unfinished / "data").mkdir(parents=True)
+    (unfinished / "data" / "day_7_dense.npy").write_bytes(b"incomplete")
+    (unfinished / "recipe.json").write_text('{"made_by": "recmill", "recipe": {"rows": 30}, "inputs": {}}')
+    prepare("random-clicks", tmp_path / "d", rows=40)
+    assert open_dataset(tmp_path / "d", "digests").description.recipe["rows"] == 40
+    assert not (tmp_path / "d" / "day_7_dense.npy").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
 def test_numpy_numbers_are_numbers(tmp_path: Path) -> None:
     assert prepare("random-histories", tmp_path / "d", seed=np.int64(5))["recipe"]["seed"] == 5
 
 
-def test_a_failure_on_the_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_nothing_behind_and_names_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(random_clicks, "seal_clicks", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as caught:
         prepare("random-clicks", tmp_path / "d", rows=100)
+    assert caught.value.filename == str(tmp_path / "d")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,7 +23,7 @@ TABLES = [5, 50, 300, 2000, 20]  # the last one is in no pair
 
 @dataclass
 class Clicks:
-    """What the files say, and what was planted."""
+    """A prepared dataset and its planted model."""
 
     path: Path
     description: dict[str, Any]
@@ -171,7 +171,7 @@ def test_lengths_are_exact_up_to_the_limits(users: int, items: int, interactions
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_item_has_four_successors_and_is_none_of_them(seed: int) -> None:
-    chain = Chain.planted(synthetic_histories.Options(items=20, seed=seed))
+    chain = Chain.planted(synthetic_histories.Options(items=20, interactions=40_000, seed=seed))
     assert chain.successors.shape == (20, 4)
     assert all(len({item, *row}) == 5 for item, row in enumerate(chain.successors.tolist()))
     assert chain.successors.min() >= 0

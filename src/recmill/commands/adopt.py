@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from recmill.commands.prepare import checked_options
+from recmill.config.options import checked_options
 from recmill.config.sections import Section
 from recmill.data.checks import BadValues, ClickChecks, bad_labels
 from recmill.data.click_rows import split_blocks

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from recmill.commands.prepare import checked_options
+from recmill.config.options import checked_options
 from recmill.config.sections import Section
 from recmill.config.sizes import parse_bytes
 from recmill.data.checks import BadValues, ClickChecks

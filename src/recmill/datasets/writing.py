@@ -1,4 +1,4 @@
-"""Writing prepared datasets: all or nothing, `dataset.json` last."""
+"""Writing prepared datasets: a dataset appears complete or not at all, and `dataset.json` is written last."""
 
 import io
 import json
@@ -28,17 +28,15 @@ log = logging.getLogger(__name__)
 
 MADE_BY = f"recmill {__version__}"
 
-Progress = Callable[[int, int], None]  # rows done, rows in all
 
-
-def is_to_be_written(output: Path, name: str, recipe: dict[str, Any], overwrite: bool) -> bool:
-    """False if `output` holds exactly this dataset already; an error if writing would destroy anything else."""
+def needs_writing(output: Path, name: str, recipe: dict[str, Any], overwrite: bool) -> bool:
+    """Return False if `output` already holds exactly this dataset; raise if writing would destroy anything else."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return True
     if not (output / DESCRIPTION_FILE).is_file():
         raise DataError(f"{output} exists and is not a prepared dataset. Choose another --output, or move it away.")
     if overwrite:
-        _check_is_ours(output)
+        _check_only_our_files(output)
         return True
     description = open_dataset(output).description
     if description.name == name and description.recipe == recipe and description.made_by == MADE_BY:
@@ -49,37 +47,36 @@ def is_to_be_written(output: Path, name: str, recipe: dict[str, Any], overwrite:
     )
 
 
-def _check_is_ours(output: Path) -> None:
-    """Whole or damaged, it must be a prepared dataset and nothing else, or --overwrite would destroy it."""
+def _check_only_our_files(output: Path) -> None:
+    """Raise if `output` holds anything but a prepared dataset, corrupt or not: --overwrite would destroy it."""
     try:
         description = json.loads((output / DESCRIPTION_FILE).read_bytes())
         listed = {*description["files"], DESCRIPTION_FILE}
         is_ours = description["made_by"].startswith("recmill ")
     except (ValueError, KeyError, TypeError, AttributeError):
-        listed, is_ours = set(), False
-    foreign = sorted(path.name for path in output.iterdir() if path.name not in listed)
-    if not is_ours or foreign:
-        fact = (
-            f"{output} holds {foreign[0]}, which is no part of a prepared dataset"
-            if is_ours
-            else f"{output} is not ours"
-        )
-        raise DataError(f"{fact}. Choose another --output, or move it away.")
+        is_ours = False
+    remedy = "Choose another --output, or move it away."
+    if not is_ours:
+        raise DataError(f"{output} was not written by recmill. {remedy}")
+    if foreign := sorted(path.name for path in output.iterdir() if path.name not in listed):
+        raise DataError(f"{output} holds {foreign[0]}, which is not part of a prepared dataset. {remedy}")
 
 
 class Work:
-    """A long preparation that can be killed and run again: `data` becomes the dataset, `scratch` vanishes at the end.
+    """A preparation that may be interrupted and run again: `data` becomes the dataset, `scratch` is removed at the end.
 
-    What is done is done in named parts; the note of a part is written when it is whole.
+    Long work is done in named parts. A part's note is written when it is complete, and the part is not done again.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.data, self.scratch = directory, directory / "data", directory / "scratch"
+        self.directory = directory
+        self.data = directory / "data"
+        self.scratch = directory / "scratch"
         self.data.mkdir(exist_ok=True)
         self.scratch.mkdir(exist_ok=True)
 
     def part(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returned (JSON) when this part was finished; it is called now if it never was."""
+        """Return what `make` returns, as JSON values; if this part was completed before, what it returned then."""
         note = self.directory / f"done-{name}.json"
         if not note.is_file():
             write_json(note, make())
@@ -93,7 +90,7 @@ class Work:
 
 
 def check_disk(work: Work, needed: int, rows: int) -> None:
-    """An error before any work if the bytes that so many rows need at the worst moment are not free."""
+    """Raise if the disk has less free space than the `needed` bytes, at the peak, of preparing `rows` rows."""
     free = shutil.disk_usage(work.directory).free
     missing = needed - work.bytes_written()
     if missing > free:
@@ -104,81 +101,86 @@ def check_disk(work: Work, needed: int, rows: int) -> None:
     log.info("about %s rows; at most %.1f GB of disk, %.1f GB are free", f"{rows:,}", needed / 1e9, free / 1e9)
 
 
-def unfinished_directory(output: Path) -> Path:
-    return output.parent / f".{output.name}.unfinished"
-
-
 @contextmanager
 def resumable_directory(output: Path, recipe: dict[str, Any], inputs: dict[str, Any], discard: bool) -> Iterator[Work]:
-    """The work on `output`, begun or continued. It takes its place when the block ends well.
+    """Yield the work on `output`, new or resumed; its data replaces `output` if the block succeeds.
 
-    Otherwise what is finished is kept for the next run, which must have the same recipe and the same inputs; after an
-    error in the data it is not, since the data will have to change. `discard`: begin anew.
+    Otherwise completed parts are kept for the next run, which must have the same recipe and inputs. They are removed
+    after a DataError, because the input has to change first, and if `discard` says to start over.
     """
-    directory = unfinished_directory(output)
+    directory = output.parent / f".{output.name}.unfinished"
 
-    def busy(holder: str) -> str:
-        return f"{directory}: another `recmill prepare` ({holder}) works here. Wait for it, or choose another --output."
+    def in_use(holder: str) -> str:
+        return f"{directory} is in use by another `recmill prepare` ({holder}). Wait, or choose another --output."
 
     try:
         if discard and directory.exists():
-            with exclusive_lock(directory / "lock", busy):
+            with exclusive_lock(directory / "lock", in_use):
                 shutil.rmtree(directory)
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(output)
     except OSError as error:
         raise as_user_error(error) or error from error
-    with exclusive_lock(directory / "lock", busy):
-        note = directory / "recipe.json"
-        if note.is_file() and not (directory / "data").is_dir():  # left by a run that was killed at its very end
-            for left in directory.glob("done-*.json"):
-                left.unlink()
-        now = json.loads(json.dumps({"made_by": MADE_BY, "recipe": recipe, "inputs": inputs}))
-        if note.is_file():
-            _check_unchanged(directory, json.loads(note.read_bytes()), now)
-            log.info("going on with the unfinished work in %s", directory)
-        else:
-            write_json(note, now)
+    with exclusive_lock(directory / "lock", in_use):
+        _resume_or_start_over(directory, {"made_by": MADE_BY, "recipe": recipe, "inputs": inputs})
         try:
             work = Work(directory)
             reach("prepare.begin")
             yield work
             replace_directory(output, work.data)
         except BaseException as error:
-            if isinstance(error, DataError) or not any(directory.glob("done-*.json")):
+            if isinstance(error, DataError) or not _has_completed_parts(directory):
                 shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, OSError):
+                error.filename = error.filename or str(output)  # a failing write() does not name its file
             raise
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _has_completed_parts(directory: Path) -> bool:
+    return (directory / "data").is_dir() and any(directory.glob("done-*.json"))
+
+
+def _resume_or_start_over(directory: Path, origin: dict[str, Any]) -> None:
+    """Keep the completed parts of a run of the same origin, raise if they have another; remove anything else."""
+    note = directory / "recipe.json"
+    if note.is_file() and _has_completed_parts(directory):
+        _check_unchanged(directory, json.loads(note.read_bytes()), json.loads(json.dumps(origin)))
+        log.info("resuming the unfinished work in %s", directory)
+        return
+    for left in directory.iterdir():
+        if left.is_dir():
+            shutil.rmtree(left)
+        elif left.name != "lock":
+            left.unlink()
+    write_json(note, origin)
+
+
 def _check_unchanged(directory: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    def flat(values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "made by": values["made_by"],
-            **values["recipe"],
-            **{f"input {k}": v for k, v in values["inputs"].items()},
-        }
+    def flat(origin: dict[str, Any]) -> dict[str, Any]:
+        inputs = {f"input {name}": facts for name, facts in origin["inputs"].items()}
+        return {"made by": origin["made_by"], **origin["recipe"], **inputs}
 
     old, new = flat(before), flat(now)
-    changes = [f"{k}: was {old.get(k)}, is {new.get(k)}" for k in {**old, **new} if old.get(k) != new.get(k)]
+    changes = [f"  {k}: was {old.get(k)}, is {new.get(k)}\n" for k in {**old, **new} if old.get(k) != new.get(k)]
     if changes:
         raise DataError(
-            f"{directory} holds unfinished work of another run:\n"
-            + "\n".join(f"  {change}" for change in changes)
-            + "\nRun it as before to go on with it, or begin anew with --overwrite."
+            f"{directory} holds unfinished work of another run:\n{''.join(changes)}"
+            "Run it with the options and files of that run to resume, or start over with --overwrite."
         )
 
 
 class NpyWriter:
-    """A .npy file of known shape, written row block by row block.
+    """Writes a .npy file of known shape in blocks of rows.
 
-    Plain writes: a memory-mapped file on a full disk ends the process with SIGBUS, numpy's own save with an error
-    that has no number.
+    It uses plain writes because, on a full disk, a memory-mapped file ends the process with SIGBUS and numpy's own
+    save raises an error without errno.
     """
 
     def __init__(self, path: Path, dtype: type, shape: tuple[int, ...]) -> None:
         self._file = path.open("wb")
-        self._dtype, self._missing = np.dtype(dtype), shape[0]
+        self._dtype = np.dtype(dtype)
+        self._missing = shape[0]
         header = {"descr": npy_format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": shape}
         npy_format.write_array_header_1_0(self._file, header)
 
@@ -205,14 +207,14 @@ def write_parquet(
     row_group_size: int | None = None,
     compression: Literal["zstd", "uncompressed"] = "zstd",
 ) -> None:
-    """By way of memory: Polars would report a full disk as an error of the format."""
+    """Write `frame` through a buffer in memory: Polars itself would report a full disk as a format error."""
     buffer = io.BytesIO()
     frame.write_parquet(buffer, row_group_size=row_group_size, compression=compression)
     path.write_bytes(buffer.getbuffer())
 
 
 def seal(directory: Path, describe: Callable[[dict[str, FileInfo]], Description], rows: dict[str, int]) -> Description:
-    """Digest every file and write the description; `rows` gives the row count of each file."""
+    """Digest every file of `rows` (name -> number of rows) and write the description that `describe` makes of them."""
     reach("prepare.written")
     files = {}
     for name in sorted(rows):

@@ -1,8 +1,11 @@
-"""Interactions (user, item, perhaps a rating and a time) -> histories, whatever their number.
+"""Interactions (user, item, perhaps a time and a rating) -> histories, however many there are.
 
-Steps: rows are read, filtered and put aside; users and items are numbered in the order of their original ids; rows
-go to buckets of consecutive users, each small enough to be sorted in memory; users and items are counted and filtered;
-what is left is written. Only the distinct ids, their counts and one bucket are in memory.
+1. Read the rows, filter them by their values, and store them in parts.
+2. Number users and items in the order of their original ids.
+3. Distribute the rows to buckets of consecutive users, each small enough to be sorted in memory, and sort those.
+4. Count users and items, filter them, and write what remains.
+
+Memory holds only the distinct ids, their counts and one bucket.
 """
 
 import json
@@ -10,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +22,8 @@ import polars as pl
 from pydantic import Field, NonNegativeInt
 
 from recmill.config.sections import Section
-from recmill.datasets.compressed import forecast_rows, sample_digest
-from recmill.datasets.histories.writing import MIN_HISTORY, seal_written
+from recmill.datasets.compressed import sample_digest
+from recmill.datasets.histories.writing import MIN_HISTORY, id_table, seal_histories
 from recmill.datasets.writing import NpyWriter, Work, check_disk, write_parquet
 from recmill.errors import DataError
 from recmill.schema import Description
@@ -28,271 +32,250 @@ log = logging.getLogger(__name__)
 
 _PART_ROWS = 1 << 21
 _BUCKET_ROWS = 1 << 22
-_MOST_BUCKETS = 256  # each is an open file while rows are dealt out
-_MOST_IDS = 2**31 - 2
-_PATHS = {"input", "titles", "book_ids"}  # options that are files: what is in them counts, not where they are
+_MAX_BUCKETS = 256  # each is an open file while rows are distributed
+_MAX_IDS = 2**31 - 2
+_NO_LIMIT = 2**63 - 1
+_PATH_OPTIONS = {"input", "titles", "book_ids"}  # the recipe has the content of these files, not their location
 
 
 class Filters(Section):
-    """The options that every source of interactions has."""
+    """Options that every source of interactions has."""
 
     input: str = Field(description="The raw data.")
-    min_rating: float | None = Field(None, description="Only interactions rated at least so.")
-    min_item_count: NonNegativeInt = Field(5, description="Only items with so many interactions.")
+    min_rating: float | None = Field(None, description="Keep only interactions with at least this rating.")
+    min_item_count: NonNegativeInt = Field(5, description="Keep only items with at least this many interactions.")
     k_core: NonNegativeInt = Field(
-        0, description="Drop users and items again and again, until each has so many. 0: once is enough."
+        0, description="Repeat until every user and item has at least this many interactions; 0 filters once."
     )
     repeats: Literal["first", "last", "keep"] = Field(
-        "first", description="An item that a user meets again: keep the first meeting, the last, or all."
+        "first", description="If a user has an item several times, keep the first interaction, the last, or all."
     )
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All that is decided before any work. `batches` gives columns user, item, time (or none) and what `only` asks."""
+class InteractionsPlan:
+    """Where interactions come from and how they are filtered.
+
+    `batches` yields frames in file order, with columns user, item, time (if `has_time`) and those that `conditions`
+    uses; `conditions` maps an option to what it demands of a row. `titles` returns columns original_id, title.
+    """
 
     name: str
     options: Filters
     files: list[Path]
+    forecast_rows: int
     batches: Callable[[], Iterator[pl.DataFrame]]
     min_user_count: int
     max_user_count: int | None = None
-    only: dict[str, pl.Expr] = field(default_factory=dict)  # what a row must be, by the option that says so
-    titles: Callable[[], pl.DataFrame] | None = None  # original_id, title
+    conditions: dict[str, pl.Expr] = field(default_factory=dict)
+    titles: Callable[[], pl.DataFrame] | None = None
     has_time: bool = True
 
-    @property
+    @cached_property
     def recipe(self) -> dict[str, Any]:
-        """Same recipe, same bytes: cores and paths are no part of it."""
         files = {path.name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}" for path in self.files}
-        return json.loads(json.dumps({**self.options.model_dump(exclude=_PATHS), "files": files}))
+        return json.loads(json.dumps({**self.options.model_dump(exclude=_PATH_OPTIONS), "files": files}))
 
     @property
     def inputs(self) -> dict[str, Any]:
         return {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns] for path in self.files}
 
 
-def at_least_rated(options: Filters) -> dict[str, pl.Expr]:
+def rating_condition(options: Filters) -> dict[str, pl.Expr]:
     return {} if options.min_rating is None else {"--min-rating": pl.col("rating") >= options.min_rating}
 
 
-def write(work: Work, plan: Plan) -> Description:
-    _check_disk(work, plan)
+def write(plan: InteractionsPlan, work: Work) -> Description:
+    # Rows are on disk as read (8 bytes per value), as sorted (4 per id, 8 per time) and as written.
+    check_disk(work, plan.forecast_rows * (52 if plan.has_time else 28), plan.forecast_rows)
     titles = plan.titles() if plan.titles else pl.DataFrame(schema={"original_id": pl.String, "title": pl.String})
-    read = work.part("rows", lambda: _put_aside(plan, work.scratch))
-    parts = sorted(work.scratch.glob("rows-*.parquet"))
-    users, items = (_numbered(parts, column) for column in ("user", "item"))
-    sort = work.part("sorted", lambda: _deal_and_sort(parts, users, items, work.scratch, plan.options.repeats))
-    buckets = sorted(work.scratch.glob("sorted-*.parquet"))
+    read = work.part("rows", lambda: _store_rows(plan, work.scratch))
+    parts = [work.scratch / name for name in read["parts"]]
+    users = _count_ids(parts, "user")
+    items = _count_ids(parts, "item")
+    sort = work.part("sorted", lambda: _sort_rows(parts, users, items, work.scratch, plan.options.repeats))
+    buckets = [work.scratch / name for name in sort["buckets"]]
     notes = [f"{option}: {count:,} interactions dropped" for option, count in read["dropped"].items() if count]
     if sort["repeats"]:
         notes.append(f"--repeats {plan.options.repeats}: {sort['repeats']:,} interactions dropped")
-    left = _Left(buckets, users.height, items.height)
-    notes += left.filter(plan)
-    if not left.interactions:
+    kept = _Kept(buckets, users.height, items.height)
+    notes += kept.filter(plan)
+    if not kept.interactions:
         steps = "".join(f"\n  {note}" for note in notes)
-        raise DataError(f"{plan.files[0]}: of {read['rows']:,} interactions none is left:{steps}\nAsk for less.")
-    _write_arrays(work.data, buckets, left, "time" in read["columns"])
-    item_names = _kept(items, left.items, first_id=1)
+        raise DataError(f"{plan.files[0]}: none of {read['rows']:,} interactions is left:{steps}\nRelax the filters.")
+    _write_arrays(work.data, buckets, kept, plan.has_time)
     titles = titles.unique("original_id", keep="last")
-    item_names = item_names.join(titles, on="original_id", how="left", maintain_order="left")
-    if plan.titles and (untitled := item_names["title"].null_count()):
-        notes.append(f"{untitled:,} of {item_names.height:,} items have no title: their original id stands for it")
-    return seal_written(
-        work.data,
-        plan.name,
-        plan.recipe,
-        left.users[left.users > 0],
-        _kept(users, left.users, first_id=0),
-        item_names.select("id", "original_id", pl.col("title").fill_null(pl.col("original_id")), "count"),
-        "time" in read["columns"],
-        {},
-        notes,
-    )
+    titled = _kept_ids(items, kept.items, first_id=1).join(titles, on="original_id", how="left", maintain_order="left")
+    if plan.titles and (untitled := titled["title"].null_count()):
+        notes.append(f"{untitled:,} of {titled.height:,} items have no title: their original id stands for it")
+    titled = titled.select("id", "original_id", pl.col("title").fill_null(pl.col("original_id")), "count")
+    named_users = _kept_ids(users, kept.users, first_id=0)
+    return seal_histories(work.data, plan.name, plan.recipe, named_users, titled, notes=notes)
 
 
-def _check_disk(work: Work, plan: Plan) -> None:
-    """Rows as they were read (8 bytes a value), sorted (4 an id, 8 a time) and as they are written."""
-    rows = _forecast_rows(plan.files[0])
-    check_disk(work, rows * (52 if plan.has_time else 28), rows)
+def _store_rows(plan: InteractionsPlan, scratch: Path) -> dict[str, Any]:
+    """Write the rows that meet the conditions to files of at least _PART_ROWS rows, in file order."""
+    columns = ["user", "item", "time"] if plan.has_time else ["user", "item"]
+    dropped = dict.fromkeys(plan.conditions, 0)
+    rows = 0
 
+    def kept() -> Iterator[pl.DataFrame]:
+        nonlocal rows
+        for batch in plan.batches():
+            rows += batch.height
+            for option, condition in plan.conditions.items():
+                before = batch.height
+                batch = batch.filter(condition)
+                dropped[option] += before - batch.height
+            yield batch.select(columns)
 
-def _forecast_rows(path: Path) -> int:
-    if path.suffix != ".parquet":
-        return forecast_rows(path)
-    try:
-        return pl.scan_parquet(path).select(pl.len()).collect().item()
-    except pl.exceptions.PolarsError:
-        return 0  # damaged: reading it will tell
-
-
-def _put_aside(plan: Plan, scratch: Path) -> dict[str, Any]:
-    """Rows that are what `only` says, as rows-*.parquet in the order of the source."""
-    for left in scratch.glob("rows-*.parquet"):  # of a run that was killed
-        left.unlink()
-    rows, parts, held, held_rows = 0, 0, list[pl.DataFrame](), 0
-    dropped = dict.fromkeys(plan.only, 0)
-    columns: list[str] = []
-    for batch in plan.batches():
-        rows += batch.height
-        for option, condition in plan.only.items():
-            before, batch = batch.height, batch.filter(condition)
-            dropped[option] += before - batch.height
-        columns = [name for name in ("user", "item", "time") if name in batch.columns]
-        held.append(batch.select(columns))
-        held_rows += batch.height
-        if held_rows >= _PART_ROWS:
-            write_parquet(scratch / f"rows-{parts:05d}.parquet", pl.concat(held), compression="uncompressed")
-            held, held_rows, parts = [], 0, parts + 1
-    if held:
-        write_parquet(scratch / f"rows-{parts:05d}.parquet", pl.concat(held), compression="uncompressed")
+    parts: list[str] = []
+    for frame in _joined(kept(), _PART_ROWS):
+        parts.append(f"rows-{len(parts):05d}.parquet")
+        write_parquet(scratch / parts[-1], frame, compression="uncompressed")
     log.info("%s interactions read", f"{rows:,}")
-    return {"rows": rows, "dropped": dropped, "columns": columns}
+    return {"rows": rows, "dropped": dropped, "parts": parts}
 
 
-def _numbered(parts: list[Path], column: str) -> pl.DataFrame:
-    """original_id, count; in the order of the original ids, which is that of our numbers."""
+def _joined(frames: Iterator[pl.DataFrame], min_rows: int) -> Iterator[pl.DataFrame]:
+    """Concatenate consecutive frames until they have `min_rows` rows; the last may have fewer."""
+    held: list[pl.DataFrame] = []
+    for frame in frames:
+        held.append(frame)
+        if sum(frame.height for frame in held) >= min_rows:
+            yield pl.concat(held)
+            held = []
+    if held:
+        yield pl.concat(held)
+
+
+def _count_ids(parts: list[Path], column: str) -> pl.DataFrame:
+    """Return original_id, count, sorted by original id; an id's number is its row in this frame."""
     counted = pl.scan_parquet(parts).group_by(original_id=column).agg(count=pl.len()).collect(engine="streaming")
-    if counted.height > _MOST_IDS:
-        raise DataError(f"{counted.height:,} different values of '{column}': {_MOST_IDS:,} is the most.")
+    if counted.height > _MAX_IDS:
+        raise DataError(f"{counted.height:,} different values of '{column}': the limit is {_MAX_IDS:,}.")
     return counted.sort("original_id")
 
 
-def _deal_and_sort(
+def _sort_rows(
     parts: list[Path], users: pl.DataFrame, items: pl.DataFrame, scratch: Path, repeats: str
 ) -> dict[str, Any]:
-    """Rows by (user, time, place in the source), as sorted-*.parquet: each a run of users, with numbers for ids."""
+    """Write rows, with numbers for ids, sorted by (user, time, file order) to one file per bucket; drop repeats."""
+    pair = pl.col("user").cast(pl.Int64) * 2**32 + pl.col("item")
+    buckets: list[str] = []
+    dropped = 0
+    for unsorted in _distribute(parts, users, items, scratch):
+        frame = unsorted.sort([name for name in ("user", "time") if name in unsorted.columns], maintain_order=True)
+        if repeats != "keep":
+            frame = frame.filter(pair.is_first_distinct() if repeats == "first" else pair.is_last_distinct())
+        dropped += unsorted.height - frame.height
+        buckets.append(f"sorted-{len(buckets):05d}.parquet")
+        write_parquet(scratch / buckets[-1], frame, compression="uncompressed")
+    return {"repeats": dropped, "buckets": buckets}
+
+
+def _distribute(parts: list[Path], users: pl.DataFrame, items: pl.DataFrame, scratch: Path) -> Iterator[pl.DataFrame]:
+    """Yield buckets of rows of consecutive users, with numbers for ids; the rows of a bucket are in file order."""
     counts = users["count"].to_numpy().astype(np.int64)
-    total = int(counts.sum())
-    bucket_of_user = (np.cumsum(counts) - counts) // max(_BUCKET_ROWS, -(-total // _MOST_BUCKETS))
-    used = np.unique(bucket_of_user).tolist()
-    for left in scratch.glob("sorted-*.parquet"):
-        left.unlink()
-    paths = {bucket: scratch / f"dealt-{bucket:05d}" for bucket in used}
+    rows_per_bucket = max(_BUCKET_ROWS, -(-int(counts.sum()) // _MAX_BUCKETS))
+    bucket_of_user = (np.cumsum(counts) - counts) // rows_per_bucket
+    paths = {bucket: scratch / f"bucket-{bucket:05d}" for bucket in np.unique(bucket_of_user).tolist()}
     with ExitStack() as stack:
         files = {bucket: stack.enter_context(path.open("wb")) for bucket, path in paths.items()}
         for part in parts:
             rows = _with_numbers(pl.read_parquet(part), users, items)
-            bucket_of_row = bucket_of_user[rows["user"]]
-            order = np.argsort(bucket_of_row, kind="stable")
-            found, starts = np.unique(bucket_of_row[order], return_index=True)
-            for bucket, piece in zip(found.tolist(), np.split(rows[order], starts[1:]), strict=False):
-                files[bucket].write(piece.tobytes())
-            dtype = rows.dtype
-    dropped = 0
-    for bucket, path in paths.items():
-        dealt = np.fromfile(path, dtype)
-        frame = pl.DataFrame({name: np.ascontiguousarray(dealt[name]) for name in dtype.fields or {}})
-        frame = frame.sort([name for name in ("user", "time") if name in frame.columns], maintain_order=True)
-        if repeats != "keep":
-            frame = frame.filter(pl.Series(_is_only(frame, repeats)))
-        dropped += len(dealt) - frame.height
-        write_parquet(scratch / f"sorted-{bucket:05d}.parquet", frame, compression="uncompressed")
+            rows = rows.with_columns(bucket=bucket_of_user[rows["user"].to_numpy()])
+            for (bucket,), chosen in rows.partition_by("bucket", include_key=False, as_dict=True).items():
+                records = chosen.to_numpy(structured=True)
+                files[bucket].write(records.tobytes())
+    for path in paths.values():
+        yield pl.from_numpy(np.fromfile(path, records.dtype))
         path.unlink()
-    return {"repeats": dropped}
 
 
-def _is_only(frame: pl.DataFrame, repeats: str) -> np.ndarray:
-    """Whether a row is the first (or last) of its user and item."""
-    pairs = frame["user"].to_numpy().astype(np.int64) << 32 | frame["item"].to_numpy()
-    is_only = np.zeros(len(pairs), dtype=bool)
-    seen_from = slice(None) if repeats == "first" else slice(None, None, -1)
-    is_only[seen_from][np.unique(pairs[seen_from], return_index=True)[1]] = True
-    return is_only
-
-
-def _with_numbers(rows: pl.DataFrame, users: pl.DataFrame, items: pl.DataFrame) -> np.ndarray:
-    """Records (user, item, time or none) with our numbers, from 0, for ids; in the same order."""
+def _with_numbers(rows: pl.DataFrame, users: pl.DataFrame, items: pl.DataFrame) -> pl.DataFrame:
+    """Replace the ids of users and items by their numbers, from 0, in the same order of rows."""
     for column, names in (("user", users), ("item", items)):
-        numbers = names.select(pl.col("original_id").alias(column), pl.int_range(pl.len(), dtype=pl.Int32).alias("n"))
-        rows = rows.join(numbers, on=column, how="left", maintain_order="left").drop(column).rename({"n": column})
-    types = {"user": np.int32, "item": np.int32, "time": np.int64}
-    records = np.empty(rows.height, [(name, types[name]) for name in types if name in rows.columns])
-    for name in rows.columns:
-        records[name] = rows[name].to_numpy()
-    return records
+        numbers = names.select(pl.col("original_id").alias(column), number=pl.int_range(pl.len(), dtype=pl.Int32))
+        rows = rows.join(numbers, on=column, how="left", maintain_order="left")
+        rows = rows.drop(column).rename({"number": column})
+    return rows
 
 
-class _Left:
-    """What the filters have left: interactions of each user and of each item, 0 for those that are out."""
+class _Kept:
+    """The number of interactions of each user and item that passed the filters so far; 0 for those dropped."""
 
     def __init__(self, buckets: list[Path], num_users: int, num_items: int) -> None:
         self._buckets = buckets
-        self.users, self.items = np.ones(num_users, np.int64), np.ones(num_items, np.int64)
+        self.users = np.ones(num_users, np.int64)
+        self.items = np.ones(num_items, np.int64)
         self._count()
 
     @property
     def interactions(self) -> int:
         return int(self.users.sum())
 
-    def rows(self, frame: pl.DataFrame) -> np.ndarray:
-        """Which rows of `frame` are left."""
-        return (self.users[frame["user"].to_numpy()] > 0) & (self.items[frame["item"].to_numpy()] > 0)
+    def rows_of(self, bucket: Path, columns: list[str] | None = None) -> pl.DataFrame:
+        frame = pl.read_parquet(bucket, columns=columns)
+        is_kept = (self.users[frame["user"].to_numpy()] > 0) & (self.items[frame["item"].to_numpy()] > 0)
+        return frame.filter(is_kept)
 
-    def filter(self, plan: Plan) -> list[str]:
-        """Items, then users, then both until nothing changes if --k-core says so. Returns notes on what was dropped."""
-        options = plan.options
-        before = self._sizes()
-        self._keep(self.items >= options.min_item_count, self.users > 0)
-        notes = [self._note(f"--min-item-count {options.min_item_count}", before)]
+    def filter(self, plan: InteractionsPlan) -> list[str]:
+        """Filter items, then users, then both until nothing changes; return what was dropped."""
+        min_user = max(plan.min_user_count, MIN_HISTORY)
+        max_user = plan.max_user_count or _NO_LIMIT
+        span = f"fewer than {min_user}" + (f" or more than {max_user}" if plan.max_user_count else "")
+        min_item, k = plan.options.min_item_count, plan.options.k_core
+        rules = {  # only the last can change anything when it is repeated
+            f"--min-item-count {min_item}": (min_item, 1, _NO_LIMIT),
+            f"users of {span} interactions": (1, min_user, max_user),
+            f"--k-core {k}": (k, max(k, MIN_HISTORY), _NO_LIMIT),
+        }
+        notes = []
+        for rule, limits in rules.items():
+            before = self._sizes()
+            while self._keep(*limits):
+                pass
+            rows, users, items = np.subtract(before, self._sizes()).tolist()
+            if rows:
+                notes.append(f"{rule}: {rows:,} interactions dropped ({users:,} users, {items:,} items)")
+        return notes
 
-        before, least = self._sizes(), max(plan.min_user_count, MIN_HISTORY)
-        most = plan.max_user_count or np.iinfo(np.int64).max
-        self._keep(self.items > 0, (self.users >= least) & (self.users <= most))
-        span = f"fewer than {least}" + (f" or more than {most}" if plan.max_user_count else "")
-        notes.append(self._note(f"users of {span} interactions", before))
-
-        before, k = self._sizes(), options.k_core
-        changed = k > 0
-        while changed:
-            sizes = self._sizes()
-            self._keep(self.items >= k, self.users >= max(k, MIN_HISTORY))
-            changed = sizes != self._sizes()
-        notes.append(self._note(f"--k-core {k}", before))
-        return [note for note in notes if note]
-
-    def _keep(self, items: np.ndarray, users: np.ndarray) -> None:
-        if items[self.items > 0].all() and users[self.users > 0].all():
-            return  # counting again would read everything
-        self.items, self.users = items * self.items, users * self.users
+    def _keep(self, min_item: int, min_user: int, max_user: int) -> bool:
+        """Keep users and items with these numbers of interactions; return whether any was dropped."""
+        items = self.items * (self.items >= min_item)
+        users = self.users * ((self.users >= min_user) & (self.users <= max_user))
+        if np.array_equal(items, self.items) and np.array_equal(users, self.users):
+            return False  # counting reads every row
+        self.items, self.users = items, users
         self._count()
+        return True
 
     def _sizes(self) -> tuple[int, int, int]:
         return self.interactions, int(np.count_nonzero(self.users)), int(np.count_nonzero(self.items))
 
-    def _note(self, rule: str, before: tuple[int, int, int]) -> str:
-        rows, users, items = (old - new for old, new in zip(before, self._sizes(), strict=True))
-        return f"{rule}: {rows:,} interactions dropped ({users:,} users, {items:,} items)" if rows else ""
-
     def _count(self) -> None:
         users, items = np.zeros_like(self.users), np.zeros_like(self.items)
         for bucket in self._buckets:
-            frame = pl.read_parquet(bucket, columns=["user", "item"])
-            frame = frame.filter(pl.Series(self.rows(frame)))
+            frame = self.rows_of(bucket, ["user", "item"])
             users += np.bincount(frame["user"].to_numpy(), minlength=len(users))
             items += np.bincount(frame["item"].to_numpy(), minlength=len(items))
         self.users, self.items = users, items
 
 
-def _write_arrays(directory: Path, buckets: list[Path], left: _Left, has_time: bool) -> None:
-    number_of_item = np.cumsum(left.items > 0)  # the first is 1
-    shape = (left.interactions,)
+def _write_arrays(directory: Path, buckets: list[Path], kept: _Kept, has_time: bool) -> None:
+    id_of_item = np.cumsum(kept.items > 0)  # the first kept item is 1
+    shape = (kept.interactions,)
     with ExitStack() as stack:
         items = stack.enter_context(NpyWriter(directory / "items.npy", np.int32, shape))
         times = stack.enter_context(NpyWriter(directory / "timestamps.npy", np.int64, shape)) if has_time else None
         for bucket in buckets:
-            frame = pl.read_parquet(bucket)
-            frame = frame.filter(pl.Series(left.rows(frame)))
-            items.append(number_of_item[frame["item"].to_numpy()])
+            frame = kept.rows_of(bucket)
+            items.append(id_of_item[frame["item"].to_numpy()])
             if times:
                 times.append(frame["time"].to_numpy())
 
 
-def _kept(names: pl.DataFrame, counts: np.ndarray, first_id: int) -> pl.DataFrame:
-    """id, original_id, count of what is left."""
-    kept = names.with_columns(count=pl.Series(counts)).filter(pl.col("count") > 0)
-    return kept.select(
-        pl.int_range(first_id, pl.len() + first_id, dtype=pl.Int64).alias("id"),
-        pl.col("original_id").cast(pl.String),
-        "count",
-    )
+def _kept_ids(names: pl.DataFrame, counts: np.ndarray, first_id: int) -> pl.DataFrame:
+    is_kept = counts > 0
+    return id_table(names["original_id"].filter(is_kept).cast(pl.String), counts[is_kept], first_id)

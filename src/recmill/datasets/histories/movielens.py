@@ -1,6 +1,7 @@
-"""MovieLens ratings as histories: ml-100k, ml-1m, ml-10m, ml-20m, ml-25m and the like, told apart by their files.
+"""MovieLens ratings as histories: ml-100k, ml-1m, ml-10m, ml-20m, ml-25m and similar, recognized by their files.
 
-Filters, in this order: rating, repeated items, items, users, k-core. The defaults give the data of the BERT4Rec paper.
+Filters apply in this order: rating, repeated items, items, users, k-core. The defaults give the data of the BERT4Rec
+paper.
 """
 
 import csv
@@ -10,17 +11,19 @@ from pathlib import Path
 import polars as pl
 from pydantic import Field, NonNegativeInt
 
-from recmill.datasets.compressed import SUFFIXES, read_blocks
-from recmill.datasets.histories import delimited, interactions
-from recmill.datasets.histories.interactions import Filters, Plan, write
+from recmill.datasets.compressed import SUFFIXES, forecast_rows, read_blocks
+from recmill.datasets.histories import delimited
+from recmill.datasets.histories.interactions import Filters, InteractionsPlan, rating_condition, write
 from recmill.errors import DataError
 
 __all__ = ["Options", "plan", "write"]
 
 
 class Options(Filters):
-    input: str = Field(description="Directory of the unpacked files: ratings.dat, u.data or ratings.csv, and titles.")
-    min_user_count: NonNegativeInt = Field(5, description="Only users with so many interactions; 3 at least.")
+    input: str = Field(description="Directory with ratings.dat, u.data or ratings.csv, and the file of titles.")
+    min_user_count: NonNegativeInt = Field(
+        5, description="Keep only users with at least this many interactions; never fewer than 3."
+    )
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,10 @@ class _Edition:
 
 _NAMES = ["userId", "movieId", "rating", "timestamp"]
 _FIELDS = (
-    delimited.Field("user", "userId", "whole"),
-    delimited.Field("item", "movieId", "whole"),
+    delimited.Field("user", "userId", "integer"),
+    delimited.Field("item", "movieId", "integer"),
     delimited.Field("rating", "rating", "number"),
-    delimited.Field("time", "timestamp", "whole"),
+    delimited.Field("time", "timestamp", "integer"),
 )
 _EDITIONS = (
     _Edition("ratings.dat", "::", _NAMES, "movies.dat", "::"),  # ml-1m, ml-10m
@@ -46,7 +49,7 @@ _EDITIONS = (
 )
 
 
-def plan(options: Options) -> Plan:
+def plan(options: Options) -> InteractionsPlan:
     directory = Path(options.input)
     if not directory.is_dir():
         raise DataError(f"{directory}: no such directory. --input is where the unpacked MovieLens files are.")
@@ -58,15 +61,18 @@ def plan(options: Options) -> Plan:
     edition, ratings = found[0]
     titles = _find(directory, edition.titles)
     if not titles:
-        raise DataError(f"{directory}: {ratings.name}, but no {edition.titles}, the titles. It is in the same archive.")
+        raise DataError(
+            f"{directory}: {ratings.name} is there, but not {edition.titles}, the titles. Both are in the same archive."
+        )
     table = delimited.Table(ratings, edition.separator, edition.columns)
-    return Plan(
+    return InteractionsPlan(
         "movielens",
         options,
         [ratings, titles],
+        forecast_rows(ratings),
         lambda: table.rows(*_FIELDS),
         options.min_user_count,
-        only=interactions.at_least_rated(options),
+        conditions=rating_condition(options),
         titles=lambda: _titles(titles, edition.title_separator),
     )
 
@@ -76,7 +82,7 @@ def _find(directory: Path, name: str) -> Path | None:
 
 
 def _titles(path: Path, separator: str) -> pl.DataFrame:
-    """original_id, title. Older editions are in latin-1, which is hardly ever good UTF-8 by accident."""
+    """Return original_id, title. Older editions are in latin-1, which is hardly ever valid UTF-8 by accident."""
     content = b"".join(read_blocks(path, 1 << 20))
     try:
         text = content.decode("utf-8-sig")
@@ -87,7 +93,7 @@ def _titles(path: Path, separator: str) -> pl.DataFrame:
     titles = {}
     for number, row in enumerate(rows, 1):
         if len(row) < 3 and row not in ([], [""]):
-            raise DataError(f"{path}: line {number}: expected a movie, its title and more, got {row}. Get it again.")
+            raise DataError(f"{path}: line {number}: expected id, title and genres, got {row}. Get the file again.")
         if row and row[0]:
             titles[row[0]] = row[1] if separator != "::" else separator.join(row[1:-1])
     return pl.DataFrame(list(titles.items()), schema={"original_id": pl.String, "title": pl.String}, orient="row")

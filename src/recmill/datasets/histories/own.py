@@ -1,16 +1,18 @@
-"""Histories from anybody's interactions: CSV, TSV or Parquet with a column for users and one for items.
+"""Histories from your own interactions: CSV, TSV or Parquet with a column for users and one for items.
 
-Filters, in this order: rating, repeated items, items, users, k-core.
+Filters apply in this order: rating, repeated items, items, users, k-core.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import polars as pl
 from pydantic import Field, NonNegativeInt, model_validator
 
-from recmill.datasets.histories import delimited, interactions
-from recmill.datasets.histories.interactions import Filters, Plan, write
+from recmill.datasets.compressed import forecast_rows
+from recmill.datasets.histories import delimited
+from recmill.datasets.histories.interactions import Filters, InteractionsPlan, rating_condition, write
 from recmill.errors import DataError
 
 __all__ = ["Options", "plan", "write"]
@@ -21,22 +23,24 @@ _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 class Options(Filters):
     input: str = Field(description="One file: .csv or .tsv with a header (also .gz, .zst), or .parquet.")
-    user_column: str = Field(description="Who: any text or whole numbers.")
-    item_column: str = Field(description="What: any text or whole numbers.")
+    user_column: str = Field(description="Column of users: text or whole numbers.")
+    item_column: str = Field(description="Column of items: text or whole numbers.")
     time_column: str | None = Field(
-        None, description="When: whole numbers or ISO dates. Without it, the order of the file."
+        None, description="Column of times: whole numbers or ISO dates. Without it, the order of the file counts."
     )
-    rating_column: str | None = Field(None, description="How good: numbers, for --min-rating.")
-    min_user_count: NonNegativeInt = Field(5, description="Only users with so many interactions; 3 at least.")
+    rating_column: str | None = Field(None, description="Column of ratings: numbers, for --min-rating.")
+    min_user_count: NonNegativeInt = Field(
+        5, description="Keep only users with at least this many interactions; never fewer than 3."
+    )
 
     @model_validator(mode="after")
-    def fit_together(self) -> "Options":
+    def check_combinations(self) -> "Options":
         if (self.min_rating is None) != (self.rating_column is None):
             raise ValueError("--min-rating and --rating-column go together: one of them is missing.")
         return self
 
 
-def plan(options: Options) -> Plan:
+def plan(options: Options) -> InteractionsPlan:
     path = Path(options.input)
     if not path.is_file():
         raise DataError(f"{path}: no such file. --input is one file: .csv, .tsv or .parquet.")
@@ -44,59 +48,78 @@ def plan(options: Options) -> Plan:
     if suffix not in (*_SEPARATORS, ".parquet"):
         raise DataError(f"{path}: '{suffix}' is none of .csv, .tsv, .parquet (.gz and .zst after the first two).")
     columns = {name: getattr(options, f"{name}_column") for name in ("user", "item", "rating", "time")}
-    named = {name: column for name, column in columns.items() if column is not None}
+    columns = {name: column for name, column in columns.items() if column is not None}
+    read: Callable[[], Iterator[pl.DataFrame]]
+    if suffix == ".parquet":
+        selected = _select_parquet(path, columns)
+        rows = selected.select(pl.len()).collect().item()
+        read = partial(_read_parquet, path, columns, selected)
+    else:
+        rows = forecast_rows(path)
+        read = partial(_read_text, delimited.Table(path, _SEPARATORS[suffix]), columns)
+    return InteractionsPlan(
+        "histories",
+        options,
+        [path],
+        rows,
+        read,
+        options.min_user_count,
+        conditions=rating_condition(options),
+        has_time=options.time_column is not None,
+    )
 
-    def batches() -> Iterator[pl.DataFrame]:
-        return (
-            _parquet(path, named) if suffix == ".parquet" else _text(delimited.Table(path, _SEPARATORS[suffix]), named)
-        )
 
-    only = interactions.at_least_rated(options)
-    has_time = options.time_column is not None
-    return Plan("histories", options, [path], batches, options.min_user_count, only=only, has_time=has_time)
-
-
-def _text(table: delimited.Table, named: dict[str, str]) -> Iterator[pl.DataFrame]:
-    kinds: dict[str, delimited.Kind] = {"user": "text", "item": "text", "rating": "number", "time": "whole"}
-    if "time" in named and "-" in table.first_value(named["time"])[1:]:
+def _read_text(table: delimited.Table, columns: dict[str, str]) -> Iterator[pl.DataFrame]:
+    kinds: dict[str, delimited.Kind] = {"user": "text", "item": "text", "rating": "number", "time": "integer"}
+    if "time" in columns and "-" in table.first_value(columns["time"])[1:]:
         kinds["time"] = "date"
-    return table.rows(*(delimited.Field(name, column, kinds[name]) for name, column in named.items()))
+    return table.rows(*(delimited.Field(name, column, kinds[name]) for name, column in columns.items()))
 
 
-def _parquet(path: Path, named: dict[str, str]) -> Iterator[pl.DataFrame]:
+def _select_parquet(path: Path, columns: dict[str, str]) -> pl.LazyFrame:
     try:
-        found = pl.read_parquet_schema(path)
+        schema = pl.read_parquet_schema(path)
     except pl.exceptions.PolarsError as error:
-        raise DataError(f"{path}: not a whole Parquet file ({error}). Get it again.") from None
-    wanted = []
-    for name, column in named.items():
-        if column not in found:
-            raise DataError(f"{path}: no column '{column}'; it has: {', '.join(found)}.")
-        dtype = found[column]
-        value = pl.col(column).alias(name)
-        if name == "time" and isinstance(dtype, pl.Date | pl.Datetime):
-            value = value.cast(pl.Datetime("us")).dt.epoch("us")
-        elif name == "rating" and dtype.is_numeric():
-            value = value.cast(pl.Float64)
-        elif dtype.is_integer():
-            value = value.cast(pl.Int64)
-        elif name not in ("user", "item") or dtype != pl.String:
-            good = {"time": "whole numbers, dates or datetimes", "rating": "numbers"}
-            raise DataError(f"{path}: column '{column}' is {dtype}, not {good.get(name, 'text or whole numbers')}.")
-        wanted.append(value)
-    batches = pl.scan_parquet(path).select(wanted).collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True)
+        raise DataError(f"{path}: not a complete Parquet file ({error}). Get it again.") from None
+    return pl.scan_parquet(path).select(_parquet_column(path, schema, *names) for names in columns.items())
+
+
+def _parquet_column(path: Path, schema: dict[str, pl.DataType], name: str, column: str) -> pl.Expr:
+    """Select `column` as `name`, in the type that text would be read as."""
+    if column not in schema:
+        raise DataError(f"{path}: no column '{column}'; it has: {', '.join(schema)}.")
+    dtype = schema[column]
+    value = pl.col(column).alias(name)
+    if name == "time" and isinstance(dtype, pl.Date | pl.Datetime):
+        return value.cast(pl.Datetime("us")).dt.epoch("us")
+    if name == "rating" and dtype.is_numeric():
+        return value.cast(pl.Float64)
+    if dtype.is_integer():
+        return value.cast(pl.Int64)
+    if name in ("user", "item") and dtype == pl.String:
+        return value
+    expected = {"time": "whole numbers, dates or datetimes", "rating": "numbers"}.get(name, "text or whole numbers")
+    raise DataError(f"{path}: column '{column}' is {dtype}, not {expected}.")
+
+
+def _check_values(path: Path, batch: pl.DataFrame, columns: dict[str, str], rows_before: int) -> None:
+    for name, column in columns.items():
+        is_bad = batch[name].is_null() if name != "rating" else ~batch[name].is_finite().fill_null(False)
+        if is_bad.any():
+            row = rows_before + int(is_bad.arg_true()[0]) + 1
+            value = batch[name].filter(is_bad)[0]
+            fact = "missing" if value is None else f"{value} is not a number"
+            raise DataError(f"{path}: row {row:,}, column {column}: {fact}. Remove such rows from the file.")
+
+
+def _read_parquet(path: Path, columns: dict[str, str], selected: pl.LazyFrame) -> Iterator[pl.DataFrame]:
     done = 0
     try:
-        for batch in batches:
-            for name, column in named.items():
-                is_bad = batch[name].is_null() if name != "rating" else ~batch[name].is_finite().fill_null(False)
-                if is_bad.any():
-                    row, value = done + int(is_bad.arg_true()[0]) + 1, batch[name].filter(is_bad)[0]
-                    fact = "missing" if value is None else f"{value} is not a number"
-                    raise DataError(f"{path}: row {row:,}, column {column}: {fact}. Leave such rows out of the file.")
+        for batch in selected.collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True):
+            _check_values(path, batch, columns, done)
             done += batch.height
             yield batch
     except pl.exceptions.PolarsError as error:
-        raise DataError(f"{path}: after row {done:,}: {str(error).splitlines()[0]}. Is the file whole?") from None
+        raise DataError(f"{path}: after row {done:,}: {str(error).splitlines()[0]}. Is the file complete?") from None
     if not done:
         raise DataError(f"{path}: no rows.")

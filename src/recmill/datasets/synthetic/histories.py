@@ -1,41 +1,57 @@
 """Histories with a known truth: a planted Markov chain over items.
 
-After an item comes one of its few successors, or, with probability `noise`, any item by popularity; never one the
-user has met. Ranking by that very distribution is the best any model can do, so its HR@K is the best reachable.
+An item is followed by one of its few successors or, with probability `noise`, by any item drawn by popularity; never
+by an item that the user has had. No model can rank better than this distribution does, so its HR@K is the best
+reachable.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import polars as pl
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from recmill.config.sections import Section
-from recmill.datasets.histories.writing import seal_histories
-from recmill.datasets.writing import Progress
-from recmill.errors import ConfigError
+from recmill.datasets.histories.writing import id_table, seal_histories
+from recmill.datasets.synthetic.plan import GeneratedPlan, plan
+from recmill.datasets.writing import Work, write_npy
 from recmill.metrics.ranking import NUM_NEGATIVES, Negatives, RankingMetrics
+from recmill.observe.progress import Progress
 from recmill.schema import Description
+
+__all__ = ["Options", "plan", "write"]
 
 SUCCESSOR_PROBABILITIES = np.array([0.4, 0.3, 0.2, 0.1])
 MIN_LENGTH = 5
 KS = (1, 5, 10)
-SEEN_CELLS = 1 << 26  # users are made in blocks of users x items <= this many bytes
+SEEN_CELLS = 1 << 26  # users are generated in blocks; a block takes users x items bytes, at most these
 
 
 class Options(Section):
     users: int = Field(4_000, ge=1, lt=2**31, description="Number of users.")
     items: int = Field(500, ge=20, lt=2**26, description="Number of items.")
-    interactions: int = Field(120_000, ge=MIN_LENGTH, lt=2**40, description="Interactions in all; at least 5 per user.")
-    seed: int = Field(1, ge=0, lt=2**63, description="Same seed, same bytes.")
-    noise: float = Field(0.2, ge=0.0, le=1.0, description="Share of steps that follow popularity, not the chain.")
+    interactions: int = Field(
+        120_000, ge=MIN_LENGTH, lt=2**40, description="Total number of interactions, at least 5 per user."
+    )
+    seed: int = Field(1, ge=0, lt=2**63, description="The same seed gives the same bytes.")
+    noise: float = Field(0.2, ge=0.0, le=1.0, description="Share of steps drawn by popularity instead of the chain.")
+
+    @model_validator(mode="after")
+    def check_interactions(self) -> "Options":
+        least = self.users * MIN_LENGTH
+        most = self.users * (self.items // 2)
+        if not least <= self.interactions <= most:
+            raise ValueError(
+                f"--interactions {self.interactions}: {self.users} users and {self.items} items need {least} to {most} "
+                f"({MIN_LENGTH} to items/2 each)."
+            )
+        return self
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Items are 0..items-1 in here. successors [items, 4]; popularity [items], sums to 1."""
+    """A Markov chain over items 0..items-1: successors [items, 4], popularity [items] that sums to 1."""
 
     successors: np.ndarray
     popularity: np.ndarray
@@ -71,13 +87,8 @@ class Chain:
 
 
 def history_lengths(options: Options) -> np.ndarray:
-    """Skewed, at least 5, at most half of the items, in all exactly `interactions`."""
+    """Draw skewed lengths between 5 and half of the items, with a sum of exactly `interactions`."""
     longest = options.items // 2
-    if not options.users * MIN_LENGTH <= options.interactions <= options.users * longest:
-        raise ConfigError(
-            f"--interactions {options.interactions}: {options.users} users of {options.items} items need "
-            f"{options.users * MIN_LENGTH} to {options.users * longest} ({MIN_LENGTH} to items/2 each)."
-        )
     weights = np.exp(0.6 * np.random.default_rng([options.seed, 1]).standard_normal(options.users))
     lengths = np.full(options.users, MIN_LENGTH)
     while missing := options.interactions - int(lengths.sum()):
@@ -90,7 +101,10 @@ def history_lengths(options: Options) -> np.ndarray:
 
 
 def walk(chain: Chain, lengths: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Histories of these lengths end to end. A draw the user has met is drawn again (50 times, then by popularity)."""
+    """Return histories of these lengths end to end.
+
+    An item that the user has had is drawn again; after 50 tries, by popularity.
+    """
     users = np.arange(len(lengths))
     seen = np.zeros((len(lengths), len(chain.popularity)), dtype=bool)
     steps = np.full((len(lengths), int(lengths.max())), -1, dtype=np.int32)
@@ -102,7 +116,7 @@ def walk(chain: Chain, lengths: np.ndarray, generator: np.random.Generator) -> n
         tries = 0
         while len(waiting):
             drawn = chain.draw(current[waiting], generator)
-            if tries > 50:  # with little noise and all successors met, only popularity can go on
+            if tries > 50:  # with little noise, the chain may offer no new item
                 drawn = chain.draw_popular(len(waiting), generator)
             fresh = ~seen[waiting, drawn]
             steps[waiting[fresh], step] = drawn[fresh]
@@ -112,35 +126,23 @@ def walk(chain: Chain, lengths: np.ndarray, generator: np.random.Generator) -> n
     return steps[steps >= 0]
 
 
-def write(directory: Path, options: Options, progress: Progress) -> Description:
-    chain, lengths = Chain.planted(options), history_lengths(options)
-    parts, done = [], 0
-    for block, chosen in enumerate(_blocks(lengths, options.items)):
-        parts.append(walk(chain, chosen, np.random.default_rng([options.seed, 2, block])))
-        done += len(parts[-1])
-        progress(done, options.interactions)
-    items = np.concatenate(parts) + 1
+def write(plan: GeneratedPlan[Options], work: Work) -> Description:
+    options = plan.options
+    chain = Chain.planted(options)
+    lengths = history_lengths(options)
+    blocks = []
+    with Progress("generating histories", options.interactions, "interactions") as progress:
+        for number, chosen in enumerate(_blocks(lengths, options.items)):
+            blocks.append(walk(chain, chosen, np.random.default_rng([options.seed, 2, number])))
+            progress.advance(len(blocks[-1]))
+    items = np.concatenate(blocks) + 1
     counts = np.bincount(items, minlength=options.items + 1)[1:]
-    names = [str(i) for i in range(1, options.items + 1)]
-    return seal_histories(
-        directory,
-        "synthetic-histories",
-        options.model_dump(),
-        items,
-        lengths,
-        users=pl.DataFrame(
-            {"id": range(options.users), "original_id": [str(u) for u in range(options.users)], "count": lengths}
-        ),
-        item_names=pl.DataFrame(
-            {
-                "id": range(1, options.items + 1),
-                "original_id": names,
-                "title": [f"Item {name}" for name in names],
-                "count": counts,
-            }
-        ),
-        truth={split: best_reachable(chain, items, lengths, counts, split) for split in ("val", "test")},
-    )
+    write_npy(work.data / "items.npy", items, np.int32)
+    users = id_table(map(str, range(options.users)), lengths, first_id=0)
+    names = id_table(map(str, range(1, options.items + 1)), counts, first_id=1)
+    names = names.select("id", "original_id", pl.format("Item {}", "original_id").alias("title"), "count")
+    truth = {split: best_reachable(chain, items, lengths, counts, split) for split in ("val", "test")}
+    return seal_histories(work.data, "synthetic-histories", plan.recipe, users, names, truth)
 
 
 def _blocks(lengths: np.ndarray, num_items: int) -> Iterator[np.ndarray]:
@@ -152,29 +154,27 @@ def _blocks(lengths: np.ndarray, num_items: int) -> Iterator[np.ndarray]:
 def best_reachable(
     chain: Chain, items: np.ndarray, lengths: np.ndarray, counts: np.ndarray, split: str
 ) -> dict[str, float]:
-    """HR@K, NDCG@K and MRR@K of the best possible scores on this split, by protocol.
+    """Return HR@K, NDCG@K and MRR@K of the best possible scores on this split, for each protocol.
 
-    Among the whole catalogue, or items drawn from it alike, that is the planted probability; among negatives drawn by
-    popularity, the probability over the popularity (a popular item is there anyway). Where the chain says nothing,
-    popularity decides.
+    Among all items, or negatives drawn uniformly, that score is the planted probability. Among negatives drawn by
+    popularity it is the probability divided by the popularity, because a popular item is a candidate anyway. Where
+    the chain does not distinguish items, popularity does.
     """
-    ends = np.cumsum(lengths)
     negatives = {protocol: Negatives(protocol, counts) for protocol in ("pop100", "uni100")}
     negatives = {name: drawn for name, drawn in negatives.items() if drawn.available - lengths.max() >= NUM_NEGATIVES}
     ranks: dict[str, list[int]] = {name: [] for name in ("full", *negatives)}
-    for user, end in enumerate(ends):
-        history = items[end - lengths[user] : end]
-        place = len(history) - (1 if split == "test" else 2)
-        scores = chain.next_probability(history[place - 1] - 1) + 1e-12 * chain.popularity
-        target = history[place] - 1
+    for user, history in enumerate(np.split(items, np.cumsum(lengths)[:-1])):
+        position = len(history) - (1 if split == "test" else 2)
+        scores = chain.next_probability(history[position - 1] - 1) + 1e-12 * chain.popularity
+        target = history[position] - 1
         unseen = np.ones(len(scores), dtype=bool)
-        unseen[history[:place] - 1] = False
+        unseen[history[:position] - 1] = False
         ranks["full"].append(int(np.sum(scores[unseen] >= scores[target])) - 1)
         for name, drawn in negatives.items():
             others = drawn.draw(split, user, history) - 1
             best = scores / np.maximum(counts, 1) if name == "pop100" else scores
             ranks[name].append(int(np.sum(best[others] >= best[target])))
     metrics = RankingMetrics(list(ranks), list(KS))
-    for protocol, found in ranks.items():
-        metrics.update(protocol, np.array(found))
+    for protocol, of_users in ranks.items():
+        metrics.update(protocol, np.array(of_users))
     return {name: value for name, value in metrics.compute(None).items() if isinstance(value, float)}

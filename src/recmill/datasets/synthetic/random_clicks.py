@@ -1,36 +1,38 @@
-"""Plain random click logs: uniform ids, normal dense values, labels by a fair coin. For speed runs."""
+"""Random click logs for benchmarks: uniform ids, normally distributed dense values, labels from a fair coin."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
 from recmill.data.click_rows import ClickRows
-from recmill.datasets.clicks import BLOCK_ROWS, ClickOptions, rows_per_day, seal_clicks, write_day
-from recmill.datasets.writing import Progress
+from recmill.datasets.clicks import BLOCK_ROWS, rows_per_day, seal_clicks, write_day
+from recmill.datasets.clicks import ClickOptions as Options
+from recmill.datasets.synthetic.plan import GeneratedPlan, plan
+from recmill.datasets.writing import Work
+from recmill.observe.progress import Progress
 from recmill.schema import Description
 
-
-class Options(ClickOptions):
-    pass
+__all__ = ["Options", "plan", "write"]
 
 
-def write(directory: Path, options: Options, progress: Progress) -> Description:
+def write(plan: GeneratedPlan[Options], work: Work) -> Description:
+    options = plan.options
     day_rows = rows_per_day(options.rows, options.days)
-    sizes = np.array(options.tables)
-
-    def blocks(day: int) -> Iterator[ClickRows]:
-        generator = np.random.default_rng([options.seed, day])
-        for start in range(0, day_rows[day], BLOCK_ROWS):
-            n = min(BLOCK_ROWS, day_rows[day] - start)
-            yield ClickRows(
-                dense=generator.standard_normal((n, options.dense), dtype=np.float32),
-                ids=generator.integers(0, sizes, size=(n, len(sizes))),
-                labels=generator.integers(0, 2, size=n),
-            )
-            progress(sum(day_rows[:day]) + start + n, options.rows)
-
-    for day in range(options.days):
-        write_day(directory, f"day_{day}", day_rows[day], blocks(day), options.id_dtype)
+    with Progress("generating clicks", options.rows, "rows") as progress:
+        for day, rows in enumerate(day_rows):
+            write_day(work.data, f"day_{day}", rows, _blocks(options, day, rows, progress), options.id_dtype)
     truth = {split: {"auroc": 0.5} for split in ("val", "test")}
-    return seal_clicks(directory, "random-clicks", options.model_dump(), day_rows, options.dense, options.tables, truth)
+    return seal_clicks(work.data, "random-clicks", plan.recipe, day_rows, options.dense, options.tables, truth)
+
+
+def _blocks(options: Options, day: int, rows: int, progress: Progress) -> Iterator[ClickRows]:
+    generator = np.random.default_rng([options.seed, day])
+    sizes = np.array(options.tables)
+    for start in range(0, rows, BLOCK_ROWS):
+        count = min(BLOCK_ROWS, rows - start)
+        yield ClickRows(
+            dense=generator.standard_normal((count, options.dense), dtype=np.float32),
+            ids=generator.integers(0, sizes, size=(count, len(sizes))),
+            labels=generator.integers(0, 2, size=count),
+        )
+        progress.advance(count)

@@ -1,0 +1,31 @@
+"""What a dataset module provides; `recmill prepare` uses nothing else of it."""
+
+from typing import Any, Protocol
+
+from recmill.config import Section
+from recmill.datasets.writing import Work
+from recmill.schema import Description
+
+
+class DatasetPlan(Protocol):
+    """Everything that is decided before work starts."""
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What determines the bytes of the dataset, as JSON values. It is stored in dataset.json."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Files to read (none if generated), with size and time: interrupted work resumes only if unchanged."""
+
+
+class DatasetModule(Protocol):
+    """A module listed in `registry.DATASETS`. Its docstring and the fields of `Options` become the command's help."""
+
+    Options: type[Section]
+
+    def plan(self, options: Any) -> DatasetPlan:
+        """Check `options` (this module's Options) and the input, without writing anything."""
+
+    def write(self, plan: Any, work: Work) -> Description:
+        """Write the dataset of `plan` (this module's plan) to `work.data`, dataset.json last."""

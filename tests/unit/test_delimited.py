@@ -1,0 +1,90 @@
+"""Reading delimited text: what is accepted, and the error for each kind of bad row."""
+
+import gzip
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recmill import prepare
+from recmill.datasets.histories import delimited
+from recmill.errors import DataError
+
+from ..histories_raw import COLUMNS, KEEP_ALL, histories_of, prepared
+
+GOOD = "a,x,1\na,y,2\na,z,3\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("who,what,when\n" + GOOD + "b,x\n", "raw.csv: row 4: expected 3 fields, got 2, the last is 'x'. Fix"),
+        ("who,what,when\n" + GOOD + "b,x,4,5\n", "row 4: expected 3 fields, got 4, the last is '5'"),
+        ("who,what,when\n" + GOOD + "b\nb,x,1,1,1\n", "row 4: expected 3 fields, got 1"),
+        ("who,what,when\n" + GOOD + "\nb,x,4\n", "row 4: expected 3 fields, got a blank line"),
+        ("who,what,when\n" + GOOD + "b,x,noon\n", "row 4, column when: 'noon' is not a whole number"),
+        ("who,what,when\n" + GOOD + "b,x,1.5\n", "row 4, column when: '1.5' is not a whole number"),
+        ("who,what,when\n" + GOOD + "b,x,\n", "row 4, column when: '' is not a whole number"),
+        ("who,what,when\n" + GOOD + "b,x,99999999999999999999\n", "'99999999999999999999' is not a whole number"),
+        ("who,what,when\n" + GOOD + ",x,4\n", "row 4, column who: '' is empty"),
+        ("who,what,when\n" + GOOD + 'b,"x\n' + "b,x,1\n" * 200_000, "Is a quote not closed"),
+        ("who,what,when\na,x,2020-01-01\na,y,soon\n", "row 2, column when: 'soon' is not a date"),
+        ("who,what\n" + "a,x\n", "no column 'when' in its first row, which has: who, what"),
+        ("who,what,when,when\n" + "a,x,1,1\n", "two columns 'when'"),
+        ("who,what,when\n", "no rows"),
+        ("", "no column 'who' in its first row, which has: nothing"),
+    ],
+)
+def test_a_bad_row_is_one_error_with_file_row_and_value(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "raw.csv").write_text(text)
+    with pytest.raises(DataError) as caught:
+        prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv", **COLUMNS, time_column="when", **KEEP_ALL)
+    assert message in str(caught.value)
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 30, 1 << 24])
+def test_rows_are_numbered_through_all_blocks(
+    tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delimited, "_BLOCK_BYTES", block_bytes)
+    with pytest.raises(DataError, match="row 41, column when: 'x'"):
+        prepared(tmp_path, [("a", n, n) for n in range(40)] + [("a", "y", "x")], **KEEP_ALL)
+    assert prepared(tmp_path, [("a", n, -n) for n in range(5)], **KEEP_ALL) == {"a": ["4", "3", "2", "1", "0"]}
+
+
+def test_quotes_windows_line_ends_a_bom_and_compression_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delimited, "_BLOCK_BYTES", 16)
+    text = '\ufeffwhen,what,who\r\n3,"a, b","Ann ""A"""\r\n2,"two\nlines","Ann ""A"""\r\n1,c,"Ann ""A"""\r\n\r\n'
+    (tmp_path / "raw.csv.gz").write_bytes(gzip.compress(text.encode()))
+    prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv.gz", **COLUMNS, time_column="when", **KEEP_ALL)
+    assert histories_of(tmp_path / "d") == {'Ann "A"': ["c", "two\nlines", "a, b"]}
+
+
+def test_an_incomplete_gzip_file_is_an_error_and_a_missing_line_end_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = gzip.compress(b"who,what\n" + b"a,x\na,y\na,z\n" * 100)
+    (tmp_path / "raw.csv.gz").write_bytes(whole[:-12])
+    with pytest.raises(DataError, match="cut short or damaged"):
+        prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv.gz", **COLUMNS, **KEEP_ALL)
+    (tmp_path / "raw.csv").write_text("who,what\na,x\na,y\na,z")
+    with caplog.at_level(logging.WARNING):
+        prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv", **COLUMNS, **KEEP_ALL)
+    assert "the last row has no line end" in caplog.text
+    assert histories_of(tmp_path / "d") == {"a": ["x", "y", "z"]}
+
+
+def test_dates_become_microseconds(tmp_path: Path) -> None:
+    rows = [("a", "x", "1970-01-02 00:00:01"), ("a", "y", "1970-01-01 00:00:00.5"), ("a", "z", "1970-01-03 00:00:00")]
+    assert prepared(tmp_path, rows, **KEEP_ALL) == {"a": ["y", "x", "z"]}
+    assert np.load(tmp_path / "d" / "timestamps.npy").tolist() == [500_000, 86_401_000_000, 172_800_000_000]
+
+
+def test_text_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "raw.csv").write_bytes("who,what\na,café\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"rows 1 to 1: one of them cannot be read .*not UTF-8"):
+        prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv", **COLUMNS, **KEEP_ALL)

@@ -1,0 +1,69 @@
+"""`recmill prepare histories`: Parquet against CSV, and input that is refused."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from recmill import prepare
+from recmill.errors import ConfigError, DataError
+
+from ..histories_raw import COLUMNS, KEEP_ALL, histories_of
+
+
+def test_parquet_gives_what_csv_gives_and_numbers_are_in_order_of_number(tmp_path: Path) -> None:
+    frame = pl.DataFrame({"who": [10, 9, 10, 9, 10, 9], "what": ["x", "x", "y", "y", "z", "z"], "when": [3, 2, 1] * 2})
+    frame.write_parquet(tmp_path / "raw.parquet")
+    options = {**COLUMNS, "time_column": "when", **KEEP_ALL}
+    prepare("histories", tmp_path / "d", input=tmp_path / "raw.parquet", **options)
+    # 10: x 3, y 1, z 2; 9: x 2, y 3, z 1. As numbers 9 comes before 10; as text, of a CSV, after it.
+    assert list(histories_of(tmp_path / "d").items()) == [("9", ["z", "x", "y"]), ("10", ["y", "z", "x"])]
+    frame.write_csv(tmp_path / "raw.csv")
+    prepare("histories", tmp_path / "csv", input=tmp_path / "raw.csv", **options)
+    assert list(histories_of(tmp_path / "csv").items()) == [("10", ["y", "z", "x"]), ("9", ["z", "x", "y"])]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"who": ["a", None], "what": ["x", "y"]}, "row 2, column who: missing"),
+        ({"who": ["a", "b"]}, "no column 'what'; it has: who"),
+        ({"who": ["a", "b"], "what": [1.5, 2.5]}, "column 'what' is Float64, not text or whole numbers"),
+        ({"who": ["a"], "what": ["x"], "when": ["noon"]}, "column 'when' is String, not whole numbers, dates"),
+        ({"who": ["a"], "what": pl.Series([2**64 - 1], dtype=pl.UInt64)}, "after row 0: conversion"),
+        ({"who": pl.Series([], dtype=pl.String), "what": pl.Series([], dtype=pl.Int8)}, "no rows"),
+    ],
+)
+def test_parquet_that_does_not_fit_is_refused(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    pl.DataFrame(columns).write_parquet(tmp_path / "raw.parquet")
+    options = {**COLUMNS, **({"time_column": "when"} if "when" in columns else {}), **KEEP_ALL}
+    with pytest.raises(DataError, match=message):
+        prepare("histories", tmp_path / "d", input=tmp_path / "raw.parquet", **options)
+
+
+def test_a_rating_of_parquet_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    """Polars holds that NaN is at least 3."""
+    pl.DataFrame({"who": "a", "what": ["x", "y"], "stars": [4.0, float("nan")]}).write_parquet(tmp_path / "raw.parquet")
+    options = {**COLUMNS, "rating_column": "stars", "min_rating": 3, **KEEP_ALL}
+    with pytest.raises(DataError, match="row 2, column stars: nan is not a number"):
+        prepare("histories", tmp_path / "d", input=tmp_path / "raw.parquet", **options)
+
+
+def test_datetimes_of_parquet_are_times(tmp_path: Path) -> None:
+    when = [datetime(1970, 1, 1, 0, 0, 2), datetime(1970, 1, 1, 0, 0, 1), datetime(1970, 1, 1, 0, 0, 3)]
+    pl.DataFrame({"who": "a", "what": ["x", "y", "z"], "when": when}).write_parquet(tmp_path / "raw.parquet")
+    prepare("histories", tmp_path / "d", input=tmp_path / "raw.parquet", **COLUMNS, time_column="when", **KEEP_ALL)
+    assert np.load(tmp_path / "d" / "timestamps.npy").tolist() == [1_000_000, 2_000_000, 3_000_000]
+
+
+def test_contradicting_options_and_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--min-rating and --rating-column go together"):
+        prepare("histories", tmp_path / "d", input="x.csv", **COLUMNS, min_rating=3)
+    with pytest.raises(DataError, match=r"x\.csv: no such file"):
+        prepare("histories", tmp_path / "d", input=tmp_path / "x.csv", **COLUMNS)
+    (tmp_path / "x.xlsx").touch()
+    with pytest.raises(DataError, match=r"'\.xlsx' is none of"):
+        prepare("histories", tmp_path / "d", input=tmp_path / "x.xlsx", **COLUMNS)
