@@ -5,11 +5,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from recmill import prepare
+
+if TYPE_CHECKING:
+    from .mixed_precision import MixedPrecision
 
 REPO = Path(__file__).parent.parent
 
@@ -97,3 +100,19 @@ def known_environment() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture
+def mixed(record_property: Callable[[str, object], None]) -> "MixedPrecision":
+    """bfloat16 and float16, in child processes."""
+    from .mixed_precision import MixedPrecision  # loads torch, which most tests of data do without
+
+    return MixedPrecision(record_property)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests of mixed precision found on this CPU."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    properties = [pair for report in reports for pair in getattr(report, "user_properties", [])]
+    for line in sorted({str(value) for name, value in properties if name == "mixed precision"}):
+        terminalreporter.write_line(f"mixed precision here: {line}")

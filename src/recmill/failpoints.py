@@ -3,7 +3,8 @@
     RECMILL_FAIL="ckpt.before_rename@rank=1:kill, train.step@step=7@attempt=0:raise"
 
 Each entry is a point, conditions and an action. Conditions: `rank`, `step`, `hit` (the N-th time this process reaches
-the point, from 1) and `attempt` (restarts of the job so far). Actions: kill, raise, hang, nospace, eio.
+the point, from 1) and `attempt` (restarts of the job so far). Actions: kill, sigill (as a CPU that lacks an instruction does), raise, hang,
+nospace, eio.
 """
 
 import errno
@@ -37,9 +38,13 @@ POINTS = {
     "prepare.written": "all files but dataset.json are written",
     "prepare.before_rename": "dataset.json is written, the directory is still hidden",
     "prepare.renamed": "the dataset is renamed into place",
+    "probe.all_features": "a child process tries bfloat16 or float16; ONEDNN_MAX_CPU_ISA is not set",
+    "probe.lowered": "the same; ONEDNN_MAX_CPU_ISA is set",
+    "probe.kernel": "a child process tries a kernel of ours that was just compiled",
 }
 _ERRORS = {"nospace": errno.ENOSPC, "eio": errno.EIO}
-_ACTIONS = ("kill", "raise", "hang", *_ERRORS)
+_SIGNALS = {"kill": signal.SIGKILL, "sigill": signal.SIGILL}
+_ACTIONS = (*_SIGNALS, "raise", "hang", *_ERRORS)
 _CONDITIONS = ("rank", "step", "hit", "attempt")
 
 
@@ -50,8 +55,8 @@ class _Failure:
     action: str
 
     def happen(self) -> None:
-        if self.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.action in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[self.action])
         if self.action == "hang":
             time.sleep(1e9)
         if self.action == "raise":

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForwar
 from recmill import train
 from recmill.checkpoints.format import Position
 from recmill.errors import Interrupted
-from recmill.training import loop, precision
+from recmill.training import loop
 from recmill.training.precision import LossScale
 from recmill.world import joined_world
 
 from ..group import in_group
+from ..mixed_precision import MixedPrecision
 from .runs import assert_same_run, losses
 
 Config = dict[str, Any]
@@ -27,7 +29,6 @@ Config = dict[str, Any]
 
 def take_steps(config: Config, run: Path, is_overlapped: bool, stop_at: int) -> None:
     """In each rank. `stop_at`: Ctrl-C reaches the last one alone, in that step."""
-    precision._why_off = lambda precision, device: None
     sent_ahead, taken = [], []
     pipelined, add = PipelinedForward.__call__, loop._Meter.add
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -51,10 +52,12 @@ def take_steps(config: Config, run: Path, is_overlapped: bool, stop_at: int) -> 
     run.with_name(f"{run.name}-{rank}.json").write_text(json.dumps(sent_ahead), encoding="utf-8")
 
 
-def train_with(config: Config, folder: Path, procs: int, stop_at: int = 0, **ways: str) -> dict[str, list[int]]:
+def train_with(
+    config: Config, folder: Path, procs: int, stop_at: int = 0, group: Callable[..., Any] = in_group, **ways: str
+) -> dict[str, list[int]]:
     """By run, how often each rank's tables took a batch whose ids had been sent ahead."""
     for run, way in ways.items():
-        in_group(procs, take_steps, config, folder / run, way == "overlapped", stop_at)
+        group(procs, take_steps, config, folder / run, way == "overlapped", stop_at)
     ranks = range(procs)
     return {run: [len(json.loads((folder / f"{run}-{rank}.json").read_text())) for rank in ranks] for run in ways}
 
@@ -73,10 +76,15 @@ def test_overlapped_steps_equal_plain_ones(procs: int, dlrm: Config, tmp_path: P
     assert_same_run(tmp_path / "b", tmp_path / "a")
 
 
-def test_overlapped_float16_steps_equal_plain_ones(dlrm: Config, tmp_path: Path) -> None:
+def test_overlapped_float16_steps_equal_plain_ones(dlrm: Config, tmp_path: Path, mixed: MixedPrecision) -> None:
+    """Or float32 ones, on a CPU that cannot multiply float16 at all."""
     dlrm["train"] |= {"precision": "float16", "max_steps": 6}
-    assert train_with(dlrm, tmp_path, 2, a="plain", b="overlapped") == {"a": [0, 0], "b": [6, 6]}
+    assert train_with(dlrm, tmp_path, 2, group=mixed.group("float16"), a="plain", b="overlapped") == {
+        "a": [0, 0],
+        "b": [6, 6],
+    }
     assert_same_run(tmp_path / "b", tmp_path / "a")
+    assert ("is off" in (tmp_path / "a" / "log.txt").read_text()) is not mixed.works("float16")
 
 
 def test_an_overlapped_run_stops_in_between_and_is_continued_as_if_never_stopped(dlrm: Config, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import tomli_w
 from recmill import train
 from recmill.commands.checkpoint import list_checkpoints
 from recmill.errors import ResourceError
+from recmill.launch import local
 from recmill.launch.signals import stop_with_parent
 
 from .. import group
@@ -108,6 +109,31 @@ def test_a_job_that_lost_a_worker_starts_again_and_equals_an_unbroken_run(
     monkeypatch.delenv("RECMILL_FAIL")
     group.train(dlrm, tmp_path / "unbroken")
     assert_same_run(tmp_path / "run", tmp_path / "unbroken")
+
+
+def test_an_instruction_that_the_cpu_lacks_is_explained_and_not_tried_again(
+    dlrm: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RECMILL_FAIL", "train.step@step=2@rank=1:sigill")
+    with pytest.raises(ResourceError, match=r"^Process 1 of the job was killed by SIGILL\. The CPU, or") as caught:
+        train(dlrm, tmp_path / "run", procs=2, overrides=["train.max_restarts=3"])
+    message = str(caught.value)
+    for remedy in ("ONEDNN_MAX_CPU_ISA=AVX2", "train.kernels=torch", "train.precision=float32", "recmill doctor"):
+        assert remedy in message
+    assert "same command" not in message
+    assert "restart" not in caplog.text
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["rank"]) == ("failed", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("SIGKILL", "out of memory"), ("SIGSEGV", "try train.kernels=torch"), ("SIGBUS", "mapped file was truncated")],
+)
+def test_a_signal_that_killed_a_worker_comes_with_a_hint(name: str, hint: str, tmp_path: Path) -> None:
+    error = local._first_error(tmp_path, {1: -signal.Signals[name]}, local._Signals())
+    assert isinstance(error, local.LostWorkerError)  # which may be tried again
+    assert str(error).startswith(f"Process 1 of the job was killed by {name}.")
+    assert hint in str(error)
 
 
 def test_a_hung_process_is_named_with_its_step_and_where_it_is(

@@ -133,7 +133,14 @@ def test_a_split_that_is_none_is_an_error(tmp_path: Path) -> None:
 def test_doctor_finds_this_machine_fit(run_cli: RunCli) -> None:
     done = run_cli("doctor")
     assert done.returncode == 0, done.stdout
-    for fact in ("torch", "torchrec", "fbgemm-gpu-cpu", "2 processes exchanged values", "Training would work."):
+    for fact in (
+        "torch",
+        "torchrec",
+        "fbgemm-gpu-cpu",
+        "2 processes exchanged values",
+        "float16 on CPU",
+        "Training would work.",
+    ):
         assert fact in done.stdout
 
 

@@ -26,6 +26,8 @@ from recmill.nn.interactions import (
 from recmill.nn.mlp import linear, mlp
 from recmill.schema import ClicksDescription, SparseFeature
 
+from ..mixed_precision import MixedPrecision
+
 CPU = torch.device("cpu")
 TABLE_ROWS = [5, 9, 30]
 ABOUT = ClicksDescription(
@@ -193,19 +195,24 @@ def test_compiled_in_one_piece_it_gives_the_same(interaction: Interaction) -> No
     torch.testing.assert_close([g for g in found if g is not None], [g for g in expected if g is not None])
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_under_autocast_the_result_is_that_of_float32_but_for_rounding(name: str) -> None:
-    """bfloat16 keeps 8 bits: a few parts in a hundred after several layers."""
+def check_autocast(name: str, dtype: torch.dtype) -> None:
     model = build(name)
     exact = model(*inputs())
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         rounded = model(*inputs())
-    assert rounded.dtype == torch.bfloat16
-    torch.testing.assert_close(rounded.float(), exact, rtol=0.03, atol=0.03)
+    assert rounded.dtype == dtype
+    tolerance = 0.03 if dtype == torch.bfloat16 else 0.0
+    torch.testing.assert_close(rounded.float(), exact, rtol=tolerance, atol=tolerance)
     rounded.float().square().sum().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_under_autocast_the_result_is_that_of_float32_but_for_rounding(name: str, mixed: MixedPrecision) -> None:
+    """bfloat16 keeps 8 bits: a few parts in a hundred after several layers."""
+    mixed.run("bfloat16", check_autocast, name, mixed.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize("init", ["torch", "dlrm"])

@@ -437,10 +437,10 @@ def test_what_a_finished_run_could_not_remove_does_no_harm(logs: Path, tmp_path:
 def test_a_second_run_at_the_same_time_is_refused(logs: Path, tmp_path: Path) -> None:
     stopped(tmp_path, logs, "count-C5")
     before = contents_of_tree(unfinished(tmp_path))
-    with (unfinished(tmp_path) / "lock").open("w") as file:
+    with (unfinished(tmp_path) / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # another open file: as good as another process
         for overwrite in (False, True):
-            with pytest.raises(ResourceError, match="another `recmill prepare` .* works here"):
+            with pytest.raises(ResourceError, match=r"another `recmill prepare` .* works here"):
                 prepare("criteo", tmp_path / "d", input=logs, overwrite=overwrite)
     assert contents_of_tree(unfinished(tmp_path)) == before
     prepare("criteo", tmp_path / "d", input=logs)

@@ -177,14 +177,16 @@ def test_what_ours_cannot_do_stays_with_fbgemm(library: ctypes.CDLL) -> None:
     assert "forward" not in vars(group)
 
 
-def test_without_a_compiler_it_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(native_module, "_COMPILERS", ("no-such-compiler",))
+def test_without_a_compiler_it_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     native_module._compiled_or_none.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert native_module.native() is None
         assert native_module.native() is None
     (record,) = caplog.records
-    assert "no C++ compiler (no-such-compiler)" in record.message
+    assert "no C++ compiler (CXX, g++, c++, clang++)" in record.message
     assert "twice as long" in record.message
 
 
@@ -194,11 +196,53 @@ def test_a_compiler_that_fails_is_told(
     broken = tmp_path / "broken-g++"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "cannot find -lgomp" >&2; exit 1\n')
     broken.chmod(0o755)
-    monkeypatch.setattr(native_module, "_COMPILERS", (str(broken),))
+    monkeypatch.setenv("CXX", str(broken))
     native_module._compiled_or_none.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert native_module.native() is None
     assert "cannot find -lgomp" in caplog.text
+
+
+@pytest.fixture
+def copying_compiler(library: ctypes.CDLL, tmp_path: Path) -> Path:
+    """Copies the library that the real compiler made: the last argument says where to."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\ncp {library._name} "$last"\n'
+    )
+    compiler.chmod(0o755)
+    return compiler
+
+
+def test_kernels_that_this_cpu_cannot_run_are_refused_and_not_tried_again(
+    copying_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(copying_compiler))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RECMILL_FAIL", "probe.kernel:sigill")
+    for _ in range(2):
+        native_module._compiled_or_none.cache_clear()
+        caplog.clear()
+        assert native() is None
+        assert (
+            "cannot be used here: a trial run was killed by SIGILL: this CPU, or its hypervisor, lacks" in caplog.text
+        )
+        assert "Set train.kernels=torch" in caplog.text
+        monkeypatch.delenv("RECMILL_FAIL", raising=False)  # it would work now, but what is known is not tried again
+    (kept,) = (tmp_path / ".cache" / "recmill").iterdir()
+    assert kept.suffix == ".txt"
+
+
+def test_kernels_that_were_run_once_are_kept(
+    copying_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(copying_compiler))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    native_module._compiled_or_none.cache_clear()
+    assert native() is not None
+    monkeypatch.setenv("RECMILL_FAIL", "probe.kernel:sigill")
+    native_module._compiled_or_none.cache_clear()
+    assert native() is not None
 
 
 def test_processes_that_compile_at_once_all_get_it(tmp_path: Path) -> None:

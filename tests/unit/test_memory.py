@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from recmill.observe.run_dir import _cgroups
+from recmill.hardware.memory import _cgroups
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""Mixed precision. On CPU autocast works, slowly: what decides that it is off is what these tests replace."""
+"""Mixed precision. Products in bfloat16 and float16 run in child processes, though they may be slow on this CPU."""
 
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,14 +17,19 @@ from recmill.checkpoints.format import Position
 from recmill.commands.assemble import build_sharded, build_source, model_module, task_module
 from recmill.commands.train import work
 from recmill.config import load_config
+from recmill.config.sections import TrainSection
 from recmill.errors import UserError
+from recmill.hardware.precision import Dtype, Finding
 from recmill.schema import open_dataset
 from recmill.tables.first_values import fill_tables, local_shards
 from recmill.training import precision
 from recmill.training.optim import build_optimizer
-from recmill.training.precision import LossScale
+from recmill.training.precision import LossScale, usable_dtype
 from recmill.training.step import Step
 from recmill.world import World, joined_world
+
+from ..group import in_group
+from ..mixed_precision import MixedPrecision
 
 Config = dict[str, Any]
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -45,46 +50,74 @@ def scale_after(run: Path, step: int) -> float:
     return state["position"]["loss_scale"]
 
 
-@pytest.fixture
-def slow_but_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_why_off", lambda precision, device: None)
+FASTER = Finding("bfloat16", 1.84)
+SLOWER = Finding("bfloat16", 0.6)
+NEEDS_LESS = Finding("bfloat16", 1.5, "AVX512_CORE_BF16", "is killed by SIGILL")
+BROKEN = Finding("bfloat16", problem="fails (could not create a primitive)")
 
 
-@pytest.mark.parametrize(("name", "feature"), [("bfloat16", "amx_bf16"), ("float16", "avx512_fp16")])
-def test_the_cpu_is_asked_and_a_slow_one_trains_in_float32_and_says_why(
-    name: str,
-    feature: str,
-    dlrm: Config,
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("finding", "setting", "dtype", "line"),
+    [
+        (FASTER, "", torch.bfloat16, "train.precision = 'bfloat16': measured 1.84 times float32's speed on this CPU"),
+        (SLOWER, "", torch.float32, "is off, training in float32: measured 0.60 of float32's speed on this CPU"),
+        (
+            NEEDS_LESS,
+            "AVX512_CORE_BF16",
+            torch.bfloat16,
+            "'bfloat16': measured 1.50 times float32's speed on this CPU with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, "
+            "without which a product is killed by SIGILL",
+        ),
+        (NEEDS_LESS, "", torch.float32, "is off, training in .* To use it: export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"),
+        (BROKEN, "", torch.float32, r"is off, training in float32: a product fails \(could not create a primitive\)"),
+    ],
+)
+def test_what_was_measured_decides_and_one_line_says_so(
+    finding: Finding,
+    setting: str,
+    dtype: torch.dtype,
+    line: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "recmill")
-    expected = losses_here(dlrm, tmp_path / "plain", max_steps=2)
-    features: dict[str, Any] = {"cpu_name": "Old Faithful", "avx2": True}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: MappingProxyType(features))
-    assert losses_here(dlrm, tmp_path / "slow", max_steps=2, precision=name, tf32=True) == expected
-    text = caplog.text
-    caplog.clear()
-    assert f"train.precision = '{name}' is off, training in float32: this CPU (Old Faithful) has none of" in text
-    assert feature in text
-    assert "train.tf32 is off: GPUs alone have it" in text
-    features[feature] = True
-    found = losses_here(dlrm, tmp_path / "fast", max_steps=2, precision=name)
-    assert found != expected
-    assert "is off" not in caplog.text
+    monkeypatch.setattr(precision, "probe", lambda dtype, threads: finding)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", setting)
+    with caplog.at_level(logging.INFO, "recmill"):
+        assert usable_dtype(TrainSection(precision="bfloat16"), ALONE) == dtype
+    (record,) = caplog.records
+    assert re.search(line, record.message)
+
+
+def test_float32_is_not_probed_and_tf32_is_for_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(precision, "probe", None)
+    with caplog.at_level(logging.INFO, "recmill"):
+        assert usable_dtype(TrainSection(tf32=True), ALONE) == torch.float32
+    assert caplog.messages == ["train.tf32 is off: GPUs alone have it"]
+
+
+def dtypes_if_one_rank_cannot(off: int) -> list[str] | None:
+    precision._verdict = lambda precision, world: (world.rank != off, f"says rank {world.rank}")
+    with joined_world("cpu") as world:
+        return world.gather(str(usable_dtype(TrainSection(precision="bfloat16"), world)))
+
+
+@pytest.mark.parametrize(("off", "dtype"), [(0, "torch.float32"), (1, "torch.float32"), (2, "torch.bfloat16")])
+def test_all_ranks_use_the_same_dtype(off: int, dtype: str) -> None:
+    assert in_group(2, dtypes_if_one_rank_cannot, off) == [dtype, dtype]
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 @pytest.mark.parametrize("model", ["dlrm", "dcnv2", "projection", "bert4rec"])
 def test_every_model_learns_in_mixed_precision_nearly_what_float32_learns(
-    model: str, name: str, slow_but_on: None, request: pytest.FixtureRequest, tmp_path: Path
+    model: str, name: Dtype, mixed: MixedPrecision, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """bfloat16 has 8 significant bits, float16 11."""
+    """bfloat16 has 8 significant bits, float16 11. A CPU that cannot multiply them trains in float32."""
     config = request.getfixturevalue(model)
     expected = losses_here(config, tmp_path / "float32", max_steps=6)
-    found = losses_here(config, tmp_path / name, max_steps=6, precision=name)
-    assert found != expected
+    found = mixed.run(name, losses_here, config, tmp_path / name, max_steps=6, precision=name)
+    assert (found == expected) is (mixed.dtype(name) == torch.float32)
     assert found == pytest.approx(expected, rel={"bfloat16": 2e-3, "float16": 2e-4}[name])
 
 
@@ -124,9 +157,10 @@ TABLES = [
 
 @pytest.mark.parametrize("tables", TABLES, ids=lambda tables: tables["name"])
 def test_scaling_by_a_power_of_two_changes_no_bit(
-    tables: dict[str, str], dlrm: Config, slow_but_on: None, monkeypatch: pytest.MonkeyPatch
+    tables: dict[str, str], dlrm: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, where nothing overflows: what is scaled must be unscaled, before clipping, in tables as well."""
+    monkeypatch.setattr(precision, "_verdict", lambda precision, world: (True, ""))
     dlrm |= {"sharding": {"mode": tables["mode"]}}
     dlrm |= {"optim": {"tables": {"name": tables["name"]}, "dense": {"name": "sgd", "lr": 0.5, "clip_grad_norm": 0.05}}}
     with joined_world("cpu") as world:
@@ -144,11 +178,22 @@ def test_scaling_by_a_power_of_two_changes_no_bit(
 @pytest.mark.parametrize("model", ["dlrm", "bert4rec"])
 @pytest.mark.parametrize("tables", TABLES, ids=lambda tables: tables["name"])
 def test_a_step_whose_gradients_overflow_changes_nothing_at_all(
-    tables: dict[str, str], model: str, slow_but_on: None, request: pytest.FixtureRequest
+    tables: dict[str, str], model: str, mixed: MixedPrecision, request: pytest.FixtureRequest
 ) -> None:
     """The first one (nothing was ever updated) and a later one; the steps after them are as if they had not been."""
     config = request.getfixturevalue(model)
     config |= {"sharding": {"mode": tables["mode"]}, "optim": {"tables": {"name": tables["name"]}}}
+    mixed.run("float16", overflow if mixed.works("float16") else check_nothing_is_scaled, config)
+
+
+def check_nothing_is_scaled(config: Config) -> None:
+    with joined_world("cpu") as world:
+        trainer = Trainer(config, world, precision="float16")
+        trainer.train()
+        assert trainer.step.noted(Position()) == Position()
+
+
+def overflow(config: Config) -> None:
     with joined_world("cpu") as world:
         trainer = Trainer(config, world, precision="float16")
         undisturbed = Trainer(config, world, precision="float16")
@@ -210,21 +255,29 @@ def test_a_static_scale_stays_and_an_overflow_with_it_is_an_error() -> None:
         scale.finish_backward(weight_with(torch.inf), ALONE)
 
 
+def losses_from_scale(first_scale: float, config: Config, run: Path, **train: Any) -> list[float]:
+    precision._FIRST_SCALE = first_scale
+    return losses_here(config, run, **train)
+
+
 def test_a_float16_run_resumed_between_overflows_equals_an_unbroken_one(
-    dlrm: Config, slow_but_on: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dlrm: Config, mixed: MixedPrecision, tmp_path: Path
 ) -> None:
     """Saved after every step, also after those that were left out."""
     dlrm["checkpoint"] = {"every_steps": 1, "keep": 20}
-    monkeypatch.setattr(precision, "_FIRST_SCALE", 2.0**24)
-    caplog.set_level(logging.INFO, "recmill")
-    unbroken = losses_here(dlrm, tmp_path / "unbroken", precision="float16")
+    dlrm["train"] |= {"precision": "float16"}
+    unbroken = mixed.run("float16", losses_from_scale, 2.0**24, dlrm, tmp_path / "unbroken")
+    mixed.run("float16", losses_from_scale, 2.0**24, dlrm, tmp_path / "broken", max_steps=2)
+    assert mixed.run("float16", losses_from_scale, 1.0, dlrm, tmp_path / "broken") == unbroken
     scales = [scale_after(tmp_path / "unbroken", step) for step in range(1, 14)]
+    if not mixed.works("float16"):
+        assert set(scales) == {0.0}
+        assert unbroken == losses_here(dlrm, tmp_path / "float32", precision="float32")
+        return
     assert scales[:3] == [2.0**23, 2.0**22, 2.0**21]  # left out, three times at least
     assert scales[8] == scales[9] == scales[10]  # but no longer
-    assert caplog.text.count("overflowed: step left out, loss scale now") == 24 - math.log2(scales[-1])
-    losses_here(dlrm, tmp_path / "broken", precision="float16", max_steps=2)
-    monkeypatch.setattr(precision, "_FIRST_SCALE", 1.0)
-    assert losses_here(dlrm, tmp_path / "broken", precision="float16") == unbroken
+    log = (tmp_path / "unbroken" / "log.txt").read_text(encoding="utf-8")
+    assert log.count("overflowed: step left out, loss scale now") == 24 - math.log2(scales[-1])
     assert scale_after(tmp_path / "broken", 13) == scales[-1]
 
 

@@ -27,8 +27,9 @@ from recmill.config.sections import CheckpointSection
 from recmill.errors import ResourceError, UserError, as_user_error
 from recmill.failpoints import reach
 from recmill.files.digests import digest
+from recmill.hardware.memory import available_memory_bytes
 from recmill.launch.watchdog import SAVING, beat
-from recmill.observe.run_dir import available_memory_bytes, now
+from recmill.observe.run_dir import now
 from recmill.training.guards import is_finite
 from recmill.world import World
 

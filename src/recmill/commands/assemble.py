@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from recmill import registry
 from recmill.config import Config, load_config
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
-from recmill.observe.run_dir import RunDirectory, memory_bytes
+from recmill.hardware.memory import memory_bytes
+from recmill.observe.run_dir import RunDirectory
 from recmill.schema import SPLITS, Dataset, open_dataset
 from recmill.tables.spec import TableSpec
 

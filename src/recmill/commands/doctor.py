@@ -1,15 +1,18 @@
 """`recmill doctor`: what is installed, does it fit together, what to run if not."""
 
-import os
-import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recmill.errors import UserError
+from recmill.hardware.cpu import COMPILERS, cpu_name, cxx_compiler, num_cores, threads_per_process
+from recmill.hardware.memory import memory_bytes
+from recmill.hardware.precision import Dtype, probe
+from recmill.kernels import COST_WITHOUT
 from recmill.launch.local import run_job
-from recmill.observe.run_dir import cpu_name, installed_version, memory_bytes
+from recmill.observe.run_dir import installed_version
 
 if TYPE_CHECKING:
     from recmill.world import World
@@ -92,11 +95,13 @@ def _version(package: str, wanted: str) -> Check:
 
 def _real_operations() -> list[Check]:
     # In a process of its own: libraries that do not fit together may end it without an exception.
-    probe = subprocess.run([sys.executable, "-P", "-c", _FBGEMM_PROBE], capture_output=True, text=True, check=False)
-    if probe.returncode:
-        reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    done = subprocess.run([sys.executable, "-P", "-c", _FBGEMM_PROBE], capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        if done.returncode < 0:
+            reason = f"killed by {signal.Signals(-done.returncode).name}"
         return [Check("FBGEMM operation", reason, is_good=False, remedy=mend())]
-    gpu = probe.stdout.strip()
+    gpu = done.stdout.strip()
     try:
         run_job("doctor", {"device": "cpu"}, procs=2)
         exchange = Check("gloo all-to-all", "2 processes exchanged values")
@@ -107,14 +112,24 @@ def _real_operations() -> list[Check]:
         Check("FBGEMM operation", "works"),
         exchange,
         Check("GPU", gpu or "none: training runs on the CPU", is_needed=False),
+        _precision("bfloat16"),
+        _precision("float16"),
     ]
 
 
+def _precision(dtype: Dtype) -> Check:
+    """Run products of this dtype on the CPU. Training works anyway: it uses float32 where they fail or are slow."""
+    finding = probe(dtype, threads_per_process(1))
+    use = "train.precision can use it" if finding.is_faster else "training stays in float32"
+    works = finding.ratio is not None
+    remedy = f"Use train.precision = 'float32' (training does, whatever is set), or a machine that has {dtype}."
+    return Check(f"{dtype} on CPU", f"{finding}: {use}", is_good=works, is_needed=False, remedy=remedy)
+
+
 def _compiler() -> Check:
-    path = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    if path:
+    if path := cxx_compiler():
         return Check("C++ compiler", path)
-    found = "none: everything works but torch.compile"
+    found = f"none (CXX, {', '.join(COMPILERS)}): our CPU kernels cannot be compiled. {COST_WITHOUT}"
     return Check("C++ compiler", found, is_good=False, is_needed=False, remedy="apt-get install g++")
 
 
@@ -122,6 +137,6 @@ def _hardware() -> list[Check]:
     gigabytes = memory_bytes() / 1e9
     enough = gigabytes >= MIN_MEMORY_GB
     return [
-        Check("cores", f"{len(os.sched_getaffinity(0))} ({cpu_name()})"),
+        Check("cores", f"{num_cores()} ({cpu_name()})"),
         Check("memory", f"{gigabytes:.1f} GB", enough, remedy=f"Training needs {MIN_MEMORY_GB} GB or more."),
     ]

@@ -21,9 +21,12 @@ from recmill.commands.assemble import (
     task_module,
 )
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
+from recmill.config.sections import TrainSection
 from recmill.errors import ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
+from recmill.hardware.cpu import threads_per_process
+from recmill.hardware.precision import probe, worker_environment
 from recmill.launch.local import is_launched_with, job_directory, num_restarts, run_job
 from recmill.launch.signals import error_for, listening, stop_with_parent
 from recmill.launch.watchdog import Hang, beat, watching
@@ -87,10 +90,18 @@ def train(
     run_directory.path.mkdir(parents=True, exist_ok=True)
     arguments |= {"device": section.device, "wait_seconds": wait_seconds, "stop_signals": section.stop_signals}
     try:
-        return _unless_stopped(run_job("train", arguments, procs, section.max_restarts))
+        environment = _precision_environment(section, procs)
+        return _unless_stopped(run_job("train", arguments, procs, section.max_restarts, environment))
     except UserError as error:
         _note_failure(run_directory, error)
         raise
+
+
+def _precision_environment(section: TrainSection, procs: int) -> dict[str, str]:
+    """Return what workers need to use train.precision on this CPU: oneDNN reads its variable when a process starts."""
+    if section.precision == "float32" or section.device == "cuda":
+        return {}
+    return worker_environment(probe(section.precision, threads_per_process(procs)))
 
 
 def work(world: "World", config: dict[str, Any], run: str, **start: Any) -> Results:

@@ -170,7 +170,8 @@ class TrainSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="'auto': CUDA where there is a GPU, else CPU.")
     tf32: bool = Field(False, description="Let GPUs round the inputs of float32 multiplications to 10 bits.")
     precision: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Of the dense layers while training, where the hardware is fast at it (else float32)."
+        "float32",
+        description="Of the dense layers while training; float32 where it fails or is not faster.",
     )
     kernels: Literal["auto", "torch"] = Field(
         "auto", description="On CPU: our own where a C++ compiler is, else torch's and FBGEMM's; or always those."

@@ -1,6 +1,5 @@
 """Work on many blocks by the threads of this machine, with results in order."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
@@ -8,12 +7,10 @@ from typing import Any, TypeVar
 
 from numba import njit
 
+from recmill.hardware.cpu import num_cores
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +30,7 @@ def ordered(pool: Executor, function: Callable[[Item], Result], items: Iterable[
     try:
         for item in items:
             waiting.append(pool.submit(function, item))
-            if len(waiting) >= cores() + min(ahead, cores()):
+            if len(waiting) >= num_cores() + min(ahead, num_cores()):
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

@@ -4,9 +4,9 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
-import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from functools import cache
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from recmill.hardware.cpu import COMPILERS, FAULTS, cache_folder, cxx_compiler, instruction_sets
+from recmill.kernels import COST_WITHOUT
 
 log = logging.getLogger(__name__)
 
@@ -24,70 +27,80 @@ _FLAGS = [
     *("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-shared", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
 ]
-_COMPILERS = ("g++", "c++", "clang++")
+_TRIAL = Path(__file__).with_name("trial.py")
 _SECONDS = 120.0
 _ONE_AT_A_TIME = threading.Lock()
 
 
+class _FaultError(Exception):
+    """The library compiles, but dies when it is run."""
+
+
 def native() -> ctypes.CDLL | None:
-    """None where it cannot be compiled: then torch's and FBGEMM's own kernels do the work. Who comes second waits."""
+    """Return our kernels, or None where they cannot be compiled or run: then torch's and FBGEMM's own do the work.
+
+    A second thread waits for the first.
+    """
     with _ONE_AT_A_TIME:
         return _compiled_or_none()
 
 
 @cache
 def _compiled_or_none() -> ctypes.CDLL | None:
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    problem = f"no C++ compiler ({', '.join(_COMPILERS)})"
+    compiler = cxx_compiler()
+    problem = f"no C++ compiler (CXX, {', '.join(COMPILERS)})"
+    remedy = "Install g++ (Debian: apt-get install g++)"
     if compiler:
         try:
             return _declared(ctypes.CDLL(str(_compiled(compiler))))
+        except _FaultError as error:
+            problem = str(error)
+            remedy = "Set train.kernels=torch to train without this warning"
         except subprocess.SubprocessError as error:
             problem = f"{compiler} fails: {getattr(error, 'stderr', None) or error}".strip()
         except OSError as error:
             problem = str(error)
-    log.warning(
-        "our own CPU kernels cannot be used here: %s. Training works, but steps of click models take 1.2 to 1.3 times, "
-        "those of sequence models up to twice as long. Install g++ (Debian: apt-get install g++).",
-        problem,
-    )
+    log.warning("our own CPU kernels cannot be used here: %s. Training works. %s. %s.", problem, COST_WITHOUT, remedy)
     return None
 
 
 def _compiled(compiler: str) -> Path:
+    """Return the library, compiled now if need be. What is kept has been run once: see `trial`."""
     source = b"".join(path.read_bytes() for path in [*_SOURCES, *_HEADERS])
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS).stdout
-    facts = [source, version, _processor(), " ".join([compiler, *_FLAGS]).encode()]
+    facts = [source, _TRIAL.read_bytes(), version, instruction_sets(), " ".join([compiler, *_FLAGS]).encode()]
     name = f"kernels-{hashlib.sha256(b'|'.join(facts)).hexdigest()[:16]}.so"
-    folder = _cache_folder()
+    folder = cache_folder() or Path(tempfile.mkdtemp(prefix="recmill-"))  # compiled in each process then
     kept = folder / name
+    refused = kept.with_suffix(".txt")  # why a library that compiles cannot be used here
+    if refused.is_file():
+        raise _FaultError(refused.read_text(encoding="utf-8"))
     if not kept.is_file():
         with tempfile.TemporaryDirectory(dir=folder) as place:
             made = Path(place) / name
             command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(made)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
-            os.replace(made, kept)  # whole or not there, also when several processes compile at once
+            if fault := _fault(made):
+                refused.write_text(fault, encoding="utf-8")
+                raise _FaultError(fault)
+            os.replace(made, kept)  # atomic, also when several processes compile at once
     return kept
 
 
-def _cache_folder() -> Path:
-    """A private one: what lies in it is executed."""
-    try:
-        folder = Path.home() / ".cache" / "recmill"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except (OSError, RuntimeError):  # no home, or not writable: compiled anew in each process
-        return Path(tempfile.mkdtemp(prefix="recmill-"))
+def _fault(library: Path) -> str | None:
+    """Run kernels of a new library in a child process; return what it died of, if it did.
 
-
-def _processor() -> bytes:
-    """A home directory may be shared by machines that know other instructions."""
+    A hypervisor may fault on an instruction that the CPU lists, and for which the compiler therefore made code.
+    """
+    command = [sys.executable, "-P", "-m", "recmill.kernels.trial", str(library)]
     try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return platform.machine().encode()
-    return b"|".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))}))
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
+    except subprocess.CalledProcessError as error:
+        if -error.returncode not in FAULTS:
+            raise
+        name = signal.Signals(-error.returncode).name
+        return f"a trial run was killed by {name}: this CPU, or its hypervisor, lacks an instruction that it lists"
+    return None
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:

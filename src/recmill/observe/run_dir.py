@@ -18,6 +18,8 @@ from recmill import __version__
 from recmill.errors import CheckpointError
 from recmill.files.atomic import write_json, write_text
 from recmill.files.locks import exclusive_lock
+from recmill.hardware.cpu import cpu_name, num_cores
+from recmill.hardware.memory import memory_bytes
 
 State = Literal["running", "done", "preempted", "interrupted", "failed"]
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "polars", "pydantic")
@@ -93,7 +95,7 @@ def environment(world_size: int, device: str) -> dict[str, Any]:
         "packages": _packages(),
         "platform": platform.platform(),
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cores(),
         "memory_gb": round(memory_bytes() / 1e9, 1),
         "device": device,
         "world_size": world_size,
@@ -116,57 +118,6 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def memory_bytes() -> int:
-    """Of this machine, or of the control group (container, Slurm job) that this process may not outgrow."""
-    limits = [limit for limit, _ in _cgroups(Path("/"))]
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits])
-
-
-def available_memory_bytes() -> int:
-    """That nobody uses, and this process may."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    (free,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([free, *(max(limit - used, 0) for limit, used in _cgroups(Path("/")))])
-
-
-def _cgroups(root: Path) -> list[tuple[int, int]]:
-    """Limit and use of the process's own group and of all above it that have a limit.
-
-    Version 2 ('0::/path') and 1 ('5:memory:/path'); what is used without the file cache that can be given up.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    found = []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers not in ("", "memory"):
-            continue
-        top = root / "sys/fs/cgroup" / controllers
-        limit, use = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        )
-        group = top / path.lstrip("/")
-        for folder in [group, *group.parents]:
-            if folder.is_relative_to(top) and (text := _word(folder / limit)).isdigit():  # 'max': none
-                stat = dict(line.split(maxsplit=1) for line in _word(folder / "memory.stat").splitlines())
-                cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-                found.append((int(text), int(_word(folder / use) or 0) - cache))
-    return found
-
-
-def _word(path: Path) -> str:
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
 def _step_of(line: str) -> float:

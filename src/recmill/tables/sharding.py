@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recmill.config.sections import TablesOptim
 from recmill.errors import UserError
-from recmill.observe.run_dir import memory_bytes
+from recmill.hardware.memory import memory_bytes
 from recmill.tables.native_lookup import replace_lookup
 from recmill.tables.placement import Machines, Request, make_plan
 from recmill.world import World

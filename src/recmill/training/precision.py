@@ -1,4 +1,4 @@
-"""Mixed precision: what the hardware is good for, and how the loss is scaled so that float16 gradients survive."""
+"""Mixed precision: whether the hardware is good at it, and how the loss is scaled so that float16 gradients survive."""
 
 import logging
 from dataclasses import replace
@@ -12,42 +12,42 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from recmill.checkpoints.format import Position
 from recmill.config.sections import TrainSection
 from recmill.errors import UserError
+from recmill.hardware.cpu import threads_per_process
+from recmill.hardware.precision import Dtype, probe, verdict
 from recmill.world import World
 
 log = logging.getLogger(__name__)
 
-# What multiplies them at full speed, by torch's names. Without, a bfloat16 product took 100 times a float32 one.
-_FAST_ON_CPU = {
-    "bfloat16": ("avx512_bf16", "amx_bf16", "sve_bf16"),
-    "float16": ("avx512_fp16", "amx_fp16"),
-}
 # torch's GradScaler has the same numbers.
 _FIRST_SCALE, _GROWTH, _BACKOFF, _STEPS_TO_GROW = 2.0**16, 2.0, 0.5, 2000
 
 
 def usable_dtype(train: TrainSection, world: World) -> torch.dtype:
-    """What the config asks for, or float32 and a line that says why. Rank 0 decides; all ranks take part."""
+    """Return the dtype of the config, or float32 if it does not work or is not faster on every machine of the job.
+
+    All ranks take part and get the same. One log line says why.
+    """
     if world.is_main and train.tf32 and world.device.type != "cuda":
         log.info("train.tf32 is off: GPUs alone have it")
-    reason = world.broadcast(_why_off(train.precision, world.device))
-    if reason and world.is_main:
-        log.info("train.precision = '%s' is off, training in float32: %s", train.precision, reason)
-    dtype: torch.dtype = getattr(torch, "float32" if reason else train.precision)
+    if train.precision == "float32":
+        return torch.float32
+    verdicts = world.gather(_verdict(train.precision, world))
+    is_usable, why = world.broadcast(min(verdicts, key=lambda found: found[0]) if verdicts else (True, ""))
+    if world.is_main:
+        off = "" if is_usable else " is off, training in float32"
+        log.info("train.precision = '%s'%s: %s", train.precision, off, why)
+    dtype: torch.dtype = getattr(torch, train.precision if is_usable else "float32")
     return dtype
 
 
-def _why_off(precision: str, device: torch.device) -> str | None:
-    """None: this hardware is fast at it."""
-    if precision == "float32":
-        return None
-    if device.type == "cuda":
+def _verdict(precision: Dtype, world: World) -> tuple[bool, str]:
+    """Return whether this rank's hardware should be used with it, and why."""
+    if world.device.type == "cuda":
         is_slow = precision == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False)
-        return f"{torch.cuda.get_device_name(device)} only emulates it" if is_slow else None
-    has = torch.cpu.get_capabilities()
-    names = _FAST_ON_CPU[precision]
-    if any(has.get(name) for name in names):  # which names there are depends on the architecture
-        return None
-    return f"this CPU ({has.get('cpu_name', 'unknown')}) has none of {', '.join(names)} and would be slower with it"
+        return not is_slow, f"{torch.cuda.get_device_name(world.device)} {'only emulates' if is_slow else 'has'} it"
+    if world.local_rank:
+        return True, ""  # one process of each machine is enough
+    return verdict(probe(precision, threads_per_process(world.local_size)))
 
 
 class LossScale:

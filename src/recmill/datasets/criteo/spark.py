@@ -24,9 +24,9 @@ from recmill.datasets.criteo.ids import FIRST_ID, MISSING, RARE
 from recmill.datasets.criteo.input import RawLog
 from recmill.datasets.criteo.log import NUM_DENSE, NUM_SPARSE, ParsedLog, parse_log
 from recmill.datasets.criteo.plan import Plan, Segment, describer, features, ranges_by_split, segments
-from recmill.datasets.parallel import cores
 from recmill.datasets.writing import NpyWriter, Work, seal
 from recmill.errors import ConfigError, ResourceError
+from recmill.hardware.cpu import num_cores
 from recmill.schema import Description
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class _Preparation:
 
     def _read_here(self, raw: RawLog, bad_rows_allowed: int | None) -> ParsedLog:
         log.info("looking through %s on this machine", raw.path)
-        with ThreadPoolExecutor(cores()) as pool:
+        with ThreadPoolExecutor(num_cores()) as pool:
             return parse_log(
                 raw.path,
                 Path(os.devnull),

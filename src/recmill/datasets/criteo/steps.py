@@ -47,10 +47,11 @@ from recmill.datasets.criteo.log import (
 from recmill.datasets.criteo.plan import Plan, Segment, describer, features, plan, ranges_by_split, segments
 from recmill.datasets.criteo.rules import Options
 from recmill.datasets.multi_hot import companion_paths, write_companions, write_multi_hot
-from recmill.datasets.parallel import cores, ordered
+from recmill.datasets.parallel import ordered
 from recmill.datasets.shuffle import Buckets
 from recmill.datasets.writing import Work, check_disk, seal
 from recmill.errors import ResourceError
+from recmill.hardware.cpu import num_cores
 from recmill.observe.progress import Progress
 from recmill.schema import SPLITS, Description, SparseFeature
 
@@ -66,7 +67,7 @@ def write(work: Work, plan: Plan) -> Description:
         return criteo_spark.write(work, plan)
     needed = _check_disk(work, plan)
     try:
-        with ThreadPoolExecutor(cores()) as pool:
+        with ThreadPoolExecutor(num_cores()) as pool:
             try:
                 return _Preparation(work, plan, pool).run()
             except BaseException:
@@ -146,7 +147,7 @@ class _Preparation:
             smallest=self.rules.smallest_dense,
             bad_rows_allowed=bad_rows_allowed,
             pool=self.pool,
-            chunk_bytes=min(max(self.plan.memory // (40 * cores()), 1 << 20), 1 << 24),
+            chunk_bytes=min(max(self.plan.memory // (40 * num_cores()), 1 << 20), 1 << 24),
             progress=lambda text, rows: progress.advance(rows),
         )
         return parsed.saved()
@@ -173,7 +174,7 @@ class _Preparation:
                 min_frequency=rules.min_frequency,
                 max_ids=(rules.table_size[column] if rules.table_size and not rules.compat else 2**32) - FIRST_ID,
                 missing_is_zero=rules.missing_is_zero,
-                memory=self.plan.memory * 7 // 10 // cores(),
+                memory=self.plan.memory * 7 // 10 // num_cores(),
                 scratch=self.work.scratch,
             )
 
