@@ -1,9 +1,8 @@
-"""Who am I among the processes of this run, and the few collectives that are not about tables.
+"""Which process of a run this is, and the few collectives that are not about tables.
 
 `rank` is the global rank, `local_rank` the rank on this machine. Everything else receives a `World`.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from recmill.environment import process_environment, rendezvous
 from recmill.errors import ConfigError
 
 T = TypeVar("T")
@@ -23,6 +23,8 @@ _TIMEOUT = timedelta(minutes=30)  # rank 0 may digest a large checkpoint while t
 
 @dataclass(frozen=True)
 class World:
+    """The processes of a run, and this one among them. In every method all ranks take part."""
+
     rank: int
     size: int
     local_rank: int
@@ -34,7 +36,7 @@ class World:
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise over all ranks, in float64, the same on each."""
+        """Sum each element over all ranks, in float64; every rank gets the same result."""
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -42,13 +44,13 @@ class World:
         return total.tolist()
 
     def sum_counts(self, counts: np.ndarray) -> np.ndarray:
-        """int64 over all ranks, in place."""
+        """Sum int64 counts over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(torch.from_numpy(counts))
         return counts
 
     def gather(self, value: T) -> list[T] | None:
-        """One value per rank, in rank order, on rank 0; None elsewhere."""
+        """Return one value per rank, in rank order, on rank 0; None on the others."""
         if self.size == 1:
             return [value]
         gathered: list[Any] | None = [None] * self.size if self.is_main else None
@@ -56,7 +58,7 @@ class World:
         return gathered
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, everywhere."""
+        """Return rank 0's value on every rank."""
         if self.size == 1:
             return value
         box = [value]
@@ -64,20 +66,26 @@ class World:
         return box[0]
 
     def exchange(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        """All-to-all of 1-D arrays: part i goes to rank i; what each rank sent here, in rank order."""
+        """Send 1-D array i to rank i; return what each rank sent here, in rank order."""
         if self.size == 1:
             return parts
         sizes = [len(part) for part in parts]
-        received_sizes = exchange(self, sizes)
+        received_sizes = self.exchange_numbers(sizes)
         sent = torch.from_numpy(np.concatenate(parts))
         received = torch.empty(sum(received_sizes), dtype=sent.dtype)
         dist.all_to_all_single(received, sent, received_sizes, sizes)
         return np.split(received.numpy(), np.cumsum(received_sizes)[:-1])
 
+    def exchange_numbers(self, numbers: list[int]) -> list[int]:
+        """Send number i to rank i; return what each rank sent here, in rank order."""
+        received = torch.empty(self.size, dtype=torch.int64)
+        dist.all_to_all_single(received, torch.tensor(numbers))
+        return received.tolist()
+
 
 @contextmanager
 def joined_world(device: str, wait_seconds: float = 0.0) -> Iterator[World]:
-    """For a process that goes on afterwards."""
+    """Join the process group within the block; for a process that lives on afterwards."""
     world = join_world(device, wait_seconds)
     try:
         yield world
@@ -87,7 +95,7 @@ def joined_world(device: str, wait_seconds: float = 0.0) -> Iterator[World]:
 
 
 def finish_together(world: World) -> None:
-    """Nobody leaves while another still needs it. All ranks take part."""
+    """Wait until no rank needs another any more. All ranks take part."""
     if world.size > 1:
         dist.barrier()
 
@@ -95,7 +103,7 @@ def finish_together(world: World) -> None:
 def join_world(device: str, wait_seconds: float = 0.0) -> World:
     """Join the process group that the environment describes: torchrun's, our launcher's, or a group of one.
 
-    Its collectives wait at least `wait_seconds` for the other ranks.
+    Collectives wait at least `wait_seconds` for the other ranks.
     """
     timeout = max(_TIMEOUT, timedelta(seconds=wait_seconds))
     world = _read_environment(_resolve_device(device))
@@ -108,13 +116,6 @@ def join_world(device: str, wait_seconds: float = 0.0) -> World:
     return world
 
 
-def exchange(world: World, values: list[int]) -> list[int]:
-    """All-to-all, what sharded tables live on: value i goes to rank i."""
-    sent, received = torch.tensor(values), torch.empty(world.size, dtype=torch.int64)
-    dist.all_to_all_single(received, sent)
-    return received.tolist()
-
-
 def _resolve_device(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -125,26 +126,28 @@ def _resolve_device(device: str) -> str:
     return device
 
 
-def _read_environment(device: str) -> World:
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    place = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
-    return World(rank, size, local_rank, local_size, place)
+def _read_environment(device_type: str) -> World:
+    process = process_environment()
+    device = torch.device("cuda", process.local_rank) if device_type == "cuda" else torch.device("cpu")
+    return World(process.rank, process.size, process.local_rank, process.local_size, device)
 
 
 def _store(world: World, timeout: timedelta) -> dist.Store:
     if world.size == 1:
         return dist.HashStore()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if (listening := os.environ.get("RECMILL_STORE_FD")) is not None:
+    place = rendezvous()
+    if place.descriptor is not None:
         # Our launcher bound this socket to loopback: a plain TCPStore would listen on every interface.
         return dist.TCPStore(
-            host, port, world.size, is_master=True, timeout=timeout, master_listen_fd=int(listening), use_libuv=True
+            place.host,
+            place.port,
+            world.size,
+            is_master=True,
+            timeout=timeout,
+            master_listen_fd=place.descriptor,
+            use_libuv=True,
         )
-    # Our launcher's rank 0 and torchrun's agent hold the store themselves; otherwise rank 0 does.
-    is_held = "RECMILL_JOB" in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(host, port, world.size, is_master=world.is_main and not is_held, timeout=timeout)
-    # A group that torchrun restarts meets its predecessor's keys: each attempt gets its own.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    return store if attempt is None else dist.PrefixStore(f"recmill/{attempt}", store)
+    # Our launcher's rank 0 and torchrun's agent hold the store; otherwise rank 0 does.
+    holds_store = world.is_main and process_environment().launched_by == "other"
+    store = dist.TCPStore(place.host, place.port, world.size, is_master=holds_store, timeout=timeout)
+    return store if place.prefix is None else dist.PrefixStore(place.prefix, store)

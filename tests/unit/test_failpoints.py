@@ -8,14 +8,13 @@ from recmill.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_failures", None)
-    monkeypatch.setattr(failpoints, "_hits", failpoints.Counter())
+    monkeypatch.setattr(failpoints, "_active", None)
 
 
 def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(failpoints.VARIABLE, raising=False)
-    for place in failpoints.PLACES:
-        failpoints.reach(place)
+    for point in failpoints.POINTS:
+        failpoints.reach(point)
 
 
 def test_only_where_every_condition_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +25,7 @@ def test_only_where_every_condition_holds(monkeypatch: pytest.MonkeyPatch) -> No
     failpoints.reach("train.step", step=6)
     failpoints.reach("ckpt.shards")
     failpoints.reach("ckpt.sync")
-    with pytest.raises(RuntimeError, match=r"asked for by RECMILL_FAIL at train\.step"):
+    with pytest.raises(RuntimeError, match=r"requested by RECMILL_FAIL at train\.step"):
         failpoints.reach("train.step", step=7)
     with pytest.raises(OSError, match="Input/output error") as caught:
         failpoints.reach("ckpt.sync")
@@ -39,5 +38,5 @@ def test_only_where_every_condition_holds(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_a_word_that_means_nothing_is_an_error_with_those_that_do(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failpoints.VARIABLE, text)
-    with pytest.raises(ConfigError, match=r"RECMILL_FAIL: .* is not PLACE.*ckpt.before_rename.*nospace"):
+    with pytest.raises(ConfigError, match=r"RECMILL_FAIL: .* is not POINT.*ckpt.before_rename.*nospace"):
         failpoints.reach("train.step")

@@ -1,52 +1,28 @@
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from recmill.launch.watchdog import Hang, culprit
-
-WAITING = "/site-packages/torch/distributed/distributed_c10d.py:1 all_reduce: work.wait()"
-BACKWARD = "/site-packages/torch/autograd/graph.py:1 _engine_run_backward: run()"
-AT_WORK = "/src/recmill/data/clicks.py:1 read: file.read()"
-
-
-def hang(rank: int, innermost: str, step: int = 7) -> Hang:
-    return Hang(rank, step, "training", 3.0, [WAITING, AT_WORK, AT_WORK, innermost])
-
-
-@pytest.mark.parametrize(
-    ("hangs", "silent", "expected"),
-    [
-        ([hang(0, WAITING), hang(1, AT_WORK), hang(2, WAITING)], [], 1),
-        ([hang(0, WAITING), hang(1, AT_WORK)], [2], 1),  # it tells its own story; the silent one may be slow
-        ([hang(0, WAITING), hang(1, WAITING)], [2], 2),
-        ([hang(0, WAITING), hang(1, BACKWARD)], [2], 2),  # a collective inside backward shows no frame of its own
-        ([hang(0, WAITING), hang(1, BACKWARD)], [], 1),
-        ([hang(0, WAITING, step=8), hang(1, WAITING, step=7)], [], 1),  # all wait: for the one that is behind
-    ],
-)
-def test_the_rank_that_the_others_wait_for_is_found(hangs: list[Hang], silent: list[int], expected: int) -> None:
-    assert culprit(hangs, silent) == expected
-
-
-def test_a_wait_is_told_by_the_innermost_frames_alone() -> None:
-    assert [hang(0, frame).waits for frame in (AT_WORK, BACKWARD, WAITING)] == [0, 1, 2]
+from recmill.files.atomic import write_json
+from recmill.launch.watchdog import Hang, Heartbeat, read_hangs
 
 
 @pytest.mark.parametrize("library", ["PyDLL", "CDLL"])
-def test_a_process_that_hangs_tells_where_and_ends_even_if_it_never_gives_python_s_lock_back(
+def test_a_process_that_hangs_reports_its_stacks_and_ends_even_if_it_never_releases_pythons_lock(
     library: str, tmp_path: Path
 ) -> None:
-    """ctypes calls through PyDLL keep the lock: Python's other threads stand still."""
+    """ctypes calls through PyDLL keep Python's lock, so its other threads cannot run."""
     code = (
         "import ctypes, sys\n"
         "from pathlib import Path\n"
         "from recmill.launch import watchdog\n"
         "watchdog._LINGER_SECONDS = 0\n"
         "run = Path(sys.argv[1])\n"
-        "with watchdog.watching(3, 1.0, run, run, lambda hang: print(hang.told())):\n"
-        "    watchdog.beat('testing', 5)\n"
+        "heartbeat = watchdog.Heartbeat()\n"
+        "with watchdog.watching(heartbeat, watchdog.Watch(3, 1.0, run, run), print):\n"
+        "    heartbeat.beat('testing', 5)\n"
         "    watchdog.time.sleep(0.6)\n"
         f"    ctypes.{library}(None).sleep(100)\n"
     )
@@ -59,4 +35,19 @@ def test_a_process_that_hangs_tells_where_and_ends_even_if_it_never_gives_python
     else:
         assert done.stdout.startswith("rank 3 made no progress for 1")
         assert "testing, after step 5" in (tmp_path / "hang-rank-3.txt").read_text()
-        assert (tmp_path / "hang-3.json").is_file()
+        (hang,) = read_hangs(tmp_path)
+        assert (hang.rank, hang.step, hang.phase) == (3, 5, "testing")
+
+
+def test_a_beat_without_a_step_keeps_the_step_before() -> None:
+    heartbeat = Heartbeat()
+    heartbeat.beat("training", 7)
+    heartbeat.beat("evaluating")
+    assert heartbeat.last is not None
+    assert (heartbeat.last.count, heartbeat.last.phase, heartbeat.last.step) == (2, "evaluating", 7)
+
+
+def test_the_rank_furthest_behind_comes_first(tmp_path: Path) -> None:
+    for rank, step in ((0, 8), (1, 7), (2, 8)):
+        write_json(tmp_path / f"hang-{rank}.json", asdict(Hang(rank, step, "training", 3.0, [])))
+    assert [hang.rank for hang in read_hangs(tmp_path)] == [1, 0, 2]

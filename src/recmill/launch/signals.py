@@ -1,4 +1,4 @@
-"""Being asked to stop: what signals mean to a run, from the first moment of its processes on. No torch."""
+"""What signals mean to a run: stop after this step and save, or end at once. No torch: workers listen before it loads."""
 
 import ctypes
 import signal
@@ -12,68 +12,63 @@ from typing import Literal
 
 from recmill.errors import Interrupted, Preempted
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # what the launcher hands on
-# A scheduler may signal every process of a job, and the launcher hands on its own: within this it is one request.
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # by the launcher, to its workers
+# A scheduler may signal every process of a job while the launcher forwards its own signal: within this time they are
+# one request.
 ONE_REQUEST_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, order=True)
-class Heard:
-    """`rank` received `signal` at `at`, in seconds since 1970; a group stops for the earliest."""
+class ReceivedSignal:
+    """A signal that stops a run. Ordered by time: a group of processes stops for the earliest one."""
 
-    at: float
+    received_at: float  # seconds since 1970
     rank: int
-    signal: str
+    name: str
 
     @property
     def state(self) -> Literal["preempted", "interrupted"]:
-        return "interrupted" if self.signal == "SIGINT" else "preempted"
+        return "interrupted" if self.name == "SIGINT" else "preempted"
 
 
 class StopRequest:
-    """The first signal asks for a clean stop after the current step; a second one ends the process."""
+    """Whether a stop was requested. The first signal requests it; a later second one ends the process at once."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
-        self.at = 0.0
+        self._received_at = 0.0
 
     @property
     def is_set(self) -> bool:
         return self.signal is not None
 
-    def heard_by(self, rank: int) -> Heard | None:
-        return Heard(self.at, rank, self.signal) if self.signal else None
+    def received_by(self, rank: int) -> ReceivedSignal | None:
+        return ReceivedSignal(self._received_at, rank, self.signal) if self.signal else None
 
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        """A handler of signals."""
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: note the first one, raise KeyboardInterrupt for the second."""
         if self.signal is None:
-            self.signal, self.at = signal.Signals(number).name, time.time()
-        elif time.time() - self.at > ONE_REQUEST_SECONDS:
+            self.signal = signal.Signals(number).name
+            self._received_at = time.time()
+        elif time.time() - self._received_at > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
 
 
-_listening: StopRequest | None = None
-
-
 @contextmanager
-def listening(names: Sequence[str]) -> Iterator[StopRequest]:
-    """SIGINT and the signals of these names ask for a stop. The process has one request: inner blocks share it."""
-    global _listening
-    if _listening:
-        yield _listening
-        return
-    request = _listening = StopRequest()
-    try:
-        with handled([signal.SIGINT, *(signal.Signals[name] for name in names)], request.ask):
-            yield request
-    finally:
-        _listening = None
+def stop_on(names: Sequence[str]) -> Iterator[StopRequest]:
+    """Within the block, SIGINT and the named signals request a stop instead of ending the process."""
+    request = StopRequest()
+    with handled([signal.SIGINT, *(signal.Signals[name] for name in names)], request.handle):
+        yield request
 
 
 @contextmanager
 def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """By `handler`, until the block ends; in the main thread, which alone gets signals from Python."""
+    """Install `handler` for these signals within the block.
+
+    Outside the main thread nothing is installed, because Python delivers signals to the main thread only.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -86,11 +81,12 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType
 
 
 def stop_with_parent() -> None:
-    """If the process that started this one is killed, stop as if asked to: finish the step, save, leave."""
+    """Let the kernel send SIGTERM to this process when its parent dies, so that it saves and leaves."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def error_for(name: str, text: str) -> Preempted | Interrupted:
-    error = (Interrupted if name == "SIGINT" else Preempted)(f"{text} Run the same command to go on.")
+def stop_error(name: str, fact: str) -> Preempted | Interrupted:
+    """Return the error that ends a run which the signal `name` stopped."""
+    error = (Interrupted if name == "SIGINT" else Preempted)(f"{fact} Run the same command to resume.")
     error.signal = name
     return error

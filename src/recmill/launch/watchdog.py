@@ -1,6 +1,6 @@
-"""Notices that a process of a run no longer gets anywhere, tells where it is, and which process the others wait for.
+"""Detect a process that no longer makes progress, write down where it is, and end it. No torch.
 
-The loops `beat` as they go; a thread of each process watches. No torch.
+Long work calls `Heartbeat.beat`; a thread of each process watches the time since the last beat.
 """
 
 import faulthandler
@@ -10,23 +10,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-SAVING = "saving"  # the name of a thread that the main one may wait for
+from recmill.files.atomic import write_json
+
 _POLL_SECONDS = 0.5
-_LINGER_SECONDS = 10.0  # so that others tell their own story, not of a partner that left
-# The innermost frames of a process that waits for others; inside backward there may be a wait that Python cannot see.
-_WAITING = ("/torch/distributed/", "/torchrec/distributed/", "/recmill/world.py")
-_MAYBE_WAITING = "/torch/autograd/"
-_INNERMOST = 2
+_LINGER_SECONDS = 10.0  # a rank that leaves at once would make the others report its absence instead of their stacks
+_NUM_FRAMES = 3
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What a process tells of itself: `frames` of its main thread, "FILE:LINE FUNCTION: CODE", the innermost last."""
+    """The state of a process that made no progress for `seconds`. `frames` are its main thread's, innermost last."""
 
     rank: int
     step: int
@@ -34,43 +32,47 @@ class Hang:
     seconds: float
     frames: list[str]
 
-    @property
-    def waits(self) -> int:
-        """0: at work of its own; 1: in backward, perhaps waiting; 2: waiting for other processes."""
-        innermost = self.frames[-_INNERMOST:]
-        if any(sign in frame for frame in innermost for sign in _WAITING):
-            return 2
-        return int(any(_MAYBE_WAITING in frame for frame in innermost))
-
-    def told(self) -> str:
+    def __str__(self) -> str:
         return f"rank {self.rank} made no progress for {self.seconds:g} s, {self.phase}, after step {self.step:,}"
 
+    def innermost_frames(self) -> str:
+        return "".join(f"\n    {frame}" for frame in self.frames[-_NUM_FRAMES:])
 
-class _Beats:
-    """The last sign of life. Written without a lock: each write is one assignment."""
+
+@dataclass(frozen=True)
+class _Beat:
+    count: int
+    phase: str
+    step: int
+
+
+class Heartbeat:
+    """The last sign of progress of this process. No lock: each beat is one assignment."""
 
     def __init__(self) -> None:
-        self.last: tuple[int, str, int] | None = None  # count, phase, step
+        self.last: _Beat | None = None
+
+    def beat(self, phase: str, step: int | None = None) -> None:
+        """Note that this process made progress; without a `step` it is still at the one before."""
+        before = self.last or _Beat(0, "", 0)
+        self.last = _Beat(before.count + 1, phase, before.step if step is None else step)
 
 
-_beats = _Beats()
+@dataclass(frozen=True)
+class Watch:
+    """What to watch: after `seconds` without a beat, stacks are written to `run` and the launcher's `job` directory."""
 
-
-def beat(phase: str, step: int | None = None) -> None:
-    """This process got somewhere. Without a step: still at the one before."""
-    count, _, before = _beats.last or (0, "", 0)
-    _beats.last = (count + 1, phase, before if step is None else step)
+    rank: int
+    seconds: float
+    run: Path
+    job: Path | None
 
 
 @contextmanager
-def watching(rank: int, seconds: float, run: Path, job: Path | None, on_hang: Callable[[Hang], None]) -> Iterator[None]:
-    """From the first beat on: after `seconds` without one `on_hang` is called, and the process ends.
-
-    `run`: where stacks are kept; `job`: where processes of our own launcher tell it, and one another.
-    """
-    _beats.last = None
+def watching(heartbeat: Heartbeat, watch: Watch, on_hang: Callable[[Hang], None]) -> Iterator[None]:
+    """Within the block, from the first beat on: if beats stop, call `on_hang` and end the process."""
     end = threading.Event()
-    thread = threading.Thread(target=_watch, args=(rank, seconds, run, job, on_hang, end), daemon=True, name="watchdog")
+    thread = threading.Thread(target=_watch, args=(heartbeat, watch, on_hang, end), daemon=True, name="watchdog")
     thread.start()
     try:
         yield
@@ -80,62 +82,46 @@ def watching(rank: int, seconds: float, run: Path, job: Path | None, on_hang: Ca
         faulthandler.cancel_dump_traceback_later()
 
 
-def _watch(
-    rank: int, seconds: float, run: Path, job: Path | None, on_hang: Callable[[Hang], None], end: threading.Event
-) -> None:
-    poll = min(_POLL_SECONDS, seconds / 4)
-    seen, quiet, polled_at = _beats.last, 0.0, time.monotonic()
+def _watch(heartbeat: Heartbeat, watch: Watch, on_hang: Callable[[Hang], None], end: threading.Event) -> None:
+    poll = min(_POLL_SECONDS, watch.seconds / 4)
+    seen = heartbeat.last
+    quiet = 0.0
+    polled_at = time.monotonic()
     while not end.wait(poll):
         now = time.monotonic()
-        passed, polled_at = min(now - polled_at, 2 * poll), now  # a process that was itself stopped has not hung
-        is_new, seen = seen != _beats.last, _beats.last
-        quiet = 0.0 if is_new or seen is None else quiet + passed
+        passed = min(now - polled_at, 2 * poll)  # a process that was itself stopped has not hung
+        polled_at = now
+        quiet = quiet + passed if seen is heartbeat.last else 0.0
+        seen = heartbeat.last
         if seen is None:
             continue
-        # If the main thread never gives Python's lock back, this thread cannot run; that one needs no lock.
-        faulthandler.dump_traceback_later(2 * seconds, exit=True, file=sys.__stderr__ or 2)
-        is_other_hung = job is not None and any(job.glob("hang-*.json"))
-        if quiet >= seconds or is_other_hung:
-            _, phase, step = seen
-            hang = Hang(rank, step, phase, round(quiet, 1), _main_frames())
-            _tell(hang, run, job, on_hang)
+        # If the main thread never releases Python's lock, this thread cannot run; faulthandler needs no lock.
+        faulthandler.dump_traceback_later(2 * watch.seconds, exit=True, file=sys.__stderr__ or 2)
+        if quiet >= watch.seconds or (watch.job is not None and any(watch.job.glob("hang-*.json"))):
+            hang = Hang(watch.rank, seen.step, seen.phase, round(quiet, 1), _main_thread_frames())
+            _report(hang, watch, on_hang)
             time.sleep(_LINGER_SECONDS)
             os._exit(1)
 
 
-def _main_frames() -> list[str]:
-    """Of the main thread, or of the one that it waits for: a save."""
-    frames = _frames(threading.main_thread())
-    saving = next((thread for thread in threading.enumerate() if thread.name == SAVING), None)
-    return _frames(saving) if saving and any("/threading.py" in frame for frame in frames[-_INNERMOST:]) else frames
-
-
-def _frames(thread: threading.Thread) -> list[str]:
-    assert thread.ident is not None
-    stack = traceback.extract_stack(sys._current_frames().get(thread.ident))
+def _main_thread_frames() -> list[str]:
+    ident = threading.main_thread().ident
+    assert ident is not None
+    stack = traceback.extract_stack(sys._current_frames().get(ident))
     return [f"{frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in stack]
 
 
-def _tell(hang: Hang, run: Path, job: Path | None, on_hang: Callable[[Hang], None]) -> None:
-    if job is not None:
-        partial = job / f".hang-{hang.rank}"
-        partial.write_text(json.dumps(asdict(hang)), encoding="utf-8")
-        os.replace(partial, job / f"hang-{hang.rank}.json")
-    with (run / f"hang-rank-{hang.rank}.txt").open("w", encoding="utf-8") as file:
-        file.write(f"{hang.told()}\n\nmain thread:\n" + "\n".join(hang.frames) + "\n\nall threads:\n")
+def _report(hang: Hang, watch: Watch, on_hang: Callable[[Hang], None]) -> None:
+    if watch.job is not None:
+        write_json(watch.job / f"hang-{hang.rank}.json", asdict(hang))
+    with (watch.run / f"hang-rank-{hang.rank}.txt").open("w", encoding="utf-8") as file:
+        file.write(f"{hang}\n\nmain thread:\n" + "\n".join(hang.frames) + "\n\nall threads:\n")
         file.flush()
         faulthandler.dump_traceback(file)
     on_hang(hang)
 
 
 def read_hangs(job: Path) -> list[Hang]:
-    return [Hang(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(job.glob("hang-*.json"))]
-
-
-def culprit(hangs: Sequence[Hang], silent: Sequence[int]) -> int:
-    """The rank that the others wait for. `silent`: ranks that told nothing though they live.
-
-    At work of its own; else silent (stopped, or it never gives Python's lock back); else the one furthest behind.
-    """
-    likeliest = min(hangs, key=lambda hang: (hang.waits, hang.step, hang.rank))
-    return silent[0] if silent and likeliest.waits else likeliest.rank
+    """Return what the workers of a job reported, the one furthest behind first."""
+    hangs = [Hang(**json.loads(file.read_text(encoding="utf-8"))) for file in job.glob("hang-*.json")]
+    return sorted(hangs, key=lambda hang: (hang.step, hang.rank))

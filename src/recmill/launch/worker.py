@@ -1,47 +1,53 @@
 """One process of a job: `python -m recmill.launch.worker`, started by the local launcher."""
 
 import contextlib
-import dataclasses
 import importlib
 import json
 import os
 import signal
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from recmill.environment import process_environment
 from recmill.errors import as_user_error
-from recmill.launch.local import Failure, leave
-from recmill.launch.signals import SIGNALS, listening, stop_with_parent
+from recmill.files.atomic import write_json
+from recmill.launch.failures import Failure
+from recmill.launch.local import leave
+from recmill.launch.signals import FORWARDED, StopRequest, stop_on, stop_with_parent
 from recmill.observe.log import set_up_console
 
 
 def main() -> None:
-    job = Path(os.environ["RECMILL_JOB"])
-    rank = int(os.environ["RANK"])
+    """Run the command that the launcher wrote to job.json, and leave its result or its error beside it."""
+    process = process_environment()
+    assert process.job is not None
     stop_with_parent()
-    if os.getppid() != int(os.environ["RECMILL_LAUNCHER"]):
-        leave(1)  # it was killed before that
-    order = json.loads((job / "job.json").read_text(encoding="utf-8"))
+    if os.getppid() != process.launcher:
+        leave(1)  # the launcher was killed before that
+    order = json.loads((process.job / "job.json").read_text(encoding="utf-8"))
     arguments = order["arguments"]
-    stop_signals = arguments.pop("stop_signals", None)  # None: a command that has nothing to save
-    with listening(stop_signals) if stop_signals is not None else contextlib.nullcontext():
-        code = _run(job, rank, order["command"], arguments)
+    stop_signals = arguments.pop("stop_signals", None)  # None: the command has nothing to save
+    with stop_on(stop_signals) if stop_signals is not None else contextlib.nullcontext() as stop:
+        code = _run(process.job, process.rank, order["command"], arguments, stop)
     leave(code)
 
 
-def _run(job: Path, rank: int, command: str, arguments: dict[str, Any]) -> int:
+def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: StopRequest | None) -> int:
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher held them back until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # the launcher blocked them until now
         set_up_console()
         from recmill.world import finish_together, join_world
 
         body = importlib.import_module(f"recmill.commands.{command}")
         world = join_world(arguments.pop("device"), arguments.pop("wait_seconds", 0.0))
+        if stop is not None:
+            arguments["stop"] = stop
         result = body.work(world, **arguments)
         if rank == 0:
-            (job / "result.json").write_text(json.dumps(result), encoding="utf-8")
+            write_json(job / "result.json", result)
         finish_together(world)
         return 0
     except BaseException as error:
@@ -49,14 +55,12 @@ def _run(job: Path, rank: int, command: str, arguments: dict[str, Any]) -> int:
 
 
 def _report(job: Path, rank: int, error: BaseException) -> int:
-    """Written before this process leaves the group, so the first to fail has the earliest time."""
+    """Write why this rank failed before it leaves the group: the first to fail has the earliest time."""
     known = as_user_error(error)
     kind = type(known).__name__ if known else ("KeyboardInterrupt" if isinstance(error, KeyboardInterrupt) else "")
     message = str(known) if known else f"{type(error).__name__}: {error}"
     failure = Failure(rank, time.time(), kind, message, traceback.format_exc())
-    partial = job / f".error-{rank}"
-    partial.write_text(json.dumps(dataclasses.asdict(failure)), encoding="utf-8")
-    os.replace(partial, job / f"error-{rank}.json")
+    write_json(job / f"error-{rank}.json", asdict(failure))
     return known.exit_code if known else 1
 
 

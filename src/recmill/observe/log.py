@@ -1,56 +1,66 @@
-"""Logging: the main rank speaks on stderr and in log.txt; every other rank has a file of its own."""
+"""Logging: rank 0 writes to stderr and log.txt, every other rank to a file of its own."""
 
 import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from recmill.observe.progress import CONSOLE
 
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
-# Chatter about the libraries' own insides, which no user can act on.
+# Messages about the libraries' internals, which no user can act on.
 _NOISY = ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace", "torch.distributed")
 
 
 class _ConsoleHandler(logging.Handler):
-    """Through rich's console, so that lines go above a running progress bar. Lines marked file_only are left out."""
+    """Prints through rich's console, so that lines appear above a progress bar; skips records marked file_only."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "file_only", False):
-            with contextlib.suppress(OSError):  # a terminal that went away does not end a run; log.txt has it all
+            with contextlib.suppress(OSError):  # a closed terminal does not end a run; log.txt has every line
                 CONSOLE.print(self.format(record))
 
 
 def set_up_console() -> None:
+    """Log to stderr, for a process of our own: a command or a worker."""
     root = logging.getLogger()
     if not any(isinstance(handler, _ConsoleHandler) for handler in root.handlers):
         handler = _ConsoleHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         root.addHandler(handler)
     logging.getLogger("recmill").setLevel(logging.INFO)
-    quiet_libraries()
-    root.addFilter(_is_error)  # TorchRec's planner talks through the root logger itself, which none of ours does
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    root.addFilter(_is_error)  # TorchRec's planner logs through the root logger itself, which ours never do
+    _ignore_library_warnings()
 
 
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def quiet_libraries() -> None:
-    # TorchRec's own use of what torch will rename; shown at every step otherwise.
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Ignore the warnings of TorchRec and FBGEMM within the block, for a process that is not ours alone."""
+    with warnings.catch_warnings():
+        _ignore_library_warnings()
+        yield
+
+
+def _ignore_library_warnings() -> None:
+    # TorchRec uses what torch is about to rename, and warns at every step.
     warnings.simplefilter("ignore", FutureWarning)
-    # Of data_parallel tables; their gradients are right (tests/distributed/test_sharding.py).
+    # FBGEMM warns about data_parallel tables, whose gradients are right (tests/distributed/test_sharding.py).
     warnings.filterwarnings("ignore", message="fbgemm::dense_embedding_codegen_lookup_function")
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class _RunFile(logging.FileHandler):
-    """Of one run; the next run of the same process has its own."""
+    """The log file of one run; the next run of the same process replaces it."""
 
 
 def log_to_file(directory: Path, rank: int) -> None:
-    """The whole story, also in a program that only calls `recmill.train` and knows nothing of logging."""
+    """Log everything to the run directory, also in a program that calls `recmill.train` and sets up no logging."""
     if logging.getLogger("recmill").level == logging.NOTSET:
         logging.getLogger("recmill").setLevel(logging.INFO)
     root = logging.getLogger()

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar with rate and remaining time on a terminal, a line now and then elsewhere."""
+"""Progress of long work: a bar with rate and remaining time on a terminal, a log line every 30 s elsewhere."""
 
 import logging
 import sys
@@ -22,7 +22,7 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Nobody reads any more, as with `| head -1`: the work goes on, and log.txt has it all."""
+        """Continue without output when the reader is gone, as with `| head -1`; log.txt has every line."""
         self.quiet = True
 
 
@@ -30,18 +30,23 @@ CONSOLE = _Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 class Progress:
-    """Only the main rank shows a bar. `per_item` turns items into the unit whose rate is shown.
+    """Shows how far `label` is, on rank 0 only. The rate counts `per_item` units for each item.
 
-    Training (with a world) writes its own lines to the log; other work gets one every half minute.
+    Training passes its world and logs lines of its own; other work gets a line every 30 s.
     """
 
     def __init__(
         self, label: str, total: int, unit: str, world: "World | None" = None, done: int = 0, per_item: int = 1
     ) -> None:
         self._bar: Bar | None = None
+        self._label = label
+        self._unit = unit
         self._per_item = per_item
-        self._label, self._done, self._total, self._tells = label, 0, total, world is None
-        self._started = self._told = time.monotonic()
+        self._done = 0
+        self._total = total
+        self._logs_lines = world is None
+        self._started = time.monotonic()
+        self._logged_at = self._started
         if sys.stderr is not None and sys.stderr.isatty() and (world is None or world.is_main):
             columns = (
                 TextColumn("{task.description}"),
@@ -53,7 +58,6 @@ class Progress:
             )
             self._bar = Bar(*columns, console=CONSOLE, transient=True)
             self._task = self._bar.add_task(label, total=total, completed=done, rate="", note="")
-        self._unit = unit
 
     def __enter__(self) -> "Progress":
         if self._bar:
@@ -76,7 +80,7 @@ class Progress:
     def advance(self, items: int, note: str | None = None) -> None:
         self._done += items
         if not self._bar:
-            self._tell()
+            self._log_line()
             return
         self._bar.advance(self._task, items)
         speed = self._bar.tasks[self._task].speed
@@ -85,11 +89,11 @@ class Progress:
         if note is not None:
             self._bar.update(self._task, note=note)
 
-    def _tell(self) -> None:
+    def _log_line(self) -> None:
         now = time.monotonic()
-        if not self._tells or now - self._told < _SECONDS_BETWEEN_LINES:
+        if not self._logs_lines or now - self._logged_at < _SECONDS_BETWEEN_LINES:
             return
-        self._told = now
+        self._logged_at = now
         rate = self._done / (now - self._started)
         left = max(self._total - self._done, 0) / rate if rate else 0
         log.info(
@@ -98,7 +102,7 @@ class Progress:
         )
 
     def callback(self) -> Callable[[int, int], None]:
-        """For code that reports (done, total) itself."""
+        """Return a function for code that reports (done, total) itself."""
 
         def report(done: int, total: int) -> None:
             if self._bar:

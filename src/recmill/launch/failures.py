@@ -1,0 +1,106 @@
+"""Why a job failed: the reports of its workers, and the one error that a user gets to see."""
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recmill.errors import KINDS, ResourceError, UserError
+from recmill.launch.signals import stop_error
+from recmill.launch.watchdog import Hang, read_hangs
+
+_MAX_RANKS_SHOWN = 4
+_RESUME = "Run the same command to resume."
+# What a signal that killed a worker hints at; another attempt may succeed.
+_HINTS = {
+    "SIGKILL": " The system may have run out of memory.",
+    "SIGSEGV": " Native code accessed memory that is not its own. If it happens again, try train.kernels=torch.",
+    "SIGBUS": " A mapped file was truncated or cannot be read, or /dev/shm is full.",
+}
+_MISSING_INSTRUCTION = (
+    "The CPU, or the hypervisor it runs under, lacks an instruction that it lists, and would lack it again. Set the "
+    "environment variable ONEDNN_MAX_CPU_ISA=AVX2, or train.kernels=torch, or train.precision=float32. "
+    "See also: recmill doctor."
+)
+
+
+class WorkerError(UserError):
+    """A worker failed in a way that no user can cause; its traceback explains it."""
+
+    def __init__(self, message: str, traceback: str) -> None:
+        super().__init__(message)
+        self.traceback = traceback
+
+
+class LostWorkerError(ResourceError):
+    """A worker was killed from outside, or hung: another attempt may well succeed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a worker failed. It writes this to error-RANK.json before it leaves the group."""
+
+    rank: int
+    at: float  # seconds since 1970
+    kind: str  # a class name of recmill.errors, or "" for a crash
+    message: str
+    traceback: str
+
+
+def first_error(job: Path, exit_codes: Mapping[int, int], num_workers: int, signals: Sequence[str]) -> BaseException:
+    """Return the error that best explains why a job failed.
+
+    `exit_codes` are those of the workers that failed, by rank; `signals` those that the launcher received. In this
+    order: a second signal, the first error that a user can fix, a hang, a killed worker, an internal error.
+    """
+    if len(signals) > 1:
+        return stop_error(signals[0], f"Ended at once by a second signal, {signals[1]}.")
+    reports = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in job.glob("error-*.json")]
+    reports.sort(key=lambda report: report.at)
+    for report in reports:
+        if report.kind == "KeyboardInterrupt":
+            return KeyboardInterrupt()
+        if report.kind in KINDS:
+            known = _at_rank(KINDS[report.kind](report.message), report.rank)
+            known.__notes__ = [report.traceback]
+            return known
+    reported = {report.rank for report in reports}
+    if hangs := read_hangs(job):
+        answered = reported | exit_codes.keys() | {hang.rank for hang in hangs}
+        return _hang_error(hangs, [rank for rank in range(num_workers) if rank not in answered])
+    for rank, code in exit_codes.items():
+        if code < 0 and rank not in reported:
+            return _killed_error(rank, signal.Signals(-code).name, signals)
+    if reports:
+        first = reports[0]
+        error = WorkerError(f"Process {first.rank} of the job failed: {first.message}", first.traceback)
+        return _at_rank(error, first.rank)
+    rank, code = next(iter(exit_codes.items()))
+    output = (job / f"out-{rank}.txt").read_text(encoding="utf-8", errors="replace")
+    return _at_rank(WorkerError(f"Process {rank} of the job exited with code {code} and no error report.", output), rank)
+
+
+def _at_rank(error: UserError, rank: int) -> UserError:
+    error.rank = rank
+    return error
+
+
+def _killed_error(rank: int, name: str, signals: Sequence[str]) -> UserError:
+    if name in signals:
+        return stop_error(name, f"{name} reached process {rank} of the job before it could save anything.")
+    fact = f"Process {rank} of the job was killed by {name}."
+    if name == "SIGILL":
+        return _at_rank(ResourceError(f"{fact} {_MISSING_INSTRUCTION}"), rank)
+    return _at_rank(LostWorkerError(f"{fact}{_HINTS.get(name, '')} {_RESUME}"), rank)
+
+
+def _hang_error(hangs: Sequence[Hang], silent: Sequence[int]) -> LostWorkerError:
+    """Describe every rank: what it reported, or that it did not answer. Which one is at fault, its stack shows."""
+    lines = [f"\n  rank {rank} does not answer: it was stopped, or is stuck outside Python" for rank in silent]
+    lines += [f"\n  {hang}, in{hang.innermost_frames()}" for hang in hangs]
+    more = f"\n  and {len(lines) - _MAX_RANKS_SHOWN} more" if len(lines) > _MAX_RANKS_SHOWN else ""
+    return LostWorkerError(
+        f"The job hangs:{''.join(lines[:_MAX_RANKS_SHOWN])}{more}\n"
+        f"The stacks of all threads are in hang-rank-*.txt of the run directory. {_RESUME}"
+    )

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+
+from recmill.environment import process_environment, rank_environment, rendezvous, worker_environment
+from recmill.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def nobody_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_process_that_nobody_launched_is_rank_0_of_1() -> None:
+    process = process_environment()
+    assert (process.is_launched, process.rank, process.size, process.job) == (False, 0, 1, None)
+
+
+def test_a_worker_reads_what_the_launcher_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (0, 1):
+        for name, value in (worker_environment(2, tmp_path, 3, port=1234) | rank_environment(rank, 7)).items():
+            monkeypatch.setenv(name, value)
+        process = process_environment()
+        assert (process.rank, process.size, process.local_rank, process.local_size) == (rank, 2, rank, 2)
+        assert (process.launched_by, process.job, process.attempt) == ("recmill", tmp_path, 3)
+    assert (rendezvous().host, rendezvous().port, rendezvous().descriptor) == ("127.0.0.1", 1234, 7)
+
+
+def test_each_attempt_of_torchrun_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "h"}
+    for name, value in (torchrun | {"TORCHELASTIC_RESTART_COUNT": "2", "MASTER_PORT": "5"}).items():
+        monkeypatch.setenv(name, value)
+    assert (process_environment().launched_by, process_environment().attempt) == ("torchrun", 2)
+    assert rendezvous().prefix == "recmill/2"
+
+
+def test_variables_that_are_missing_or_no_numbers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "abc")
+    with pytest.raises(ConfigError, match="RANK = 'abc' is not a number"):
+        process_environment()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
+        rendezvous()

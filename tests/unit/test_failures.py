@@ -1,0 +1,78 @@
+"""Which of several reports explains why a job failed."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from recmill.errors import DataError, Interrupted, Preempted, ResourceError
+from recmill.files.atomic import write_json
+from recmill.launch.failures import Failure, LostWorkerError, WorkerError, first_error
+from recmill.launch.watchdog import Hang
+
+
+def report(job: Path, rank: int, at: float, kind: str = "", message: str = "message") -> None:
+    write_json(job / f"error-{rank}.json", asdict(Failure(rank, at, kind, message, "traceback")))
+
+
+def hang(job: Path, rank: int, step: int = 7) -> None:
+    frames = ["/a.py:1 outer: x", "/b.py:2 fit: step()", "/c.py:3 all_reduce: wait()"]
+    write_json(job / f"hang-{rank}.json", asdict(Hang(rank, step, "training", 4.0, frames)))
+
+
+def test_the_first_error_of_a_user_wins_over_earlier_crashes(tmp_path: Path) -> None:
+    report(tmp_path, 0, at=1.0, message="RuntimeError: connection closed")
+    report(tmp_path, 1, at=3.0, kind="DataError", message="later")
+    report(tmp_path, 2, at=2.0, kind="DataError", message="file: row 3")
+    error = first_error(tmp_path, {0: 1, 1: 3, 2: 3}, 3, [])
+    assert isinstance(error, DataError)
+    assert (str(error), error.rank) == ("file: row 3", 2)
+
+
+def test_every_rank_of_a_hanging_job_is_described_with_its_last_step_and_stack(tmp_path: Path) -> None:
+    hang(tmp_path, 0, step=8)
+    hang(tmp_path, 1, step=7)
+    error = first_error(tmp_path, {}, 3, [])
+    assert isinstance(error, LostWorkerError)
+    text = str(error)
+    assert "rank 2 does not answer" in text
+    assert text.index("rank 1 made no progress for 4 s, training, after step 7") < text.index("rank 0 made no progress")
+    assert "/c.py:3 all_reduce: wait()" in text
+    assert "hang-rank-*.txt" in text
+
+
+def test_only_some_ranks_of_a_large_hanging_job_are_listed(tmp_path: Path) -> None:
+    for rank in range(9):
+        hang(tmp_path, rank)
+    assert "and 5 more" in str(first_error(tmp_path, {}, 9, []))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "text"),
+    [
+        (9, LostWorkerError, "killed by SIGKILL. The system may have run out of memory. Run the same command"),
+        (11, LostWorkerError, "SIGSEGV"),
+        (4, ResourceError, "ONEDNN_MAX_CPU_ISA=AVX2"),
+    ],
+)
+def test_a_killed_worker_says_what_the_signal_means(number: int, kind: type, text: str, tmp_path: Path) -> None:
+    report(tmp_path, 0, at=1.0, message="RuntimeError: connection closed")  # a consequence
+    error = first_error(tmp_path, {0: 1, 1: -number}, 2, [])
+    assert type(error) is kind
+    assert text in str(error)
+    assert ("Run the same command" in str(error)) == (number != 4)
+
+
+def test_signals_that_the_launcher_received_explain_the_end(tmp_path: Path) -> None:
+    assert isinstance(first_error(tmp_path, {0: -15}, 1, ["SIGTERM"]), Preempted)
+    twice = first_error(tmp_path, {0: 1}, 1, ["SIGINT", "SIGTERM"])
+    assert isinstance(twice, Interrupted)
+    assert "Ended at once by a second signal, SIGTERM." in str(twice)
+
+
+def test_a_worker_that_left_no_report_is_shown_with_its_output(tmp_path: Path) -> None:
+    (tmp_path / "out-1.txt").write_text("Fatal Python error", encoding="utf-8")
+    error = first_error(tmp_path, {1: 3}, 2, [])
+    assert isinstance(error, WorkerError)
+    assert str(error) == "Process 1 of the job exited with code 3 and no error report."
+    assert error.traceback == "Fatal Python error"
