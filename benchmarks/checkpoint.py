@@ -39,6 +39,7 @@ from recmill.checkpoints.saver import Saver
 from recmill.commands.assemble import build_sharded, build_source, model_module, open_matching_dataset, task_module
 from recmill.config import load_config
 from recmill.config.sections import CheckpointSection
+from recmill.launch.watchdog import Heartbeat
 from recmill.observe.log import quiet_libraries
 from recmill.tables.first_values import fill_tables
 from recmill.training.optim import build_optimizer
@@ -82,7 +83,7 @@ def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
         optimizer = build_optimizer(model, config.settings.optim)
         fill_tables(model, model_module(config).tables(config.model, dataset.description), 1)
         source = build_source(config, dataset, 0, 1)
-        parts = Parts(model, task_module(config), source, world, prefetch=0)
+        parts = Parts(model, task_module(config), source, world, prefetch=0, heartbeat=Heartbeat())
         step = Step(parts, optimizer, config.settings.train, config.settings.optim.dense, Position())
         batch = next(source.train_batches(0, 0))
         step(batch, 1.0 / touched)
@@ -94,7 +95,7 @@ def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
 
         def saver(name: str, **section: Any) -> Saver:
             origin = Origin("", "", 1, touched, 1, {})
-            return Saver(folder / name, model, optimizer, origin, CheckpointSection(**section), world)
+            return Saver(folder / name, model, optimizer, origin, CheckpointSection(**section), world, Heartbeat())
 
         changes, changes_8 = (saver(name, full_every=1000, row_bits=bits) for name, bits in (("c", 32), ("c8", 8)))
         for changing in (changes, changes_8):

@@ -13,6 +13,7 @@ from recmill.checkpoints.safe_reader import SafeReader
 from recmill.checkpoints.saver import Saver
 from recmill.commands.checkpoint import list_checkpoints
 from recmill.config.sections import CheckpointSection
+from recmill.launch.watchdog import Heartbeat
 from recmill.world import World
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -29,7 +30,7 @@ class NoOptimizer:
 def new_saver(directory: Path, network: nn.Module, **section: Any) -> Saver:
     """Saves a plain network in one process, without an optimizer."""
     optimizer: Any = NoOptimizer()
-    return Saver(directory, network, optimizer, ORIGIN, CheckpointSection(**section), ALONE)
+    return Saver(directory, network, optimizer, ORIGIN, CheckpointSection(**section), ALONE, Heartbeat())
 
 
 def save_network(directory: Path, network: nn.Module, step: int, **section: Any) -> None:

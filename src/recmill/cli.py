@@ -15,8 +15,9 @@ import click
 from annotated_types import Gt
 
 from recmill import __version__, registry
+from recmill.environment import process_environment
 from recmill.errors import as_user_error
-from recmill.launch.local import is_launched, leave, own_rank
+from recmill.launch.local import leave
 from recmill.observe import printed
 
 _DEBUG = "--debug"  # accepted anywhere on the command line
@@ -28,7 +29,7 @@ def main() -> None:
     """Run a command and exit with 0 or the exit code of its error; print one message, and a traceback with --debug."""
     gc.set_threshold(200_000, 20, 20)  # imports create many objects that stay: scanning them cost 0.2 s per command
     code = _run([argument for argument in sys.argv[1:] if argument != _DEBUG])
-    if is_launched():
+    if process_environment().is_launched:
         leave(code)
     sys.exit(code)
 
@@ -62,7 +63,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _print_error(text: str) -> None:
-    rank = own_rank()
+    rank = process_environment().rank
     print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr)
 
 
@@ -240,7 +241,7 @@ def train_command(config: str, run: str, **options: Any) -> None:
     from recmill.commands.train import train
 
     results = train(config, run, **options)
-    if own_rank() == 0:
+    if process_environment().rank == 0:
         printed.print_results([results.report])
 
 
@@ -253,7 +254,7 @@ def evaluate_command(run: str, split: Any, as_json: bool, **options: Any) -> Non
     from recmill.commands.results import best_of_run
 
     values = evaluate(run, split=split, **options)
-    if own_rank() == 0:
+    if process_environment().rank == 0:
         _print(values, as_json, lambda values: printed.print_values(split, values, best_of_run(run, split)))
 
 

@@ -3,8 +3,8 @@
     RECMILL_FAIL="ckpt.before_rename@rank=1:kill, train.step@step=7@attempt=0:raise"
 
 Each entry is a point, conditions and an action. Conditions: `rank`, `step`, `hit` (the N-th time this process reaches
-the point, from 1) and `attempt` (restarts of the job so far). Actions: kill, sigill (as a CPU that lacks an instruction does), raise, hang,
-nospace, eio.
+the point, from 1) and `attempt` (restarts of the job so far). Actions: kill, sigill (as a CPU that lacks an instruction
+does), raise, hang, nospace, eio.
 """
 
 import errno

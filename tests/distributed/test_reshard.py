@@ -13,6 +13,7 @@ from recmill.checkpoints.saver import Saver
 from recmill.commands.assemble import build_sharded, open_matching_dataset
 from recmill.config import Config, load_config
 from recmill.errors import UserError
+from recmill.launch.watchdog import Heartbeat
 from recmill.tables.torchrec_internals import local_shards
 from recmill.training.guards import check_replicas
 from recmill.training.optim import build_optimizer
@@ -88,7 +89,7 @@ def problems_of(values: dict[str, Any], folder: Path, load_from: int, world: Wor
             fill(state)
             origin = Origin("", "", 1, 8, size, {})
             target = folder / f"{size}-{optimizer_name}-{kind}"
-            saver = Saver(target, model, optimizer, origin, config.settings.checkpoint, world)
+            saver = Saver(target, model, optimizer, origin, config.settings.checkpoint, world, Heartbeat())
             saver.save(Position(step=load_from + 1))
             fill(state, junk=True)  # training continues at once
             saver.finish()

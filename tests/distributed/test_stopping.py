@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import tomli_w
 from recmill import train
 from recmill.commands.checkpoint import list_checkpoints
 from recmill.errors import ResourceError
-from recmill.launch import local
+from recmill.launch.failures import LostWorkerError, first_error
 from recmill.launch.signals import stop_with_parent
 
 from .. import group
@@ -130,23 +131,26 @@ def test_an_instruction_that_the_cpu_lacks_is_explained_and_not_tried_again(
     [("SIGKILL", "out of memory"), ("SIGSEGV", "try train.kernels=torch"), ("SIGBUS", "mapped file was truncated")],
 )
 def test_a_signal_that_killed_a_worker_comes_with_a_hint(name: str, hint: str, tmp_path: Path) -> None:
-    error = local._first_error(tmp_path, {1: -signal.Signals[name]}, local._Signals())
-    assert isinstance(error, local.LostWorkerError)  # which may be tried again
+    error = first_error(tmp_path, {1: -signal.Signals[name]}, 2, [])
+    assert isinstance(error, LostWorkerError)  # which may be tried again
     assert str(error).startswith(f"Process 1 of the job was killed by {name}.")
     assert hint in str(error)
 
 
-def test_a_hung_process_is_named_with_its_step_and_where_it_is(
+def test_every_rank_of_a_job_that_hangs_is_reported_with_its_step_and_stack(
     dlrm: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RECMILL_FAIL", "train.step@step=7@rank=1:hang")
-    expected = r'(?s)rank 1 made no progress for .* s, training, after step 7\. .* fit: reach\("train.step"'
-    with pytest.raises(ResourceError, match=expected):
+    with pytest.raises(ResourceError, match="The job hangs") as caught:
         train(dlrm, tmp_path / "run", procs=2, overrides=["train.hang_seconds=4.0"])
     assert "all_reduce" in (tmp_path / "run" / "hang-rank-0.txt").read_text()
     assert "failpoints.py" in (tmp_path / "run" / "hang-rank-1.txt").read_text()
+    text = str(caught.value)
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} made no progress for .* s, training, after step 7, in\n", text)
+    assert 'fit: reach("train.step"' in text
     at = status(tmp_path / "run")
-    assert (at["state"], at["rank"]) == ("failed", 1)
+    assert (at["state"], at["reason"]) == ("failed", text)
 
 
 def test_a_stopped_process_is_named_and_nobody_is_left(dlrm: Config, tmp_path: Path) -> None:
@@ -158,5 +162,5 @@ def test_a_stopped_process_is_named_and_nobody_is_left(dlrm: Config, tmp_path: P
     os.kill(workers[1], signal.SIGSTOP)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == ResourceError.exit_code, output
-    assert "Process 1 of the job does not answer" in output
+    assert "rank 1 does not answer: it was stopped, or is stuck outside Python" in output
     wait_until_gone(workers)

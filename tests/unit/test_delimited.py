@@ -69,7 +69,7 @@ def test_an_incomplete_gzip_file_is_an_error_and_a_missing_line_end_a_warning(
 ) -> None:
     whole = gzip.compress(b"who,what\n" + b"a,x\na,y\na,z\n" * 100)
     (tmp_path / "raw.csv.gz").write_bytes(whole[:-12])
-    with pytest.raises(DataError, match="cut short or damaged"):
+    with pytest.raises(DataError, match="cut short or corrupt"):
         prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv.gz", **COLUMNS, **KEEP_ALL)
     (tmp_path / "raw.csv").write_text("who,what\na,x\na,y\na,z")
     with caplog.at_level(logging.WARNING):

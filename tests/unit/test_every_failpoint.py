@@ -11,7 +11,7 @@ from recmill import prepare, train
 from recmill.commands.checkpoint import list_checkpoints
 from recmill.data.opening import open_dataset
 from recmill.errors import DataError
-from recmill.failpoints import PLACES
+from recmill.failpoints import POINTS
 
 from ..checkpoints import newest, tensors_of
 from ..distributed.runs import loss_by_step
@@ -56,7 +56,7 @@ CONDITIONS = {
 }
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if not place.startswith(("prepare.", "probe."))])
+@pytest.mark.parametrize("place", [place for place in POINTS if not place.startswith(("prepare.", "probe."))])
 def test_a_kill_anywhere_loses_nothing_that_was_committed(
     place: str, tiny: dict[str, Any], unbroken: Any, tmp_path: Path
 ) -> None:
@@ -79,7 +79,7 @@ def prepare_clicks(output: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("action", ["kill", "nospace"])
-@pytest.mark.parametrize("place", [place for place in PLACES if place.startswith("prepare.")])
+@pytest.mark.parametrize("place", [place for place in POINTS if place.startswith("prepare.")])
 def test_a_dataset_is_complete_or_absent(place: str, action: str, tmp_path: Path) -> None:
     output = tmp_path / "data"
     code = exit_code(prepare_clicks, str(output), 40, fail=f"{place}:{action}")

@@ -14,6 +14,7 @@ from recmill.checkpoints.format import Position
 from recmill.checkpoints.saver import Saver
 from recmill.config.sections import CheckpointSection
 from recmill.errors import CheckpointError
+from recmill.launch.watchdog import Heartbeat
 
 from ..checkpoints import ALONE, ORIGIN, newest_in, save_network
 
@@ -83,7 +84,7 @@ def trained(hidden: int) -> tuple[nn.Module, CombinedOptimizer]:
 def test_a_partial_load_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
     """Layer 1 has another width: neither its values nor its count of steps come from there, nor are they changed."""
     old, old_optimizer = trained(hidden=2)
-    saver = Saver(tmp_path, old, old_optimizer, ORIGIN, CheckpointSection(), ALONE)
+    saver = Saver(tmp_path, old, old_optimizer, ORIGIN, CheckpointSection(), ALONE, Heartbeat())
     saver.save(Position(step=5))
     saver.finish()
     new = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 6))
@@ -96,7 +97,7 @@ def test_a_partial_load_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
     found = dense.state_dict()["state"]["0.weight"]
     assert all(torch.equal(found[name], expected[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
     assert [float(value.abs().sum()) for value in dense.state[new[1].weight].values()] == [0.0, 0.0, 0.0]
-    saver = Saver(tmp_path, new, optimizer, ORIGIN, CheckpointSection(), ALONE)
+    saver = Saver(tmp_path, new, optimizer, ORIGIN, CheckpointSection(), ALONE, Heartbeat())
     saver.save(Position(step=6))
     saver.finish()
     again = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 6))

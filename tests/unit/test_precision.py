@@ -20,6 +20,8 @@ from recmill.config.sections import TrainSection
 from recmill.data.opening import open_dataset
 from recmill.errors import UserError
 from recmill.hardware.precision import Dtype, Finding
+from recmill.launch.signals import StopRequest
+from recmill.launch.watchdog import Heartbeat
 from recmill.protocols import Batch
 from recmill.tables.first_values import fill_tables
 from recmill.tables.torchrec_internals import table_shards
@@ -42,7 +44,7 @@ def losses_here(config: Config, run: Path, **train: Any) -> list[float]:
     values = config | {"train": config["train"] | train}
     run.mkdir(exist_ok=True)
     with joined_world("cpu") as world:
-        work(world, load_config(values).as_dict(), str(run))
+        work(world, load_config(values).as_dict(), str(run), start={}, stop=StopRequest())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["split"] == "train"]
 
@@ -134,7 +136,7 @@ class Trainer:
         tables = model_module(config).tables(config.model, dataset.description)
         fill_tables(self.model, tables, config.settings.train.seed)
         source = build_source(config, dataset, world.rank, world.size)
-        parts = Parts(self.model, task_module(config), source, world, prefetch=0)
+        parts = Parts(self.model, task_module(config), source, world, prefetch=0, heartbeat=Heartbeat())
         self.step = Step(parts, self.optimizer, config.settings.train, config.settings.optim.dense, Position())
         self.batches: Iterator[Batch] = source.train_batches(0, 0)
 

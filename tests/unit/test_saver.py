@@ -12,7 +12,7 @@ from recmill.checkpoints import loading
 from recmill.checkpoints import saver as saver_module
 from recmill.checkpoints.format import Position
 from recmill.errors import ResourceError, UserError
-from recmill.failpoints import PLACES, VARIABLE
+from recmill.failpoints import POINTS, VARIABLE
 
 from ..checkpoints import new_saver, newest_in
 
@@ -52,7 +52,7 @@ def test_a_value_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place.startswith("ckpt.")])
+@pytest.mark.parametrize("place", [place for place in POINTS if place.startswith("ckpt.")])
 @pytest.mark.parametrize("action", ["raise", "nospace", "eio"])
 def test_an_error_at_any_failpoint_is_reported_and_the_earlier_checkpoint_stays(
     tmp_path: Path, place: str, action: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

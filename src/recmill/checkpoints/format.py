@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,16 +22,20 @@ from recmill.errors import CheckpointError
 from recmill.failpoints import reach
 from recmill.files.atomic import sync_directory, write_synced
 from recmill.files.digests import digest
-from recmill.launch.watchdog import beat
 
 log = logging.getLogger(__name__)
 
 FileFacts = dict[str, Any]  # bytes, xxh3
+OnBlock = Callable[[], None]  # called while a file is read: a sign of life
 
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 _FORMAT = 2
 _STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+def _ignore() -> None:
+    """Take no notice of progress."""
 
 
 @dataclass(frozen=True)
@@ -201,15 +204,9 @@ def _base_of(path: Path) -> Path | None:
         return None  # a corrupt old checkpoint must not prevent a new one
 
 
-def file_facts(file: Path, on_block: Callable[[], None] = lambda: None) -> FileFacts:
+def file_facts(file: Path, on_block: OnBlock = _ignore) -> FileFacts:
     """Return size and digest of a file; `on_block` is called while it is read."""
     return {"bytes": file.stat().st_size, "xxh3": digest(file, on_block)}
-
-
-def _beat_reading() -> None:
-    """Report progress while a large file is read, but not from a thread: the main one may hang meanwhile."""
-    if threading.current_thread() is threading.main_thread():
-        beat("reading a checkpoint")
 
 
 def best_path(directory: Path) -> Path | None:
@@ -219,10 +216,11 @@ def best_path(directory: Path) -> Path | None:
     return wanted if wanted in paths else None
 
 
-def choose(directory: Path, which: str, fallback: bool = False) -> Checkpoint | None:
+def choose(directory: Path, which: str, fallback: bool = False, on_block: OnBlock = _ignore) -> Checkpoint | None:
     """Return the 'newest' or the 'best' checkpoint after checking every digest; None if there is none.
 
-    `fallback`: if that one is corrupt, return the newest complete one instead of raising CheckpointError.
+    `fallback`: if that one is corrupt, return the newest complete one instead of raising CheckpointError. `on_block` is
+    called while files are read.
     """
     candidates = committed(directory)[::-1]
     if which == "best":
@@ -233,7 +231,7 @@ def choose(directory: Path, which: str, fallback: bool = False) -> Checkpoint | 
     problem: CheckpointError | None = None
     for path in candidates:
         try:
-            checkpoint = verify(path)
+            checkpoint = verify(path, on_block=on_block)
         except CheckpointError as error:
             if not fallback:
                 raise
@@ -268,17 +266,17 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(path, state)
 
 
-def verify(path: Path, digests: bool = True) -> Checkpoint:
+def verify(path: Path, digests: bool = True, on_block: OnBlock = _ignore) -> Checkpoint:
     """Compare all files, and those of the base, with the manifests. CheckpointError names the first that differs.
 
     `digests`: read every byte; otherwise compare names and sizes only.
     """
     try:
-        _verify_files(path, digests)
+        _verify_files(path, digests, on_block)
         checkpoint = read(path)
         if checkpoint.base:
             _verify_base(checkpoint, checkpoint.base)
-            _verify_files(checkpoint.base, digests)
+            _verify_files(checkpoint.base, digests, on_block)
     except OSError as error:  # a bad sector, for example
         file = error.filename or path
         raise CheckpointError(f"{file}: cannot be read ({error.strerror}). {_remedy(path)}") from error
@@ -293,7 +291,7 @@ def _verify_base(checkpoint: Checkpoint, base: Path) -> None:
         raise CheckpointError(f"{path} holds changes since {base}, which was replaced by another. {_remedy(path)}")
 
 
-def _verify_files(path: Path, digests: bool) -> None:
+def _verify_files(path: Path, digests: bool, on_block: OnBlock) -> None:
     manifest = path / MANIFEST
     try:
         content = json.loads(manifest.read_bytes())
@@ -313,7 +311,7 @@ def _verify_files(path: Path, digests: bool) -> None:
             raise CheckpointError(f"{file}: missing. {_remedy(path)}")
         if file.stat().st_size != size:
             raise CheckpointError(f"{file}: {file.stat().st_size:,} bytes, expected {size:,}. {_remedy(path)}")
-        if digests and digest(file, _beat_reading) != expected:
+        if digests and digest(file, on_block) != expected:
             raise CheckpointError(f"{file}: its content changed since it was saved. {_remedy(path)}")
     for file in path.iterdir():
         if file.name not in listed and file.name != MANIFEST:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recmill.checkpoints.format import Checkpoint, choose, committed, set_aside
+from recmill.checkpoints.format import Checkpoint, OnBlock, choose, committed, set_aside
 from recmill.checkpoints.incremental import apply_changes, has_table_rows
 from recmill.checkpoints.safe_reader import SafeReader, read_into
 from recmill.errors import CheckpointError, UserError
@@ -24,16 +24,22 @@ Sizes = dict[str, tuple[int, ...]]  # by key
 
 
 def find_checkpoint(
-    directory: Path, which: str, world: World, fallback: bool = False, set_aside_newer: bool = False
+    directory: Path,
+    which: str,
+    world: World,
+    fallback: bool = False,
+    set_aside_newer: bool = False,
+    on_block: OnBlock = lambda: None,
 ) -> Checkpoint | None:
     """Choose and verify a checkpoint on rank 0, as another process may be saving or pruning. All ranks take part.
 
     `set_aside_newer`: rename newer checkpoints, which are corrupt, so that training can write these steps again.
+    `on_block` is called while rank 0 reads files.
     """
     result: Checkpoint | UserError | None = None
     if world.is_main:
         try:
-            result = choose(directory, which, fallback)
+            result = choose(directory, which, fallback, on_block)
         except UserError as error:
             result = error
         if set_aside_newer and isinstance(result, Checkpoint):

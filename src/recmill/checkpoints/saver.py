@@ -28,7 +28,7 @@ from recmill.errors import ResourceError, UserError, as_user_error
 from recmill.failpoints import reach
 from recmill.files.digests import digest
 from recmill.hardware.memory import available_memory_bytes
-from recmill.launch.watchdog import beat
+from recmill.launch.watchdog import Heartbeat
 from recmill.observe.run_dir import now
 from recmill.tables.torchrec_internals import is_sharded, local_shards, map_shards
 from recmill.training.guards import is_finite
@@ -78,6 +78,7 @@ class Saver:
         origin: Origin,
         section: CheckpointSection,
         world: World,
+        heartbeat: Heartbeat,
         on_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._directory = directory
@@ -86,6 +87,7 @@ class Saver:
         self._origin = origin
         self._section = section
         self._world = world
+        self._heartbeat = heartbeat
         self._on_commit = on_commit
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if dist.is_initialized() else None
         self._touched = TouchedRows(model, optimizer) if section.full_every > 1 else None
@@ -148,7 +150,7 @@ class Saver:
     def _wait(self) -> None:
         if self._thread:
             self._is_waited_for = True
-            beat(_WAITING)
+            self._heartbeat.beat(_WAITING)
             self._thread.join()
             self._is_waited_for = False
             self._thread = None
@@ -287,7 +289,7 @@ class Saver:
 
     def _beat(self) -> None:
         if self._is_waited_for:  # otherwise training beats
-            beat(_WAITING)
+            self._heartbeat.beat(_WAITING)
 
     def _commit(
         self, save: _Save, partial: Path, changes: list[RowChange], files: list[dict[str, FileFacts]]

@@ -137,6 +137,7 @@ def work(world: "World", run: str, options: dict[str, Any]) -> Values:
 def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Dataset, options: Options) -> Values:
     from recmill.checkpoints import loading as checkpoint
     from recmill.data.histories import HistorySource
+    from recmill.launch.watchdog import Heartbeat
     from recmill.tasks import next_item
     from recmill.training.evaluate import evaluate_split
     from recmill.training.parts import Parts
@@ -150,7 +151,7 @@ def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Datase
     source = build_source(config, dataset, world.rank, world.size)
     model = build_sharded(config, dataset, world)
     checkpoint.load(found, model)
-    parts = Parts(model, task_module(config), source, world, config.settings.data.prefetch)
+    parts = Parts(model, task_module(config), source, world, config.settings.data.prefetch, Heartbeat())
     if isinstance(source, HistorySource):
         metrics = next_item.new_metrics(section, options.bootstrap, source.train_counts())
         return evaluate_split(parts, options.split, metrics)

@@ -26,14 +26,15 @@ from recmill.commands.options import Fallback, Procs, Verify
 from recmill.commands.results import RunReport, values_of_split
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.config.sections import Section, TrainSection
+from recmill.environment import process_environment
 from recmill.errors import ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
 from recmill.hardware.cpu import threads_per_process
 from recmill.hardware.precision import probe, worker_environment
-from recmill.launch.local import is_launched_with, job_directory, num_restarts, run_job
-from recmill.launch.signals import error_for, listening, stop_with_parent
-from recmill.launch.watchdog import Hang, beat, watching
+from recmill.launch.local import is_launched_with, run_job
+from recmill.launch.signals import StopRequest, stop_error, stop_on, stop_with_parent
+from recmill.launch.watchdog import Hang, Heartbeat, Watch, watching
 from recmill.metrics.binary import Values
 from recmill.observe.provenance import environment, versions
 from recmill.observe.run_dir import RunDirectory, State
@@ -126,7 +127,7 @@ def train(
         results = _launch(checked, directory, dataset, Start(earlier, allow_partial, fallback), procs)
     if stopped := results.get("stopped"):
         step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
-        raise error_for(name, f"Stopped at step {step:,} by {name}, which rank {rank} received.")
+        raise stop_error(name, f"Stopped at step {step:,} by {name}, which rank {rank} received.")
     values = values_of_split(directory, results, "test")
     best = dataset.description.truth.get("test", {})
     return TrainResults(results, RunReport(str(run), checked.model_name, "done", values, best))
@@ -137,12 +138,12 @@ def _launch(config: Config, run: RunDirectory, dataset: Dataset, start: Start, p
     section = config.settings.train
     wait_seconds = 3 * section.hang_seconds  # a hang is reported with its stacks before a collective times out
     if is_launched_with(procs):
-        with listening(section.stop_signals):
+        with stop_on(section.stop_signals) as stop:
             stop_with_parent()
             from recmill.world import joined_world
 
             with joined_world(section.device, wait_seconds) as world:
-                return _watched(world, config, run, start, dataset)
+                return _watched(world, config, run, start, stop, dataset)
     run.path.mkdir(parents=True, exist_ok=True)
     arguments = {
         "config": config.as_dict(),
@@ -168,37 +169,45 @@ def _precision_environment(section: TrainSection, procs: int) -> dict[str, str]:
     return worker_environment(probe(section.precision, threads_per_process(procs)))
 
 
-def work(world: "World", config: dict[str, Any], run: str, start: dict[str, Any] | None = None) -> dict[str, Any]:
+def work(world: "World", config: dict[str, Any], run: str, start: dict[str, Any], stop: StopRequest) -> dict[str, Any]:
     """Train in one of the launcher's processes."""
-    return _watched(world, load_config(config), RunDirectory(run), Start(**(start or {})))
+    return _watched(world, load_config(config), RunDirectory(run), Start(**start), stop)
 
 
 def _watched(
-    world: "World", config: Config, run: RunDirectory, start: Start, dataset: Dataset | None = None
+    world: "World", config: Config, run: RunDirectory, start: Start, stop: StopRequest, dataset: Dataset | None = None
 ) -> dict[str, Any]:
     """Train with the run directory locked and a watchdog; write to status.json how it ends."""
     reach("train.begin")
-    section = config.settings.train
 
     def on_hang(hang: Hang) -> None:
-        log.error("%s; see hang-rank-%d.txt", hang.told(), hang.rank)
+        log.error("%s; see hang-rank-%d.txt", hang, hang.rank)
         if world.is_main:
-            _write_end(run, UserError(f"Hung: {hang.told()}."))
+            _write_end(run, UserError(f"Hung: {hang}."))
 
-    watchdog = watching(world.rank, section.hang_seconds, run.path, job_directory(), on_hang)
-    with listening(section.stop_signals) as stop, run.locked() if world.is_main else nullcontext():
+    heartbeat = Heartbeat()
+    watch = Watch(world.rank, config.settings.train.hang_seconds, run.path, process_environment().job)
+    with run.locked() if world.is_main else nullcontext():
         try:
-            with watchdog:
-                return _work(world, config, run, start, dataset)
+            with watching(heartbeat, watch, on_hang):
+                return _work(world, config, run, start, dataset, stop, heartbeat)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and stop.signal:
-                error = error_for(stop.signal, f"Ended at once by a signal after {stop.signal}.")
+                error = stop_error(stop.signal, f"Ended at once by a signal after {stop.signal}.")
             if world.is_main:
                 _write_end(run, error)
             raise error
 
 
-def _work(world: "World", config: Config, run: RunDirectory, start: Start, dataset: Dataset | None) -> dict[str, Any]:
+def _work(
+    world: "World",
+    config: Config,
+    run: RunDirectory,
+    start: Start,
+    dataset: Dataset | None,
+    stop: StopRequest,
+    heartbeat: Heartbeat,
+) -> dict[str, Any]:
     """Train from an empty or interrupted run directory to its results, or to {"stopped": ...}. All ranks take part."""
     from recmill.checkpoints import loading as checkpoint
     from recmill.checkpoints.format import Origin, Position
@@ -215,7 +224,7 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
     from recmill.training.precision import set_tf32
 
     # Build the parts
-    beat("starting")
+    heartbeat.beat("starting")
     settings = config.settings
     if world.device.type == "cpu" and settings.train.kernels == "auto":
         threading.Thread(target=load_library).start()  # the first time it compiles, while the rest is loaded
@@ -227,14 +236,14 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
     tables = table_specs(config, dataset)
     model = build_sharded(config, dataset, world)
     optimizer = build_optimizer(model, settings.optim)
-    parts = Parts(model, task_module(config), source, world, settings.data.prefetch)
+    parts = Parts(model, task_module(config), source, world, settings.data.prefetch, heartbeat)
     placed = placements(model.plan, tables, settings.optim.tables.name)
     if world.is_main:
         _log_facts(world, config, dataset, tables, source)
         log.info("%s", "\n".join(table_lines(as_rows(placed, world.size))))
 
     # Find the checkpoint to start from
-    beat("loading")
+    heartbeat.beat("loading")
     origin = Origin(
         config=fingerprint(config),
         dataset=dataset.fingerprint,
@@ -243,14 +252,21 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
         world_size=world.size,
         versions=versions(),
     )
-    found = checkpoint.find_checkpoint(run.checkpoints, "newest", world, start.fallback, set_aside_newer=True)
+
+    def on_block() -> None:
+        heartbeat.beat("reading a checkpoint")
+
+    found = checkpoint.find_checkpoint(
+        run.checkpoints, "newest", world, start.fallback, set_aside_newer=True, on_block=on_block
+    )
     position = found.position if found else Position()
     if found:
         check_same_data(found, dataset)
         check_same_config(found, origin)
     earlier = None
     if start.init_from and not found:
-        earlier = checkpoint.find_checkpoint(RunDirectory(start.init_from).checkpoints, "newest", world, start.fallback)
+        others = RunDirectory(start.init_from).checkpoints
+        earlier = checkpoint.find_checkpoint(others, "newest", world, start.fallback, on_block=on_block)
     _check_steps(total_steps(settings.train, source.batches_per_epoch), position, config, run, dataset)
 
     # Write what this run is, and load or initialize the model
@@ -270,7 +286,7 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
         if earlier:
             checkpoint.load(earlier, model, optimizer, start.allow_partial)
             log.info("starting from step %s of another run: %s", f"{earlier.position.step:,}", earlier.path)
-    beat("loaded", position.step)
+    heartbeat.beat("loaded", position.step)
     reach("train.loaded")
 
     # Train
@@ -289,18 +305,20 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
     def on_commit(step: int) -> None:
         run.write_status("running", step=step)
 
-    saver = Saver(run.checkpoints, model, optimizer, origin, settings.checkpoint, world, on_commit)
+    saver = Saver(run.checkpoints, model, optimizer, origin, settings.checkpoint, world, heartbeat, on_commit)
     started = time.monotonic()
     if settings.eval.before_training and not position.step:
         evaluate("val", position)
     sections = Sections(settings.train, settings.optim, settings.eval, settings.checkpoint)
-    fitted = fit(parts, optimizer, sections, position, run, saver, validate)
+    fitted = fit(parts, optimizer, sections, position, run, saver, stop, validate)
     at = fitted.position
     if by := fitted.stopped_by:
         if world.is_main:
-            run.write_status(by.state, step=at.step, rank=by.rank, reason=by.signal, restarts=num_restarts())
-            log.info("stopped at step %s by %s on rank %d", f"{at.step:,}", by.signal, by.rank)
-        return {"stopped": {"step": at.step, "rank": by.rank, "signal": by.signal}}
+            run.write_status(
+                by.state, step=at.step, rank=by.rank, reason=by.name, restarts=process_environment().attempt
+            )
+            log.info("stopped at step %s by %s on rank %d", f"{at.step:,}", by.name, by.rank)
+        return {"stopped": {"step": at.step, "rank": by.rank, "signal": by.name}}
     reach("train.end")
 
     # Test and write the results
@@ -315,7 +333,7 @@ def _work(world: "World", config: Config, run: RunDirectory, start: Start, datas
             "best_step": at.best_step,
             "best": at.best,
             "seconds": round(time.monotonic() - started, 1),
-            "restarts": num_restarts(),
+            "restarts": process_environment().attempt,
             "dataset": dataset.fingerprint,
         }
         run.write_status("done", step=at.step, **facts)
@@ -416,6 +434,6 @@ def _write_end(run: RunDirectory, error: BaseException) -> None:
         elif isinstance(error, Interrupted | KeyboardInterrupt):
             state = "interrupted"
         reason = getattr(error, "signal", "") or str(error)
-        restarts = max(getattr(error, "restarts", 0), num_restarts())
+        restarts = max(getattr(error, "restarts", 0), process_environment().attempt)
         rank = getattr(error, "rank", None)
         run.write_status(state, step=before.get("step", 0), rank=rank, reason=reason, restarts=restarts)

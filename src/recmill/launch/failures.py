@@ -78,7 +78,9 @@ def first_error(job: Path, exit_codes: Mapping[int, int], num_workers: int, sign
         return _at_rank(error, first.rank)
     rank, code = next(iter(exit_codes.items()))
     output = (job / f"out-{rank}.txt").read_text(encoding="utf-8", errors="replace")
-    return _at_rank(WorkerError(f"Process {rank} of the job exited with code {code} and no error report.", output), rank)
+    return _at_rank(
+        WorkerError(f"Process {rank} of the job exited with code {code} and no error report.", output), rank
+    )
 
 
 def _at_rank(error: UserError, rank: int) -> UserError:

@@ -36,7 +36,7 @@ _GATHER_HANGS_SECONDS = 3.0  # the same after the first rank that reports a hang
 _SECOND_SIGNAL_SECONDS = 2.0  # how long workers have to end at once
 _END_SECONDS = 10.0
 # What can only be set before a process starts; a user's own values win.
-_TUNING = {
+TUNING = {
     # glibc returns large blocks to the system at once, so every step pays their page faults again: keeping them
     # measured 1.2-1.3x.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 33),
@@ -133,12 +133,17 @@ def _start(
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         os.set_inheritable(listener.fileno(), True)
-        common = {**_TUNING, "OMP_NUM_THREADS": str(threads_per_process(procs)), **environment, **os.environ}
+        common = {**TUNING, "OMP_NUM_THREADS": str(threads_per_process(procs)), **environment, **os.environ}
         common |= worker_environment(procs, job, attempt, port=listener.getsockname()[1])
         for rank in range(procs):
             with (job / f"out-{rank}.txt").open("wb") as file:
                 output = None if rank == 0 else file  # rank 0 speaks for all
-                command = [sys.executable, "-P", "-m", "recmill.launch.worker"]  # -P: no modules of the current directory
+                command = [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "recmill.launch.worker",
+                ]  # -P: no modules of the current directory
                 worker = subprocess.Popen(
                     command,
                     env=common | rank_environment(rank, listener.fileno()),

@@ -1,4 +1,7 @@
-"""What signals mean to a run: stop after this step and save, or end at once. No torch: workers listen before it loads."""
+"""What signals mean to a run: stop after this step and save, or end at once.
+
+No torch here, because workers handle signals before they load it.
+"""
 
 import ctypes
 import signal

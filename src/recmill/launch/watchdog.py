@@ -19,7 +19,7 @@ from recmill.files.atomic import write_json
 
 _POLL_SECONDS = 0.5
 _LINGER_SECONDS = 10.0  # a rank that leaves at once would make the others report its absence instead of their stacks
-_NUM_FRAMES = 3
+_NUM_FRAMES = 4
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import torch
 
 from recmill.failpoints import reach
-from recmill.launch.watchdog import beat
 from recmill.metrics.binary import Values
 from recmill.observe.progress import Progress
 from recmill.protocols import Metrics
@@ -21,7 +20,7 @@ def evaluate_split(parts: Parts, split: str, metrics: Metrics) -> Values:
     pinned_batches = pinned(source.eval_batches(split), world.device)
     with progress, prefetched(pinned_batches, parts.prefetch) as batches:
         for batch in batches:
-            beat(f"evaluating {split}")
+            parts.heartbeat.beat(f"evaluating {split}")
             reach("eval.batch")
             on_device = batch.to(world.device, non_blocking=True)
             task.update(metrics, model(*on_device.inputs()), on_device)

@@ -14,8 +14,7 @@ from recmill.checkpoints.format import Position
 from recmill.checkpoints.saver import Saver
 from recmill.config.sections import CheckpointSection, EvalSection, OptimSection, TrainSection
 from recmill.failpoints import reach
-from recmill.launch.signals import Heard, StopRequest, listening
-from recmill.launch.watchdog import beat
+from recmill.launch.signals import ReceivedSignal, StopRequest
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.run_dir import RunDirectory
 from recmill.protocols import Batch, BatchSource
@@ -43,7 +42,7 @@ class Sections:
 @dataclass(frozen=True)
 class Fitted:
     position: Position
-    stopped_by: Heard | None  # the same on all ranks
+    stopped_by: ReceivedSignal | None  # the same on all ranks
 
 
 def fit(
@@ -53,6 +52,7 @@ def fit(
     start: Position,
     run: RunDirectory,
     saver: Saver,
+    stop: StopRequest,
     validate: Callable[[Position], Position],
 ) -> Fitted:
     """Train from `start` to the last step, until `eval` ends it early or a stop is requested; validate and save."""
@@ -73,7 +73,7 @@ def fit(
         saver.save(start)
         saver.handle_failure()  # fails now if this run cannot be saved
     all_batches = pinned(_batches_from(source, start), world.device)
-    with listening(train.stop_signals) as stop, progress, prefetched(all_batches, parts.prefetch) as batches:
+    with progress, prefetched(all_batches, parts.prefetch) as batches:
         step = Step(parts, optimizer, train, sections.optim.dense, start)
         take_step: Callable[[Batch, float], Tensor] = step
         if can_overlap(model, world.device):
@@ -81,7 +81,7 @@ def fit(
             stretches = _stretches(ahead, start, source.batches_per_epoch, num_steps, is_validation_due)
             take_step = OverlappedStep(step, stretches)
         while position.step < num_steps and not early_end(position, sections.eval):
-            beat("training", position.step)
+            parts.heartbeat.beat("training", position.step)
             reach("train.step", position.step)
             batch = next(batches)
             # One small reduction: the loss is a mean over the *global* batch; all ranks stop, fail or save together.
@@ -135,7 +135,7 @@ def fit(
             saver.save(meter.recorded_in(position))
         saver.finish()
         (stops,) = world.sum([float(stop.is_set)])
-        beat("ending", position.step)
+        parts.heartbeat.beat("ending", position.step)
         return Fitted(position, stopped_by=_first_signal(stop, world) if stops else None)
 
 
@@ -153,10 +153,10 @@ def early_end(position: Position, section: EvalSection) -> str | None:
     return None
 
 
-def _first_signal(stop: StopRequest, world: World) -> Heard:
+def _first_signal(stop: StopRequest, world: World) -> ReceivedSignal:
     """Return the earliest signal that any rank received. All ranks take part."""
-    by_rank = world.gather(stop.heard_by(world.rank))
-    return world.broadcast(min(signal for signal in by_rank if signal) if by_rank else Heard(0.0, 0, ""))
+    by_rank = world.gather(stop.received_by(world.rank))
+    return world.broadcast(min(signal for signal in by_rank if signal) if by_rank else ReceivedSignal(0.0, 0, ""))
 
 
 def _batches_from(source: BatchSource, position: Position) -> Iterator[Batch]:

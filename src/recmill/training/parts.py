@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from recmill.launch.watchdog import Heartbeat
 from recmill.protocols import BatchSource, TaskModule
 from recmill.world import World
 
@@ -17,3 +18,4 @@ class Parts:
     source: BatchSource
     world: World
     prefetch: int  # batches prepared ahead of their use; 0 uses no thread
+    heartbeat: Heartbeat
