@@ -1,11 +1,12 @@
-"""The format of checkpoints on disk: complete or absent, with a digest of each file. Listing them needs no torch.
+"""The format of checkpoints on disk. This module needs no torch.
 
     step-00000120/  MANIFEST.json (written last: size and digest of every file)  state.json  .metadata  *.distcp
 
-A checkpoint is written into `.saving-step-N`, synced, and only then renamed to `step-N`: a kill at any moment leaves
-earlier checkpoints untouched.
+A checkpoint is written into `.saving-step-N`, synced, and only then renamed to `step-N`: it is complete or absent,
+and a kill at any moment leaves earlier checkpoints untouched.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -26,24 +27,21 @@ from recmill.files.digests import digest
 log = logging.getLogger(__name__)
 
 FileFacts = dict[str, Any]  # bytes, xxh3
-OnBlock = Callable[[], None]  # called while a file is read: a sign of life
+OnBlock = Callable[[], None]  # called regularly while files are read, so that reading does not look like a hang
 
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 _FORMAT = 2
 _STRICT = ConfigDict(extra="forbid", strict=True)
-
-
-def _ignore() -> None:
-    """Take no notice of progress."""
+_STEP_NAME = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True)
 class Position:
     """How far training got: `step` steps are done, and the next batch is `batch` of `epoch`.
 
-    It includes the loss since the last report, the validation history and the loss scale of float16, so that a resumed
-    run does what an uninterrupted one would. Order, masks and dropout are functions of the seed and these numbers.
+    Order, masks and dropout are functions of the seed and these numbers: a resumed run does what an uninterrupted one
+    would do.
     """
 
     __pydantic_config__ = _STRICT
@@ -51,12 +49,12 @@ class Position:
     step: NonNegativeInt = 0
     epoch: NonNegativeInt = 0
     batch: NonNegativeInt = 0
-    loss_sum: float = 0.0
+    loss_sum: float = 0.0  # since the last report
     loss_weight: float = 0.0
-    best: float | None = None  # validation metric so far; None: no validation yet
+    best: float | None = None  # best validation metric so far
     best_step: NonNegativeInt = 0
-    worse_evals: NonNegativeInt = 0  # validations since then
-    loss_scale: float = 0.0  # 0: not set yet
+    worse_evals: NonNegativeInt = 0  # validations since best_step
+    loss_scale: float = 0.0  # of float16; 0: not set yet
     steps_at_scale: NonNegativeInt = 0
 
     @property
@@ -64,7 +62,7 @@ class Position:
         return 0 < self.best_step == self.step
 
     def after_validation(self, value: float | None) -> "Position":
-        """Return the position after a validation at this step; None: the metric had no value."""
+        """Return the position after a validation at this step. `value` is None if the metric is undefined."""
         if value is not None and (self.best is None or value > self.best):
             return replace(self, best=value, best_step=self.step, worse_evals=0)
         return replace(self, worse_evals=self.worse_evals + 1)
@@ -72,7 +70,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Origin:
-    """What made a checkpoint. Random numbers need the seed alone: they are counter-based and have no state."""
+    """What wrote a checkpoint. Random numbers are counter-based: the seed is their only state."""
 
     __pydantic_config__ = _STRICT
 
@@ -86,14 +84,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class RowChange:
-    """Changed rows of one tensor: `ids` and `values` are the keys of two tensors of the same checkpoint."""
+    """Changed rows of one tensor."""
 
     __pydantic_config__ = _STRICT
 
-    key: str  # of the complete tensor in the full checkpoint
-    ids: str
-    values: str
-    column: NonNegativeInt  # offset of the first value
+    key: str  # of the complete tensor, in the full checkpoint
+    ids: str  # key of the row numbers, in this checkpoint
+    values: str  # key of the rows, in this checkpoint
+    column: NonNegativeInt  # of the complete tensor, where `values` begin
     bits: int  # per value
 
 
@@ -134,9 +132,12 @@ def step_path(directory: Path, step: int) -> Path:
 
 def committed(directory: Path) -> list[Path]:
     """Return the checkpoints that have a manifest, oldest first."""
-    paths = (manifest.parent for manifest in directory.glob(f"step-*/{MANIFEST}"))
-    numbered = [path for path in paths if re.fullmatch(r"step-\d+", path.name)]  # not a copy named step-10-best
-    return sorted(numbered, key=step_of)
+    return sorted((path for path in _step_paths(directory) if (path / MANIFEST).exists()), key=step_of)
+
+
+def _step_paths(directory: Path) -> list[Path]:
+    """Return committed and incomplete checkpoints, but no copies such as step-10-best."""
+    return [path for path in directory.glob("step-*") if _STEP_NAME.fullmatch(path.name)]
 
 
 def step_of(path: Path) -> int:
@@ -148,23 +149,20 @@ def partial_path(directory: Path, step: int) -> Path:
     return directory / f".saving-{step_path(directory, step).name}"
 
 
-def begin(directory: Path, step: int) -> Path:
+def begin(partial: Path) -> None:
     """Create the directory to write into, and remove what interrupted saves and removals left."""
+    directory = partial.parent
     if not directory.exists():
         directory.mkdir()
         sync_directory(directory.parent)
-    incomplete = [
-        path for path in directory.glob("step-*") if path.name[5:].isdigit() and not (path / MANIFEST).exists()
-    ]
+    incomplete = [path for path in _step_paths(directory) if not (path / MANIFEST).exists()]
     for leftover in [*directory.glob(".saving-*"), *incomplete]:
         shutil.rmtree(leftover, ignore_errors=True)
-    partial = partial_path(directory, step)
     partial.mkdir()
-    return partial
 
 
 def commit(partial: Path, state: State, files: dict[str, FileFacts]) -> Path:
-    """Write the state, then the manifest, then rename. `files` has the facts of every file that is already there."""
+    """Write the state, then the manifest, then rename. `files` describes the files that are already there."""
     step = state.position.step
     write_synced(partial / STATE, json.dumps(asdict(state), indent=1), lambda: reach("ckpt.sync", step))
     files = {**files, STATE: file_facts(partial / STATE)}
@@ -175,9 +173,10 @@ def commit(partial: Path, state: State, files: dict[str, FileFacts]) -> Path:
     reach("ckpt.before_rename", step)
     final = step_path(partial.parent, step)
     if final.exists():  # this step was saved before training resumed from an earlier one
-        if _is_intact(final, state.base):
-            shutil.rmtree(partial)
-            return final
+        with contextlib.suppress(CheckpointError):
+            if verify(final).state.base == state.base:
+                shutil.rmtree(partial)
+                return final
         set_aside(final)
     os.rename(partial, final)
     sync_directory(final.parent)
@@ -189,23 +188,19 @@ def prune(directory: Path, keep: int, keep_best: bool) -> None:
     """Remove all but the `keep` newest, the best, and their bases, once the newest is known to be complete."""
     paths = committed(directory)
     verify(paths[-1], digests=False)  # its digests were just read back from the disk
-    kept = {*paths[-keep:], *([best_path(directory)] if keep_best else [])}
-    kept |= {_base_of(path) for path in kept if path}
+    best = best_path(directory) if keep_best else None
+    kept = {*paths[-keep:], *([best] if best else [])}
+    for path in list(kept):
+        with contextlib.suppress(CheckpointError):  # a corrupt old checkpoint must not prevent a new one
+            if base := read(path).base:
+                kept.add(base)
     for old in paths:
         if old not in kept:
             (old / MANIFEST).unlink()  # first, or a kill would leave an incomplete one that looks complete
             shutil.rmtree(old)
 
 
-def _base_of(path: Path) -> Path | None:
-    try:
-        return read(path).base
-    except CheckpointError:
-        return None  # a corrupt old checkpoint must not prevent a new one
-
-
-def file_facts(file: Path, on_block: OnBlock = _ignore) -> FileFacts:
-    """Return size and digest of a file; `on_block` is called while it is read."""
+def file_facts(file: Path, on_block: OnBlock = lambda: None) -> FileFacts:
     return {"bytes": file.stat().st_size, "xxh3": digest(file, on_block)}
 
 
@@ -216,18 +211,15 @@ def best_path(directory: Path) -> Path | None:
     return wanted if wanted in paths else None
 
 
-def choose(directory: Path, which: str, fallback: bool = False, on_block: OnBlock = _ignore) -> Checkpoint | None:
+def choose(directory: Path, which: str, fallback: bool = False, on_block: OnBlock = lambda: None) -> Checkpoint | None:
     """Return the 'newest' or the 'best' checkpoint after checking every digest; None if there is none.
 
-    `fallback`: if that one is corrupt, return the newest complete one instead of raising CheckpointError. `on_block` is
-    called while files are read.
+    With `fallback`, return the newest complete one if that one is corrupt, instead of raising CheckpointError.
     """
     candidates = committed(directory)[::-1]
     if which == "best":
-        path = best_path(directory)
-        if path is None:
-            return None
-        candidates = [path, *candidates]
+        best = best_path(directory)
+        candidates = [best, *candidates] if best else []
     problem: CheckpointError | None = None
     for path in candidates:
         try:
@@ -258,37 +250,31 @@ def read(path: Path) -> Checkpoint:
     """Read the state of a checkpoint without checking its files."""
     try:
         state = _AS_STATE.validate_json((path / STATE).read_bytes())
-        if state.base is not None and not re.fullmatch(r"step-\d+", state.base):
+        if state.base is not None and not _STEP_NAME.fullmatch(state.base):
             raise ValueError(f"base {state.base!r}")
     except (ValidationError, ValueError, OSError) as error:
         fact = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(f"{path / STATE}: unreadable state ({fact}). {_remedy(path)}") from error
+        raise _corrupt(path, f"{path / STATE}: unreadable state ({fact})") from error
     return Checkpoint(path, state)
 
 
-def verify(path: Path, digests: bool = True, on_block: OnBlock = _ignore) -> Checkpoint:
+def verify(path: Path, digests: bool = True, on_block: OnBlock = lambda: None) -> Checkpoint:
     """Compare all files, and those of the base, with the manifests. CheckpointError names the first that differs.
 
-    `digests`: read every byte; otherwise compare names and sizes only.
+    Without `digests`, compare only names and sizes.
     """
     try:
         _verify_files(path, digests, on_block)
         checkpoint = read(path)
-        if checkpoint.base:
-            _verify_base(checkpoint, checkpoint.base)
-            _verify_files(checkpoint.base, digests, on_block)
+        if base := checkpoint.base:
+            if not (base / MANIFEST).is_file():
+                raise _corrupt(path, f"{path} holds changes since {base}, which is missing")
+            if digest(base / MANIFEST) != checkpoint.state.base_manifest:
+                raise _corrupt(path, f"{path} holds changes since {base}, which was replaced by another")
+            _verify_files(base, digests, on_block)
     except OSError as error:  # a bad sector, for example
-        file = error.filename or path
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror}). {_remedy(path)}") from error
+        raise _corrupt(path, f"{error.filename or path}: cannot be read ({error.strerror})") from error
     return checkpoint
-
-
-def _verify_base(checkpoint: Checkpoint, base: Path) -> None:
-    path = checkpoint.path
-    if not (base / MANIFEST).is_file():
-        raise CheckpointError(f"{path} holds changes since {base}, which is missing. {_remedy(path)}")
-    if digest(base / MANIFEST) != checkpoint.state.base_manifest:
-        raise CheckpointError(f"{path} holds changes since {base}, which was replaced by another. {_remedy(path)}")
 
 
 def _verify_files(path: Path, digests: bool, on_block: OnBlock) -> None:
@@ -302,31 +288,24 @@ def _verify_files(path: Path, digests: bool, on_block: OnBlock) -> None:
             )
         listed = {name: (int(facts["bytes"]), str(facts["xxh3"])) for name, facts in content["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{manifest}: unreadable manifest ({error!r}). {_remedy(path)}") from error
-    for name in {STATE, ".metadata"} - listed.keys():
-        raise CheckpointError(f"{manifest}: does not list {name}. {_remedy(path)}")
+        raise _corrupt(path, f"{manifest}: unreadable manifest ({error!r})") from error
+    if unlisted := {STATE, ".metadata"} - listed.keys():
+        raise _corrupt(path, f"{manifest}: does not list {' and '.join(sorted(unlisted))}")
     for name, (size, expected) in listed.items():
         file = path / name
         if file.parent != path or not file.is_file() or file.is_symlink():
-            raise CheckpointError(f"{file}: missing. {_remedy(path)}")
+            raise _corrupt(path, f"{file}: missing")
         if file.stat().st_size != size:
-            raise CheckpointError(f"{file}: {file.stat().st_size:,} bytes, expected {size:,}. {_remedy(path)}")
+            raise _corrupt(path, f"{file}: {file.stat().st_size:,} bytes, expected {size:,}")
         if digests and digest(file, on_block) != expected:
-            raise CheckpointError(f"{file}: its content changed since it was saved. {_remedy(path)}")
+            raise _corrupt(path, f"{file}: its content changed since it was saved")
     for file in path.iterdir():
         if file.name not in listed and file.name != MANIFEST:
-            raise CheckpointError(f"{file}: not part of this checkpoint. {_remedy(path)}")
+            raise _corrupt(path, f"{file}: not part of this checkpoint")
 
 
-def _is_intact(path: Path, base: str | None) -> bool:
-    try:
-        return verify(path).state.base == base
-    except CheckpointError:
-        return False
-
-
-def _remedy(path: Path) -> str:
-    return (
-        "Restore it from an intact copy, or resume from the newest complete checkpoint with --fallback "
+def _corrupt(path: Path, fact: str) -> CheckpointError:
+    return CheckpointError(
+        f"{fact}. Restore it from an intact copy, or resume from the newest complete checkpoint with --fallback "
         f"(recmill checkpoint verify {path.parent.parent} checks all)."
     )

@@ -1,5 +1,8 @@
 """Incremental checkpoints: table rows that changed since the last full checkpoint, with their optimizer state."""
 
+from collections import defaultdict
+from functools import reduce
+
 import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
@@ -7,8 +10,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recmill.checkpoints.format import Checkpoint, RowChange
 from recmill.checkpoints.safe_reader import SafeReader, read_into
 from recmill.tables.replicated import ReplicatedTables
-from recmill.tables.table_lookup import fused_lookups
-from recmill.tables.torchrec_internals import LocalShard, is_sharded, local_shards, table_of
+from recmill.tables.table_lookup import TableLookup, fused_lookups
+from recmill.tables.torchrec_internals import LocalShard, ShardKey, is_sharded, local_shards, table_of
 
 
 def has_table_rows(key: str, value: Tensor) -> bool:
@@ -17,22 +20,20 @@ def has_table_rows(key: str, value: Tensor) -> bool:
 
 
 class TouchedRows:
-    """Which rows of this rank's shards training used since `clear`: one mark per row, set by each lookup."""
+    """The rows of this rank's shards that training used since `clear`."""
 
     def __init__(self, model: nn.Module, optimizer: CombinedOptimizer) -> None:
-        self._marks: dict[tuple[str, int], list[Tensor]] = {}  # by table and first row
-        marked = [shard for lookup in fused_lookups(model) for shard in lookup.mark_rows()]
-        for _, part in optimizer.optimizers:
-            marked += part.mark_rows() if isinstance(part, ReplicatedTables) else []
-        for shard, marks in marked:
-            self._marks.setdefault(shard, []).append(marks)
+        # Column-wise sharding can give a rank several shards of the same rows.
+        self._marks: defaultdict[ShardKey, list[Tensor]] = defaultdict(list)
+        replicated = [part for _, part in optimizer.optimizers if isinstance(part, ReplicatedTables)]
+        sources: list[TableLookup | ReplicatedTables] = [*fused_lookups(model), *replicated]
+        for source in sources:
+            for shard, marks in source.mark_rows():
+                self._marks[shard].append(marks)
 
-    def ids(self, table: str, row: int) -> Tensor:
-        """Return the marked rows of the shard that begins at `row`, counted from there."""
-        first, *others = self._marks[table, row]
-        for other in others:  # shards of other columns of the same rows
-            first = first | other
-        return first.nonzero().squeeze(1)
+    def in_shard(self, shard: ShardKey) -> Tensor:
+        """Return the touched rows, relative to the first row of the shard."""
+        return reduce(torch.logical_or, self._marks[shard]).nonzero().squeeze(1)
 
     def clear(self) -> None:
         for shards in self._marks.values():
@@ -43,18 +44,18 @@ class TouchedRows:
 def collect_changes(
     state: dict[str, Tensor], touched: TouchedRows, rank: int, bits: int
 ) -> tuple[dict[str, Tensor], list[RowChange]]:
-    """Copy the touched rows of this rank, under keys that no other rank uses, and say where they belong.
+    """Copy this rank's touched rows, under keys that no other rank uses, and describe where they belong.
 
-    `bits`: per value of a table; they are packed when they are written. Optimizer states keep 32.
+    `bits` per value apply to weights, which are packed when they are written; optimizer states keep 32.
     """
     tensors: dict[str, Tensor] = {}
     changes: list[RowChange] = []
     for key, value in state.items():
         table = table_of(key)
         if table is None or not has_table_rows(key, value) or (rank and not is_sharded(value)):
-            continue  # rank 0 saves what every rank holds
+            continue  # rank 0 saves replicated tables
         for shard in local_shards(value):
-            ids = touched.ids(table, shard.row)
+            ids = touched.in_shard((table, shard.row))
             if not len(ids):
                 continue
             ids_key = f"ids.{rank}.{table}.{shard.row}"
@@ -67,35 +68,30 @@ def collect_changes(
 
 
 def apply_changes(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
-    """Write the changed rows into whatever shards this process holds."""
+    """Write the changed rows of an incremental checkpoint into the shards that this process holds."""
     described = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
-    ids_by_key: dict[str, Tensor] = {}
-
-    def read(key: str) -> Tensor:
-        description = described[key]
-        tensors = {key: torch.empty(description.size, dtype=description.properties.dtype)}
-        read_into(tensors, checkpoint.path, alone=True)
-        return tensors[key]
-
     for change in checkpoint.state.changes:
         if change.key not in state:
             continue  # an optimizer state, when only weights are loaded
-        if change.ids not in ids_by_key:
-            ids_by_key[change.ids] = read(change.ids)
-        rows = read(change.values)
+        tensors = {
+            key: torch.empty(described[key].size, dtype=described[key].properties.dtype)
+            for key in (change.ids, change.values)
+        }
+        read_into(tensors, checkpoint.path, alone=True)
+        rows = tensors[change.values]
         if change.bits == 8:
             rows = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(rows)
         for shard in local_shards(state[change.key]):
-            _write_rows(shard, ids_by_key[change.ids], rows, change.column)
+            _write_rows(shard, tensors[change.ids], rows, change.column)
 
 
 @torch.no_grad()
 def _write_rows(shard: LocalShard, ids: Tensor, rows: Tensor, column: int) -> None:
-    """Write the part of `rows` that belongs to this shard. `column` is the offset of their first value."""
+    """Write the part of `rows` that belongs to this shard. `column` is their first column in the complete tensor."""
     values = shard.values
     is_here = (ids >= shard.row) & (ids < shard.row + len(values))
     own_ids = (ids[is_here] - shard.row).to(values.device)
-    if rows.dim() == 1:
+    if rows.dim() == 1:  # one value per row
         values[own_ids] = rows[is_here].to(values.device)
         return
     begin = max(column, shard.column)
@@ -106,5 +102,5 @@ def _write_rows(shard: LocalShard, ids: Tensor, rows: Tensor, column: int) -> No
 
 
 def quantize_rows(rows: Tensor) -> Tensor:
-    """Pack each value into 8 bits, as one of 256 steps between the smallest and the largest of its row."""
+    """Quantize each value to 8 bits: one of 256 levels between the minimum and the maximum of its row."""
     return torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows.contiguous())

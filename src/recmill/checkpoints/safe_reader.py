@@ -9,26 +9,26 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from recmill.checkpoints.format import Checkpoint
 from recmill.errors import CheckpointError
-from recmill.tables.torchrec_internals import METADATA_CLASSES
+from recmill.tables.torchrec_internals import METADATA_CLASSES, table_of
 
 _TRUST = "Do not load checkpoints from people you do not trust."
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Accepts only descriptions of tensors that are stored in files of the same directory."""
+    """Accept only `.metadata` that describes tensors in files of the same directory."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
             metadata = _DataUnpickler(io.BytesIO(path.read_bytes())).load()
-            if any(isinstance(value, BytesStorageMetadata) for value in metadata.state_dict_metadata.values()):
-                raise CheckpointError(f"{path}: holds pickled objects besides tensors. {_TRUST}")
+            has_objects = any(isinstance(d, BytesStorageMetadata) for d in metadata.state_dict_metadata.values())
             names = {str(stored.relative_path) for stored in metadata.storage_data.values()}
-        except CheckpointError:
-            raise
         except Exception as error:  # corrupt bytes can make a pickle fail in any way
             raise CheckpointError(f"{path}: {error or type(error).__name__}. {_TRUST}") from error
+        if has_objects:
+            raise CheckpointError(f"{path}: holds pickled objects besides tensors. {_TRUST}")
         for name in names:
             if "/" in name or not (path.parent / name).is_file():
                 raise CheckpointError(f"{path}: points to '{name}', which is no file of this checkpoint. {_TRUST}")
@@ -42,16 +42,27 @@ class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) in METADATA_CLASSES:
+        if name in METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"asks for {module}.{name}, which is not data")
 
 
+def described_tensors(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Describe all tensors by key. The table rows of an incremental checkpoint are those of its base."""
+    own = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
+    tensors = {key: tensor for key, tensor in own.items() if key.startswith(("model.", "optim."))}
+    if checkpoint.base:
+        base = SafeReader(checkpoint.base).read_metadata().state_dict_metadata
+        tensors |= {key: tensor for key, tensor in base.items() if table_of(key) and tensor.size}
+    return tensors
+
+
 def read_into(state: dict[str, Any], path: Path, alone: bool) -> None:
-    """Read the tensors with these keys. `alone`: this process reads for itself; otherwise all ranks take part."""
+    """Read the tensors with the keys of `state` into it. All ranks take part, unless this process reads `alone`."""
     try:
         dcp.load(state, storage_reader=SafeReader(path), no_dist=alone)
     except (RuntimeError, ValueError, OSError, dcp.CheckpointException) as error:
         fact = str(error).strip().splitlines()[-1]
-        remedy = "Check its digests: recmill checkpoint verify."
-        raise CheckpointError(f"{path}: could not be read ({fact}). {remedy}") from error
+        raise CheckpointError(
+            f"{path}: could not be read ({fact}). Check its digests: recmill checkpoint verify."
+        ) from error

@@ -1,11 +1,11 @@
-"""`recmill checkpoint list | verify | inspect`: describe the checkpoints of a run. Changes nothing."""
+"""`recmill checkpoint list | verify | inspect`: describe the checkpoints of a run, without changing anything."""
 
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recmill.checkpoints.format import Checkpoint, best_path, committed, step_of, verify
+from recmill.checkpoints.format import best_path, committed, step_of, verify
 from recmill.commands.assemble import open_trained_run
 from recmill.errors import CheckpointError
 
@@ -15,15 +15,13 @@ Facts = dict[str, Any]
 def list_checkpoints(run: str | Path, *, digests: bool = False) -> list[Facts]:
     """Describe each checkpoint, oldest first: step, epoch, batch, kind, bytes, saved_at, processes, is_best, health.
 
-    `health` is "complete" or says what is wrong. `digests`: read every byte; otherwise compare names and sizes only.
+    `health` is "complete" or says what is wrong. Without `digests`, only names and sizes of files are compared.
     """
     directory = open_trained_run(run)[0].checkpoints
-    paths = committed(directory)
-    try:
+    best = None
+    with suppress(CheckpointError):  # the newest, which names the best one, may be corrupt
         best = best_path(directory)
-    except CheckpointError:
-        best = None  # the newest, which names it, is corrupt
-    return [_describe(path, path == best, digests) for path in paths]
+    return [_describe(path, path == best, digests) for path in committed(directory)]
 
 
 def _describe(path: Path, is_best: bool, digests: bool) -> Facts:
@@ -45,32 +43,28 @@ def _describe(path: Path, is_best: bool, digests: bool) -> Facts:
 
 def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
     """Describe one checkpoint, the newest by default: its state, and the size and type of every tensor."""
+    from recmill.checkpoints.safe_reader import described_tensors
+
     paths = {step_of(path): path for path in committed(open_trained_run(run)[0].checkpoints)}
     step = max(paths) if step is None else step
     if step not in paths:
         raise CheckpointError(f"{run}: no checkpoint of step {step}. There are: {', '.join(map(str, paths))}.")
     checkpoint = verify(paths[step], digests=False)
     state = asdict(checkpoint.state)
-    changes = state.pop("changes")
-    tensors = list(_describe_tensors(checkpoint))
-    return {"path": str(checkpoint.path), **state, "changed_tensors": len(changes), "tensors": tensors}
+    changed = len(state.pop("changes"))
+    tensors = [_describe_tensor(key, tensor) for key, tensor in sorted(described_tensors(checkpoint).items())]
+    return {"path": str(checkpoint.path), **state, "changed_tensors": changed, "tensors": tensors}
 
 
-def _describe_tensors(checkpoint: Checkpoint) -> Iterator[Facts]:
-    from recmill.checkpoints.safe_reader import SafeReader
+def _describe_tensor(key: str, tensor: Any) -> Facts:
     from recmill.tables.torchrec_internals import table_of
 
-    described = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
-    if checkpoint.base:  # it holds the tables; changed rows have keys of their own
-        described = SafeReader(checkpoint.base).read_metadata().state_dict_metadata | described
-    for key, description in sorted(described.items()):
-        if key.startswith(("model.", "optim.")):
-            dtype = description.properties.dtype
-            yield {
-                "key": key,
-                "table": table_of(key),
-                "size": list(description.size),
-                "dtype": str(dtype).removeprefix("torch."),
-                "shards": len(description.chunks),
-                "bytes": dtype.itemsize * description.size.numel(),
-            }
+    dtype = tensor.properties.dtype
+    return {
+        "key": key,
+        "table": table_of(key),
+        "size": list(tensor.size),
+        "dtype": str(dtype).removeprefix("torch."),
+        "shards": len(tensor.chunks),
+        "bytes": dtype.itemsize * tensor.size.numel(),
+    }

@@ -1,6 +1,6 @@
-"""One table of facts for each optimizer of tables. A new optimizer is a new entry here, and a name in the config.
+"""The optimizers of tables. A new one needs an entry in OPTIMIZERS and its name in the config.
 
-Fused tables are updated by FBGEMM, or by our kernel for CPU, in backward; replicated ones by `update`.
+FBGEMM, or our CPU kernel, updates fused tables in backward; `update` is for replicated tables.
 """
 
 from collections.abc import Callable
@@ -14,34 +14,31 @@ from torch import Tensor
 _BETA1, _BETA2 = 0.9, 0.999  # FBGEMM's defaults
 
 Rows = Tensor | slice
-Update = Callable[[Tensor, Rows, list[Tensor], float], Tensor]
 
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """`update(gradient, rows, states, eps)` changes the states of `rows` and returns what to subtract, before the
-    learning rate. States have FBGEMM's names, so that checkpoints of fused and replicated tables are the same.
+    """`update(gradient, rows, states, eps)` updates the states of `rows` and returns the change to subtract from the
+    rows, not yet multiplied by the learning rate. States have FBGEMM's names, so that checkpoints do not depend on
+    whether a table is fused or replicated.
     """
 
     fbgemm_type: EmbOptimType
     state: dict[str, Literal["per row", "per value", "scalar"]]
-    update: Update
+    update: Callable[[Tensor, Rows, list[Tensor], float], Tensor]
     native_rule: int | None  # its number in kernels/steps.cpp
     is_fused_on_cpu: bool = True
 
     def state_values(self, rows: int, columns: int) -> int:
-        """Return how many values the state of a shard has."""
+        """Return the number of values in the state of a shard, without scalars."""
         sizes = {"per row": rows, "per value": rows * columns, "scalar": 0}
         return sum(sizes[shape] for shape in self.state.values())
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the state of a table that was never updated."""
-        new = {
-            "per row": lambda: weight.new_zeros(weight.shape[0]),
-            "per value": lambda: torch.zeros_like(weight),
-            "scalar": lambda: weight.new_zeros((), dtype=torch.float64),
-        }
-        return {name: new[shape]() for name, shape in self.state.items()}
+        sizes = {"per row": weight.shape[:1], "per value": weight.shape, "scalar": ()}
+        dtypes = {"scalar": torch.float64}
+        return {name: weight.new_zeros(sizes[kind], dtype=dtypes.get(kind)) for name, kind in self.state.items()}
 
 
 def _sgd(gradient: Tensor, rows: Rows, states: list[Tensor], eps: float) -> Tensor:

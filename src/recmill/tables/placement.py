@@ -1,4 +1,4 @@
-"""Which rank holds which shards of which tables: TorchRec's planner, with our rules and our estimate of memory.
+"""Plan which rank holds which shards of which tables: TorchRec's planner with our rules and our memory estimate.
 
 Planning needs neither a process group nor the device that it plans for.
 """
@@ -21,19 +21,16 @@ from recmill.errors import ConfigError, ResourceError
 from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.spec import VALUE_BYTES, TableSpec
 
-# 'auto' shards no table with fewer rows: that would cost more messages than it saves work.
-_MIN_SHARDED_ROWS = 1_000_000
+_MIN_SHARDED_ROWS = 1_000_000  # for 'auto': sharding a smaller table costs more in messages than it saves
 _USABLE_SHARE = 0.9  # of the memory; the rest is for dense layers, the libraries and loading data
 _UNLIMITED_BYTES = 1 << 60
 _ID_BYTES = 8
-_TORCHREC_NAMES = {"grid": "grid_shard"}
+_GRID = "grid_shard"  # TorchRec's name of our 'grid'
 _SEQUENCE_TYPES = ("auto", "data_parallel", "table_wise", "row_wise", "column_wise")  # TorchRec has no others
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The processes that tables are placed on."""
-
     world_size: int
     local_size: int  # processes per machine
     device_type: str  # cpu, cuda
@@ -47,24 +44,24 @@ class Request:
     tables: list[TableSpec]
     types: dict[str, str]  # sharding type by table, as in the config
     optimizer: str
-    compute_kernels: list[str]  # of TorchRec, that the store allows
+    compute_kernels: list[str]  # TorchRec's, as far as the store supports them
     batch_size_per_rank: int
-    ids_per_row: dict[str, int]  # by feature: the most that a sample has
+    ids_per_row: dict[str, int]  # maximum per sample, by feature
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a table is. Bytes are those of its rows, their optimizer state and the gradients of replicas."""
+    """The placement of one table, as sharding.json shows it."""
 
     table: str
     rows: int
     dim: int
     type: str
-    bytes_by_rank: dict[int, int]
+    bytes_by_rank: dict[int, int]  # of rows, their optimizer state and the gradients of replicas
 
 
 def make_plan(network: nn.Module, sharders: list[Any], request: Request, machines: Machines) -> ShardingPlan:
-    """Plan where the tables of `network`, which are on 'meta', go. Raise ResourceError if a rank lacks memory."""
+    """Place the tables of `network`, which are on 'meta'. Raise ResourceError if a rank lacks memory."""
     _check_types(network, request, machines)
     usable = int(machines.bytes_per_rank * _USABLE_SHARE)
     needed: Counter[int] = Counter()
@@ -83,25 +80,24 @@ def make_plan(network: nn.Module, sharders: list[Any], request: Request, machine
 
 def placements(plan: ShardingPlan, tables: list[TableSpec], optimizer: str) -> list[Placed]:
     """Describe the plan, in the order of `tables`."""
-    by_table = {name: placed for module in plan.plan.values() for name, placed in module.items()}
-    our_names = {theirs: ours for ours, theirs in _TORCHREC_NAMES.items()}
+    by_table = {name: sharding for module in plan.plan.values() for name, sharding in module.items()}
     out = []
     for table in tables:
-        placed = by_table[table.name]
-        if placed.sharding_spec is None:
-            shards = [(rank, [table.rows, table.dim]) for rank in placed.ranks]
+        sharding = by_table[table.name]
+        if sharding.sharding_spec is None:  # every rank holds the complete table
+            shards = [(rank, [table.rows, table.dim]) for rank in sharding.ranks]
         else:
-            shards = [(shard.placement.rank(), shard.shard_sizes) for shard in placed.sharding_spec.shards]
+            shards = [(shard.placement.rank(), shard.shard_sizes) for shard in sharding.sharding_spec.shards]
         by_rank = Counter[int]()
         for rank, (rows, columns) in shards:
-            by_rank[rank] += _shard_bytes(placed.sharding_type, rows, columns, optimizer)
-        kind = our_names.get(placed.sharding_type, placed.sharding_type)
+            by_rank[rank] += _shard_bytes(sharding.sharding_type, rows, columns, optimizer)
+        kind = "grid" if sharding.sharding_type == _GRID else sharding.sharding_type
         out.append(Placed(table.name, table.rows, table.dim, kind, dict(sorted(by_rank.items()))))
     return out
 
 
 def as_rows(placed: list[Placed], world_size: int) -> list[list[str]]:
-    """Return cells to print: a header, one row for each table and one for all of them."""
+    """Return the cells of a printed table: a header, one row per embedding table, and the totals."""
     rows = [["table", "rows", "dim", "sharding", "ranks", "MB per rank"]]
     totals = Counter[int]()
     for p in placed:
@@ -125,7 +121,7 @@ def _check_types(network: nn.Module, request: Request, machines: Machines) -> No
 
 
 def _planner(request: Request, machines: Machines, usable: int, needed: Counter[int]) -> EmbeddingShardingPlanner:
-    """Return a planner that also adds the bytes that each rank needs to `needed`."""
+    """Return a planner for `usable` bytes per rank. When it succeeds, it adds the bytes of each rank to `needed`."""
     on_gpu = machines.device_type == "cuda"
     topology = Topology(
         world_size=machines.world_size,
@@ -135,10 +131,7 @@ def _planner(request: Request, machines: Machines, usable: int, needed: Counter[
         ddr_cap=0 if on_gpu else usable,
     )
     constraints = {table.name: _constraints(table, request, machines) for table in request.tables}
-    estimators: list[ShardEstimator] = [
-        EmbeddingPerfEstimator(topology, constraints),
-        _MemoryEstimator(request, machines),
-    ]
+    estimators = [EmbeddingPerfEstimator(topology, constraints), _MemoryEstimator(request, machines)]
 
     def count_bytes(options: list[ShardingOption]) -> list[ShardingOption]:
         for shard in (shard for option in options for shard in option.shards):
@@ -149,7 +142,7 @@ def _planner(request: Request, machines: Machines, usable: int, needed: Counter[
         topology=topology,
         batch_size=request.batch_size_per_rank,
         enumerator=EmbeddingEnumerator(topology, request.batch_size_per_rank, constraints, estimators),
-        storage_reservation=FixedPercentageStorageReservation(0.0),  # `usable` leaves the reserve out
+        storage_reservation=FixedPercentageStorageReservation(0.0),  # `usable` is already reduced
         constraints=constraints,
         stats=[],
         callbacks=[count_bytes],
@@ -158,49 +151,47 @@ def _planner(request: Request, machines: Machines, usable: int, needed: Counter[
 
 def _constraints(table: TableSpec, request: Request, machines: Machines) -> ParameterConstraints:
     kind = request.types[table.name]
-    # One shard of columns for each holder; TorchRec's own rule makes none narrower than 128.
-    holders = machines.world_size // machines.local_size if kind == "grid" else machines.world_size
+    num_column_shards = machines.world_size // machines.local_size if kind == "grid" else machines.world_size
     return ParameterConstraints(
-        sharding_types=[_TORCHREC_NAMES.get(name, name) for name in _allowed_types(kind, table, request, machines)],
+        sharding_types=_allowed_types(kind, table, request, machines),
         compute_kernels=request.compute_kernels,
-        min_partition=-(-table.dim // holders),
+        min_partition=-(-table.dim // num_column_shards),  # TorchRec's default makes none narrower than 128
         pooling_factors=[float(request.ids_per_row[table.feature])],
     )
 
 
 def _allowed_types(kind: str, table: TableSpec, request: Request, machines: Machines) -> list[str]:
     if kind != "auto":
-        return [kind]
+        return [_GRID if kind == "grid" else kind]
     if machines.world_size == 1 or table.rows < _MIN_SHARDED_ROWS:
         return ["table_wise"]
-    # A shard of columns would have its own state per row, which is another optimizer than one state for all columns.
-    has_row_state = "per row" in OPTIMIZERS[request.optimizer].state.values()
-    return ["table_wise", "row_wise"] + ([] if has_row_state else ["column_wise"])
+    if "per row" in OPTIMIZERS[request.optimizer].state.values():  # column shards would each have their own state
+        return ["table_wise", "row_wise"]
+    return ["table_wise", "row_wise", "column_wise"]
 
 
 class _MemoryEstimator(ShardEstimator):
-    """Counts what TorchRec's own estimate leaves out: optimizer states named in fused_params, and gradients."""
+    """Estimate memory with what TorchRec's estimate leaves out: fused optimizers' states, and gradients."""
 
     def __init__(self, request: Request, machines: Machines) -> None:
         self._request = request
         self._machines = machines
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any) -> None:
+        on_gpu = self._machines.device_type == "cuda"
         for option in sharding_options:
             for shard in option.shards:
                 rows, columns = shard.size
                 needed = _shard_bytes(option.sharding_type, rows, columns, self._request.optimizer)
                 needed += self._batch_bytes(option, columns)
-                on_gpu = self._machines.device_type == "cuda"
                 shard.storage = Storage(hbm=needed if on_gpu else 0, ddr=0 if on_gpu else needed)
 
     def _batch_bytes(self, option: ShardingOption, columns: int) -> int:
-        """Return the bytes of ids before and after the exchange, of the rows looked up and of their gradients."""
-        is_local = option.sharding_type == "data_parallel"
-        samples = self._request.batch_size_per_rank * (1 if is_local else self._machines.world_size)
+        """Return the bytes of ids before and after the exchange, and of the looked-up rows and their gradients."""
+        ranks = 1 if option.sharding_type == "data_parallel" else self._machines.world_size  # that send ids
         ids = round(option.input_lengths[0])
         values = columns * (1 if option.is_pooled else ids)
-        return samples * 2 * (_ID_BYTES * ids + VALUE_BYTES * values)
+        return self._request.batch_size_per_rank * ranks * 2 * (_ID_BYTES * ids + VALUE_BYTES * values)
 
 
 def _shard_bytes(sharding_type: str, rows: int, columns: int, optimizer: str) -> int:

@@ -1,8 +1,7 @@
-"""The optimizer of tables that every rank holds completely (data_parallel).
+"""The optimizer of data_parallel tables, which TorchRec would leave to the optimizer of the dense layers.
 
-TorchRec leaves them to whoever optimizes the dense layers. Here they get what FBGEMM does to all other tables: the
-same rule, applied only to rows that have a gradient, and a state of the same names and shapes, so that a checkpoint
-can be loaded with another sharding.
+It does what FBGEMM does to all other tables: it updates only rows that have a gradient, by the same rule, and its state
+has the same names and shapes, so that a checkpoint can be loaded with another sharding.
 """
 
 from typing import Any
@@ -13,11 +12,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from recmill.config.sections import TablesOptim
 from recmill.tables.optimizers import OPTIMIZERS, Rows
-from recmill.tables.torchrec_internals import table_of
+from recmill.tables.torchrec_internals import ShardKey, table_of
 
 
 class ReplicatedTables(KeyedOptimizer):
-    """`params`: a table's key -> [rows, dim], with the gradient averaged over all ranks after backward."""
+    """Update the tables in `params`, [rows, dim] by key, with gradients that are averaged over all ranks."""
 
     def __init__(self, params: dict[str, nn.Parameter], settings: TablesOptim) -> None:
         self._optimizer = OPTIMIZERS[settings.name]
@@ -29,11 +28,9 @@ class ReplicatedTables(KeyedOptimizer):
         }
         super().__init__(params, state, [{"params": list(params.values()), "lr": settings.lr}])
 
-    def mark_rows(self) -> list[tuple[tuple[str, int], Tensor]]:
-        """Mark changed rows from now on. Return (table, first row 0) of each table with its marks, one per row."""
-        marks = {
-            weight: torch.zeros(len(weight), dtype=torch.bool, device=weight.device) for weight in self.params.values()
-        }
+    def mark_rows(self) -> list[tuple[ShardKey, Tensor]]:
+        """Mark changed rows from now on. Return each table with its marks, one per row; the caller may clear them."""
+        marks = {weight: weight.new_zeros(len(weight), dtype=torch.bool) for weight in self.params.values()}
         self._marks.append(marks)
         return [((table_of(key) or key, 0), marks[weight]) for key, weight in self.params.items()]
 
@@ -57,8 +54,7 @@ class ReplicatedTables(KeyedOptimizer):
 
 
 def _rows_with_gradient(gradient: Tensor) -> Rows:
-    """Return the rows that are not all 0; as a slice where they are contiguous, which gathers nothing."""
+    """Return the rows that are not all 0, as a slice if they are contiguous: indexing with a slice copies nothing."""
     rows = gradient.any(dim=1).nonzero().squeeze(1)
-    if not len(rows) or len(rows) != rows[-1] - rows[0] + 1:
-        return rows
-    return slice(int(rows[0]), int(rows[-1]) + 1)
+    are_contiguous = len(rows) > 0 and len(rows) == rows[-1] - rows[0] + 1
+    return slice(int(rows[0]), int(rows[-1]) + 1) if are_contiguous else rows

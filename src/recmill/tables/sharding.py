@@ -1,4 +1,4 @@
-"""Shard a network's tables over the ranks with TorchRec's DistributedModelParallel, as `placement` plans it."""
+"""Shard a network's tables over the ranks with TorchRec, following the plan of `placement`."""
 
 from typing import Any
 
@@ -8,8 +8,7 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.distributed.types import ShardingPlan
 
 from recmill.config.sections import TablesOptim
 from recmill.errors import UserError
@@ -19,33 +18,13 @@ from recmill.kernels.library import KernelLibrary
 from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.placement import Machines, Request, make_plan
 from recmill.tables.table_lookup import install_lookups
-from recmill.tables.torchrec_internals import BagCollection
 from recmill.world import World
 
 
+# On CPU, too, offer every sharding type that TorchRec lists for GPUs: they all work over gloo.
 class _BagSharder(EmbeddingBagCollectionSharder):
-    """Makes collections of ours, and offers all sharding types: TorchRec lists fewer for CPU than work over gloo."""
-
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return super().sharding_types("cuda")
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> BagCollection:
-        return BagCollection(
-            module=module,
-            table_name_to_parameter_sharding=params,
-            env=env,
-            fused_params=self.fused_params,
-            device=device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-        )
 
 
 class _SequenceSharder(EmbeddingCollectionSharder):
@@ -58,11 +37,11 @@ def shard(
 ) -> DistributedModelParallel:
     """Shard the tables of `network`, which are on 'meta': a rank allocates only its own shards. All ranks take part.
 
-    `library`: our kernels for CPU, for tables and layers; None: those of torch and FBGEMM.
+    `library` has our CPU kernels for tables and layers; without it, torch's and FBGEMM's are used.
     """
     sharders = make_sharders(optimizer)
     plan = _plan_on_rank_0(network, sharders, request, world)
-    # One process has nobody to average gradients with.
+    # DDP averages the gradients of replicas; one process needs none.
     model = DistributedModelParallel(
         network, device=world.device, plan=plan, sharders=sharders, init_data_parallel=world.size > 1
     )
@@ -81,12 +60,12 @@ def make_sharders(optimizer: TablesOptim) -> list[Any]:
         # Ids are checked when they are loaded: a bad one is a defect, and must not train a wrong row.
         "bounds_check_mode": BoundsCheckMode.FATAL,
     }
-    # Each sharder changes its dictionary: one copy each.
+    # Each sharder changes its own copy.
     return [_BagSharder(fused_params=dict(fused)), _SequenceSharder(fused_params=dict(fused))]
 
 
 def _plan_on_rank_0(network: nn.Module, sharders: list[Any], request: Request, world: World) -> ShardingPlan:
-    """Plan on rank 0 for the rank with the least memory. All ranks take part, and all fail if planning fails."""
+    """Plan on rank 0, for the rank with the least memory. All ranks take part; if planning fails, all raise."""
     on_gpu = world.device.type == "cuda"
     total = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else memory_bytes()
     shares = world.gather(total if on_gpu else total // world.local_size)

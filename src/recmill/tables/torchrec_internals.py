@@ -42,7 +42,7 @@ try:
 except ImportError as error:
     raise _unusable(error) from error
 
-# By class, the names that this module uses and that no documentation promises.
+# The undocumented names that this module uses, by class.
 PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
     ShardedEmbeddingBagCollection: ("_lookups", "_embedding_names", "_embedding_dims"),
     ShardedEmbeddingCollection: ("_lookups",),
@@ -65,8 +65,9 @@ def check_libraries(private_names: dict[type, tuple[str, ...]] = PRIVATE_NAMES) 
         if module.__version__.split("+")[0] != pinned:
             raise _unusable(f"{module.__name__} {module.__version__} is installed")
     for owner, names in private_names.items():
-        for name in sorted(set(names) - _names_in(owner)):
-            raise _unusable(f"{owner.__name__} of {owner.__module__.split('.')[0]} has no attribute '{name}'")
+        if missing := set(names) - _names_in(owner):
+            library = owner.__module__.split(".")[0]
+            raise _unusable(f"{owner.__name__} of {library} has no attribute '{min(missing)}'")
 
 
 def _names_in(owner: type) -> set[str]:
@@ -96,12 +97,11 @@ def table_of(key: str) -> str | None:
 
 def replicated_tables(plan: ShardingPlan) -> set[str]:
     """Return the names of the tables that every rank holds completely."""
-    return {
-        table
-        for module_plan in plan.plan.values()
-        for table, placed in module_plan.items()
-        if placed.sharding_type == "data_parallel"
-    }
+    placed = [item for module_plan in plan.plan.values() for item in module_plan.items()]
+    return {table for table, sharding in placed if sharding.sharding_type == "data_parallel"}
+
+
+ShardKey = tuple[str, int]  # a table and the first row of one of its shards
 
 
 class LocalShard(NamedTuple):
@@ -149,22 +149,17 @@ def flat_state(state: dict[str, Any]) -> dict[str, Tensor]:
     return flatten_state_dict(state)[0]
 
 
-# What `.metadata` of a checkpoint may hold: descriptions of tensors and of where they are stored.
-METADATA_CLASSES = frozenset(
-    [
-        ("pathlib", "PosixPath"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-                *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-            )
-        ),
-    ]
-)
+# The classes that `.metadata` of a checkpoint may hold, by module: they describe tensors and where they are stored.
+METADATA_CLASSES = {
+    "pathlib": {"PosixPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+}
 
 
 def pipeline_inputs(*fields: str) -> tuple[Any, ...]:
@@ -188,12 +183,12 @@ class TableGroup:
         return self._group._emb_module
 
     def replace_module(self, module: nn.Module) -> None:
-        """Let TorchRec look rows up with `module`. The fused optimizer keeps FBGEMM's module."""
+        """Make TorchRec look rows up with `module`; its fused optimizer keeps using FBGEMM's."""
         self._group._emb_module = module
 
     @property
-    def shards(self) -> list[tuple[str, int]]:
-        """The table and the first row of each shard, in the order of FBGEMM's tables."""
+    def shards(self) -> list[ShardKey]:
+        """The shards in this group, in the order of FBGEMM's tables."""
         return [(table.name, table.local_metadata.shard_offsets[0]) for table in self._group._config.embedding_tables]
 
 
@@ -208,20 +203,19 @@ def table_groups(collection: Any) -> list[TableGroup]:
     return [TableGroup(part) for part in parts if isinstance(part, (BaseBatchedEmbeddingBag, BaseBatchedEmbedding))]
 
 
-class BagCollection(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded bags; a process that holds all tables can look rows up without TorchRec's exchange."""
+def skip_exchange(bags: Any, lookup: nn.Module) -> None:
+    """Look up the rows of a collection whose tables are all in `lookup` without TorchRec's exchange between ranks.
 
-    _local_lookup: tuple[nn.Module, ...] = ()  # in a tuple: a submodule would appear in state dictionaries
+    The exchange costs a millisecond per step, even with one rank.
+    """
+    with_exchange = bags.forward
 
-    def skip_exchange(self, lookup: nn.Module) -> None:
-        """Look all rows up with `lookup`, which holds all tables: the exchange would cost a millisecond per step."""
-        self._local_lookup = (lookup,)
+    def forward(ids: KeyedJaggedTensor) -> Any:
+        if bags._embedding_names != ids.keys():
+            return with_exchange(ids)
+        return KeyedTensor(bags._embedding_names, bags._embedding_dims, lookup(ids.values(), ids.offsets()))
 
-    def forward(self, ids: KeyedJaggedTensor, *others: Any, **options: Any) -> Any:
-        if not self._local_lookup or self._embedding_names != ids.keys():
-            return super().forward(ids, *others, **options)
-        sums = self._local_lookup[0](ids.values(), ids.offsets())
-        return KeyedTensor(self._embedding_names, self._embedding_dims, sums)
+    bags.forward = forward
 
 
 def is_fused(module: object) -> bool:
@@ -230,7 +224,7 @@ def is_fused(module: object) -> bool:
 
 
 class FusedTables:
-    """The memory in which FBGEMM keeps the rows and the optimizer state of a group of tables on CPU."""
+    """The rows and the optimizer state that FBGEMM keeps of a group of tables on CPU."""
 
     def __init__(self, module: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         self._module = module
@@ -240,12 +234,12 @@ class FusedTables:
 
     @property
     def are_summed(self) -> bool:
-        """Whether a lookup is a sum of float32 rows of one width, with one feature per table."""
+        """Whether lookups sum float32 rows of one width, with one feature per table."""
         module = self._module
-        dims = {dim for _, dim, *_ in module.embedding_specs}
-        is_one_to_one = module.feature_table_map == list(range(len(module.embedding_specs)))
-        is_sum = module.pooling_mode == PoolingMode.SUM and len(dims) == 1 and is_one_to_one
-        return is_sum and module.weights_host.dtype == torch.float32
+        have_one_width = len({dim for _, dim, *_ in module.embedding_specs}) == 1
+        have_one_feature = module.feature_table_map == list(range(len(module.embedding_specs)))
+        is_float32_sum = module.pooling_mode == PoolingMode.SUM and module.weights_host.dtype == torch.float32
+        return have_one_width and have_one_feature and is_float32_sum
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -263,19 +257,23 @@ class FusedTables:
 
 
 def new_row_marks(module: SplitTableBatchedEmbeddingBagsCodegen) -> tuple[list[int], Tensor, Tensor]:
-    """Return the rows of each table, a mark for every row, and the offset of the marks of each feature's table."""
-    sizes = [rows for rows, *_ in module.embedding_specs]
-    marks = torch.zeros(sum(sizes), dtype=torch.bool, device=module.current_device)
-    starts = torch.tensor([0, *sizes], device=marks.device).cumsum(0)
-    return sizes, marks, starts[module.feature_table_map]
+    """Return the number of rows of each table, a mark for every row, and the first mark of each feature's table."""
+    rows_per_table = [rows for rows, *_ in module.embedding_specs]
+    marks = torch.zeros(sum(rows_per_table), dtype=torch.bool, device=module.current_device)
+    table_offsets = torch.tensor([0, *rows_per_table], device=marks.device).cumsum(0)
+    return rows_per_table, marks, table_offsets[module.feature_table_map]
+
+
+def shifted_by_feature(ids: Tensor, bag_offsets: Tensor, shifts: Tensor) -> Tensor:
+    """Add to each id the shift of its feature. Bags are ordered by feature, and each feature has the same number."""
+    batch_size = (len(bag_offsets) - 1) // len(shifts)
+    return ids + shifts.repeat_interleave(bag_offsets[::batch_size].diff())
 
 
 def replicated_sequence_rows(module: DenseTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor) -> Tensor:
-    """Return each looked-up row of data_parallel tables: FBGEMM's dense kernel for CPU sums them instead.
+    """Return each looked-up row of data_parallel tables, which FBGEMM's dense CPU kernel would sum.
 
     The tables follow one another in memory and have the same width.
     """
-    first_rows = module.hash_size_cumsum[:-1]  # by feature
-    batch_size = (len(offsets) - 1) // len(first_rows)
-    shifts = first_rows.repeat_interleave(offsets[::batch_size].diff())
-    return F.embedding(indices + shifts, module.weights.view(-1, module.max_D))
+    rows = shifted_by_feature(indices, offsets, module.hash_size_cumsum[:-1])
+    return F.embedding(rows, module.weights.view(-1, module.max_D))

@@ -5,6 +5,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from recmill.checkpoints.saver import is_finite
 from recmill.errors import UserError
 from recmill.tables.torchrec_internals import is_sharded
 from recmill.world import World
@@ -18,13 +19,6 @@ def first_bad_tensor(model: nn.Module) -> str | None:
         if parameter.grad is not None and not is_finite(parameter.grad):
             return f"the gradient of {name}"
     return None
-
-
-def is_finite(values: Tensor) -> bool:
-    """Check the sum first, which needs no memory; look at every value only if the sum overflows."""
-    if not values.is_floating_point():
-        return True
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def check_replicas(model: nn.Module, step: int, world: World) -> None:
