@@ -95,7 +95,7 @@ def test_one_signal_finishes_the_step_saves_and_says_so(dlrm: dict[str, Any], tm
     os.kill(children(process)[1] if name == "SIGUSR1" else process.pid, signal.Signals[name])
     output, _ = process.communicate(timeout=180)
     assert process.returncode == (130 if name == "SIGINT" else 75), output
-    assert "Run the same command to go on" in output
+    assert "Run the same command to resume" in output
     assert "Traceback" not in output
     at = status(tmp_path / "run")
     stopped_at = at["step"]

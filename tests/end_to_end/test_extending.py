@@ -64,10 +64,3 @@ def test_the_metric_is_right(examples: Path) -> None:
     with joined_world("cpu") as world:
         found = accuracy(np.array([2.0, -1.0, 0.5, -3.0]), np.array([True, True, False, False]), world)
     assert found == 0.5
-
-
-def test_every_file_that_the_page_names_exists() -> None:
-    names = re.findall(r"`((?:src|tests)/[\w/.]+)`", PAGE.read_text(encoding="utf-8"))
-    missing = [name for name in names if "NAME" not in name and not (PAGE.parents[1] / name).exists()]
-    assert len(names) > 20
-    assert not missing
