@@ -86,7 +86,7 @@ class BatchSource(Protocol):
 
 
 class Metrics(Protocol):
-    """Metrics of one evaluation. To add one: a class in `metrics/`. Covered by tests/unit/test_metrics.py."""
+    """Metrics of one evaluation. To add one: a class in `metrics/`. Covered by tests/unit/metrics/."""
 
     def compute(self, world: "World") -> "Values":
         """Return the values over all ranks. All ranks take part and get the same values."""

@@ -204,6 +204,23 @@ def test_audit_prints_what_the_page_of_data_shows(tmp_path: Path) -> None:
     assert_equal(expected, done.stdout + done.stderr)
 
 
+def test_a_click_log_in_csv_is_prepared_as_the_page_of_data_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(1)
+    lines = [f"{random.integers(2)},{random.integers(9)}.5,,u{i % 7},{i % 50},c{i % 3}" for i in range(200)]
+    (tmp_path / "clicks.csv").write_text("\n".join(["clicked,price,age,user,item,country", *lines]))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block_with(DOCS / "data.md", "clicks.csv"), "data.md", "exec"), {})
+    description = adopt("data/my-clicks")
+    assert [feature["rows"] for feature in description["sparse"]] == [7, 50, 3]
+    assert {split: [part["stop"] for part in parts] for split, parts in description["splits"].items()} == {
+        "train": [160],
+        "val": [180],
+        "test": [200],
+    }
+
+
 # What the documents name
 
 
@@ -242,11 +259,11 @@ def test_links_in_documents_lead_somewhere(document: Path) -> None:
 def test_files_that_documents_name_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     roots = "src|tests|benchmarks|configs|docs|requirements"
-    named = set(re.findall(rf"(?<![\w/.-])(?:{roots})/[\w./-]*\w", text))
+    named = set(re.findall(rf"(?<![\w/.-])(?:{roots})/[\w./*-]*\w", text))
     short = set(re.findall(r"(?<![\w/.-])(?:unit|distributed|end_to_end|contracts|architecture)/\w+\.py", text))
-    examples = {"src/recmill/a/b.py", "tests/unit/test_b.py"}  # how modules and tests are named
-    paths = [REPO / path for path in named - examples if "NAME" not in path] + [REPO / "tests" / path for path in short]
-    assert [str(path.relative_to(REPO)) for path in sorted(paths) if not path.exists()] == []
+    examples = {"src/recmill/a/b.py", "tests/unit/test_b.py", "tests/unit/a/test_b.py"}  # how tests are named
+    paths = named - examples | {f"tests/{path}" for path in short}
+    assert [path for path in sorted(paths) if not any(REPO.glob(path.replace("NAME", "*")))] == []
 
 
 @pytest.mark.parametrize("document", USER_PAGES, ids=lambda d: str(d.relative_to(REPO)))

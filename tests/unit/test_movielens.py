@@ -105,7 +105,7 @@ def test_items_without_a_title_are_counted(tmp_path: Path) -> None:
 
 def unpacked(name: str, directory: Path) -> Path:
     if not (REAL / f"{name}.zip").is_file():
-        pytest.skip(f"{name}.zip is not at hand in {REAL}")
+        pytest.skip(f"no real MovieLens ratings: {name}.zip is not there")
     zipfile.ZipFile(REAL / f"{name}.zip").extractall(directory)
     return directory / name
 
