@@ -108,8 +108,8 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Allow 200 kB and chunks of 64 kB; return how often counts were spilled, and how many blocks there were."""
     seen = {"spilled": 0, "rounds": 0, "slices": 0, "buckets": 0, "blocks": 0}
     set_limits(monkeypatch, memory=200_000, chunk_bytes=1 << 16, block_rows=70)
-    parse, add = steps.parse_log, shuffle.Buckets.add
-    spill, rounds, slices = vocabularies._spilled, vocabularies.Vocabularies.rounds, vocabularies._slices
+    parse, rounds, add = steps.parse_log, steps.lookup_rounds, shuffle.Buckets.add
+    spill, slices = vocabularies._spilled, vocabularies._slices
 
     def counted_blocks(*args: Any, **options: Any) -> Any:
         parsed = parse(*args, **options)
@@ -120,8 +120,8 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         seen["spilled"] += 1
         return spill(*args)
 
-    def counted_rounds(self: Any, memory: int) -> Any:
-        found = rounds(self, memory)
+    def counted_rounds(*args: Any) -> Any:
+        found = rounds(*args)
         seen["rounds"] = max(seen["rounds"], len(found))
         return found
 
@@ -136,7 +136,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(steps, "parse_log", counted_blocks)
     monkeypatch.setattr(vocabularies, "_spilled", spilled)
-    monkeypatch.setattr(vocabularies.Vocabularies, "rounds", counted_rounds)
+    monkeypatch.setattr(steps, "lookup_rounds", counted_rounds)
     monkeypatch.setattr(vocabularies, "_slices", counted_slices)
     monkeypatch.setattr(shuffle.Buckets, "add", counted_buckets)
     return seen

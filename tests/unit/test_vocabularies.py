@@ -10,7 +10,7 @@ import pytest
 
 from recmill import prepare
 from recmill.datasets.click_log import LogFormat, parse_log
-from recmill.datasets.vocabularies import Counting, LogRows, Vocabularies, write_vocabulary
+from recmill.datasets.vocabularies import Counting, LogRows, lookup_rounds, write_vocabulary
 
 from ..criteo_raw import day_rows, ids_of, random_rows, sparse, stored, write_rows, write_text
 
@@ -114,6 +114,6 @@ def test_logs_of_other_column_counts_are_numbered_too(
     sizes = [write_vocabulary(path, rows, column, [10, 1][column], counting) for column, path in enumerate(paths)]
     assert sizes == [3, 1]  # of the second column, only one id is kept
     found = np.empty((4, 2), np.int32)
-    for lookup in Vocabularies(paths, missing_is_zero=False).rounds(memory=1 << 20):
+    for lookup in lookup_rounds(paths, missing_is_zero=False, memory=1 << 20):
         lookup.map(parsed.read_block(0, 4), found)
     assert found.tolist() == expected

@@ -1,4 +1,4 @@
-"""Click logs as text -> checked integers, in blocks on disk.
+"""Parse click logs from text into checked integers, in blocks on disk.
 
 A row is a line of tab-separated fields: a label, integers, hexadecimal ids. The parser is compiled, because Polars
 silently reads a short row or a truncated file as missing values, and in these logs a missing value is legal.
@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from string import hexdigits
 from typing import Any
 
 import numpy as np
 
 from recmill.datasets.clicks import dense_names, sparse_names
-from recmill.datasets.compressed import SUFFIXES, read_blocks
+from recmill.datasets.compressed import is_compressed, read_blocks
 from recmill.datasets.parallel import compiled, ordered
 from recmill.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
 _LONGEST_ROW = 1 << 20
-_BAD_ROWS_SHOWN = 10
-_DIGITS_OF_AN_ID = 8
 
 _TAB, _LINE, _RETURN, _QUOTE, _MINUS = 9, 10, 13, 34, 45
 _NOT_A_LABEL, _NOT_AN_INTEGER, _NOT_AN_ID, _TOO_LARGE, _TOO_SMALL = 1, 2, 3, 4, 5
@@ -33,14 +33,12 @@ _FACTS = {
     _TOO_SMALL: "is too small for the logarithm of --dense (log-min and log1-clip accept any value)",
 }
 _NOT_HEX = 255
-_HEX = np.full(256, _NOT_HEX, dtype=np.uint8)
-for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
-    _HEX[np.frombuffer(_digits, dtype=np.uint8)] = np.arange(16)
+_HEX = np.array([int(chr(letter), 16) if chr(letter) in hexdigits else _NOT_HEX for letter in range(256)], np.uint8)
 
 
 @dataclass(frozen=True)
 class LogFormat:
-    """The fields of a row: a label (if `has_labels`), `num_dense` integers, `num_sparse` hexadecimal ids."""
+    """The fields of a row: a label, integers and hexadecimal ids."""
 
     num_dense: int
     num_sparse: int
@@ -57,7 +55,7 @@ class LogFormat:
 
     @property
     def words_per_row(self) -> int:
-        """32-bit words of a parsed row: label, dense values, bits of missing ids, ids."""
+        """The 32-bit words of a parsed row: label, dense values, bits of missing ids, ids."""
         return 1 + self.num_dense + 1 + self.num_sparse
 
 
@@ -78,13 +76,13 @@ class LogBlock:
 
     @property
     def is_missing(self) -> np.ndarray:
-        """bool [num_sparse, n]."""
+        """Return `missing` as bool [num_sparse, n]."""
         return (self.missing >> np.arange(len(self.ids), dtype=np.uint32)[:, None]) & np.uint32(1) != 0
 
 
 @dataclass
 class ParsedLog:
-    """A parsed log. `path` holds its blocks, each as the arrays of a LogBlock one after the other."""
+    """A parsed log. The file `path` holds its blocks, each as the four arrays of a LogBlock."""
 
     path: Path
     format: LogFormat
@@ -102,11 +100,8 @@ class ParsedLog:
         return {name: value for name, value in asdict(self).items() if name not in ("path", "format")}
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield (first row, number of rows) of each block."""
-        first = 0
-        for rows in self.block_rows:
-            yield first, rows
-            first += rows
+        """Return (first row, number of rows) of each block."""
+        return zip(accumulate(self.block_rows, initial=0), self.block_rows, strict=False)
 
     def read_block(self, first: int, rows: int) -> LogBlock:
         num_dense, words_per_row = self.format.num_dense, self.format.words_per_row
@@ -138,7 +133,6 @@ def parse_log(
     source: Path,
     target: Path,
     log_format: LogFormat,
-    *,
     bad_rows_allowed: int | None,
     pool: Executor,
     chunk_bytes: int,
@@ -175,7 +169,7 @@ def _count_bad(parsed: ParsedLog, source: Path, problem: str, allowed: int | Non
     if allowed is None:
         raise DataError(f"{source}: {problem}. Fix the file, or skip such rows with --on-bad-row skip.")
     parsed.bad_rows += 1
-    if len(parsed.first_bad) < _BAD_ROWS_SHOWN:
+    if len(parsed.first_bad) < 10:
         parsed.first_bad.append(f"{source.name}: {problem}")
     if parsed.bad_rows > allowed:
         raise DataError(f"{source}: {problem}. This is one bad row more than --max-bad-rows allows.")
@@ -191,8 +185,8 @@ def _read_range(path: Path, start: int, stop: int) -> bytes:
 
 
 def _chunks(source: Path, chunk_bytes: int, num_fields: int) -> Iterator[bytes | Callable[[], bytes]]:
-    """Yield the text in chunks of complete lines. Those of a plain file are functions: the threads read the file."""
-    if source.suffix in SUFFIXES[1:]:
+    """Yield the text in chunks of complete lines, or functions that read them: a plain file is read by the threads."""
+    if is_compressed(source):
         yield from _complete_lines(source, chunk_bytes, num_fields)
         return
     size = source.stat().st_size
@@ -203,7 +197,7 @@ def _chunks(source: Path, chunk_bytes: int, num_fields: int) -> Iterator[bytes |
             stop = start + chunk_bytes + len(file.readline(_LONGEST_ROW))
             file.seek(stop - 1)
             if file.read(1) != b"\n":
-                break  # the last line, or no line at all
+                break  # at the last line, or inside of one that is too long
             yield partial(_read_range, source, start, stop)
             start = stop
         if size - start > chunk_bytes + _LONGEST_ROW:
@@ -238,11 +232,11 @@ def _too_long(source: Path) -> DataError:
 
 
 def _last_line(source: Path, line: bytes, num_fields: int) -> Iterator[bytes]:
-    """Yield a last line without line break; it is known to be complete if its last id has all 8 digits."""
+    """Yield a last line without line break, if there is one. It is complete if its last id has all 8 digits."""
     if not line:
         return
     last = line.rpartition(b"\t")[2].strip(b'"\r')
-    if line.count(b"\t") + 1 < num_fields or len(last) != _DIGITS_OF_AN_ID:
+    if line.count(b"\t") + 1 < num_fields or len(last) != 8:
         raise DataError(
             f"{source}: the file ends in the middle of its last row, with {_shown(line[-40:])}. Download it again; "
             "if that row is complete, end it with a line break."
@@ -253,10 +247,10 @@ def _last_line(source: Path, line: bytes, num_fields: int) -> Iterator[bytes]:
 def _parse_chunk(
     chunk: bytes | Callable[[], bytes], log_format: LogFormat
 ) -> tuple[LogBlock, int, list[tuple[int, str]]]:
-    """Return (good rows, number of lines, bad rows as (line of this chunk, problem)); the first line is 1."""
+    """Return (good rows, number of lines, bad rows as (line, problem)); the first line of the chunk is 1."""
     text = chunk if isinstance(chunk, bytes) else chunk()
     letters = np.frombuffer(text, dtype=np.uint8)
-    eights = np.ndarray(max(len(text) - 7, 0), np.uint64, text, strides=(1,))  # the 8 bytes from each position on
+    eights = np.ndarray(max(len(text) - 7, 0), np.uint64, text, strides=(1,))  # eights[i]: letters i to i + 7
     lines = int(np.count_nonzero(letters == _LINE))  # unlike bytes.count, this lets other threads run
     labels = np.full(lines, -1, np.int32)
     dense = np.empty((lines, log_format.num_dense), np.int32)
@@ -290,7 +284,7 @@ def _shown(text: bytes) -> str:
 def _parse(text, first_column, smallest, arrays, bad):
     """Parse lines, each of which ends with a line break, and return the number of good rows.
 
-    Good rows fill `arrays`, bad ones `bad` with (line, its start, column, kind of problem).
+    Good rows are stored in `arrays`, bad ones in `bad` as (line, its start, column, kind of problem).
     """
     letters, eights = text
     labels, dense, missing, ids = arrays
@@ -345,15 +339,11 @@ def _parse(text, first_column, smallest, arrays, bad):
         else:
             bad[num_bad] = (rows + num_bad, line_start, column, kind)
             num_bad += 1
-            at = _next_line(letters, line_start)
+            at = line_start
+            while letters[at] != _LINE:
+                at += 1
+            at += 1
     return rows
-
-
-@compiled
-def _next_line(letters, at):
-    while letters[at] != _LINE:
-        at += 1
-    return at + 1
 
 
 @compiled

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, Row
 BLOCK_ROWS = 1 << 17
 PARQUET_ROWS = 1 << 19  # per file
 PARTS = ("dense", "sparse", "labels")  # the files of a day
+Truth = dict[str, dict[str, float]]  # split -> metric -> the best value that any model can reach
 
 
 def dense_names(count: int) -> list[str]:
@@ -27,8 +29,9 @@ def sparse_names(count: int) -> list[str]:
     return [f"C{i + 1}" for i in range(count)]
 
 
-def default_tables(count: int = 26, smallest: int = 4, largest: int = 20_000) -> list[int]:
-    return [round(smallest * (largest / smallest) ** (i / max(count - 1, 1))) for i in range(count)]
+def _default_tables(count: int) -> list[int]:
+    """Return table sizes that grow from 4 to 20,000 rows by a constant factor."""
+    return [round(4 * (20_000 / 4) ** (i / max(count - 1, 1))) for i in range(count)]
 
 
 class ClickOptions(Section):
@@ -41,7 +44,7 @@ class ClickOptions(Section):
     days: int = Field(5, ge=2, lt=10_000, description="Number of days, a file each; the last one is for val and test.")
     dense: PositiveInt = Field(13, lt=10_000, description="Number of dense features.")
     tables: list[Annotated[int, Field(gt=0, lt=2**40)]] = Field(
-        default_tables(),
+        _default_tables(26),
         min_length=1,
         description="Table sizes, like 10,1000,50000. A single number is the number of tables.",
     )
@@ -49,7 +52,7 @@ class ClickOptions(Section):
     @field_validator("tables", mode="after")
     @classmethod
     def one_number_is_a_count(cls, tables: list[int]) -> list[int]:
-        return default_tables(tables[0]) if len(tables) == 1 else tables
+        return _default_tables(tables[0]) if len(tables) == 1 else tables
 
     @model_validator(mode="after")
     def every_split_gets_a_row(self) -> "ClickOptions":
@@ -77,23 +80,18 @@ def write_day(directory: Path, day: str, num_rows: int, blocks: Iterator[ClickRo
 
 
 def write_parquet_parts(
-    directory: Path,
-    stem: str,
-    blocks: Iterator[ClickRows],
-    label_type: type,
-    id_type: type,
-    rows_per_file: int = PARQUET_ROWS,
+    directory: Path, stem: str, blocks: Iterator[ClickRows], label_type: type, id_type: type, rows_per_file: int
 ) -> dict[str, int]:
     """Write the blocks to stem-00000.parquet, stem-00001.parquet, ... Return the number of rows of each file."""
     import polars as pl
 
-    rows_of: dict[str, int] = {}
+    file_rows: dict[str, int] = {}
     pending = pl.DataFrame()
 
     def write_part(frame: pl.DataFrame) -> None:
-        name = f"{stem}-{len(rows_of):05d}.parquet"
+        name = f"{stem}-{len(file_rows):05d}.parquet"
         write_parquet(directory / name, frame.rechunk(), row_group_size=STORED_BLOCK_ROWS)
-        rows_of[name] = len(frame)
+        file_rows[name] = len(frame)
 
     for block in blocks:
         columns: dict[str, np.ndarray] = {"label": block.labels.astype(label_type)}
@@ -105,14 +103,14 @@ def write_parquet_parts(
             pending = pending[rows_per_file:]
     if len(pending):
         write_part(pending)
-    return rows_of
+    return file_rows
 
 
 def split_rows(day_rows: dict[str, int], last_day: str, val_fraction: float) -> dict[str, list[RowRange]]:
     """Return the row ranges of each split: the last day is halved into val and test, the other days are for train.
 
-    With `last_day` "test-first" the first half is test; the first half is the larger one if the number is odd. With
-    "none" the days are one long log: its last rows are val, then test, `val_fraction` of all rows each.
+    The first half is the larger one if the number is odd; with `last_day` "test-first" it is test. With "none" the
+    days are one long log: its last rows are val, then test, `val_fraction` of all rows each.
     """
     total = sum(day_rows.values())
     last = list(day_rows.values())[-1]
@@ -121,8 +119,8 @@ def split_rows(day_rows: dict[str, int], last_day: str, val_fraction: float) -> 
         held_out = int(total * val_fraction)
         sizes = [total - 2 * held_out, held_out, held_out]
     names = ["train", "test", "val"] if last_day == "test-first" else ["train", "val", "test"]
-    ends = [sum(sizes[: i + 1]) for i in range(3)]
-    ranges = {n: _ranges(day_rows, end - size, end) for n, size, end in zip(names, sizes, ends, strict=True)}
+    edges = pairwise(accumulate(sizes, initial=0))
+    ranges = {name: _ranges(day_rows, *edge) for name, edge in zip(names, edges, strict=True)}
     return {name: ranges[name] for name in SPLITS}
 
 
@@ -143,14 +141,13 @@ def rows_per_day(rows: int, days: int) -> list[int]:
 
 
 def seal_clicks(
-    directory: Path,
-    name: str,
-    recipe: dict[str, Any],
-    day_rows: list[int],
-    num_dense: int,
-    table_rows: list[int],
-    truth: dict[str, dict[str, float]],
+    directory: Path, name: str, recipe: dict[str, Any], day_rows: list[int], options: ClickOptions, truth: Truth
 ) -> Description:
+    """Digest the files of the days and write the description of generated clicks."""
+    names = sparse_names(len(options.tables))
+    sparse = [SparseFeature(name=name, rows=rows) for name, rows in zip(names, options.tables, strict=True)]
+    splits = split_rows({f"day_{d}": rows for d, rows in enumerate(day_rows)}, "val-first", 0.0)
+
     def describe(files: dict[str, FileInfo]) -> Description:
         return ClicksDescription(
             name=name,
@@ -158,12 +155,9 @@ def seal_clicks(
             recipe=recipe,
             files=files,
             truth=truth,
-            dense=dense_names(num_dense),
-            sparse=[
-                SparseFeature(name=name, rows=rows)
-                for name, rows in zip(sparse_names(len(table_rows)), table_rows, strict=True)
-            ],
-            splits=split_rows({f"day_{d}": n for d, n in enumerate(day_rows)}, "val-first", 0.0),
+            dense=dense_names(options.dense),
+            sparse=sparse,
+            splits=splits,
         )
 
     return seal(directory, describe, {f"day_{d}_{p}.npy": n for d, n in enumerate(day_rows) for p in PARTS})

@@ -2,7 +2,7 @@
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -11,9 +11,11 @@ import zstandard
 from recmill.errors import DataError
 
 SUFFIXES = ("", ".gz", ".zst")
-_DIGESTED_BYTES = 1 << 28  # a larger file is digested by samples
-_SAMPLES = 64
 _SAMPLE_BYTES = 1 << 20
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix in SUFFIXES[1:]
 
 
 def read_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
@@ -50,15 +52,13 @@ def _zstd_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
 
 def expansion(path: Path) -> float:
     """Estimate the bytes of text per byte of the file from its beginning."""
-    if path.suffix not in SUFFIXES[1:]:
+    if not is_compressed(path):
         return 1.0
     with path.open("rb") as file:
         beginning = file.read(1 << 18)
+    decompressor = zlib.decompressobj(31) if path.suffix == ".gz" else zstandard.ZstdDecompressor().decompressobj()
     try:
-        if path.suffix == ".gz":
-            text = zlib.decompressobj(31).decompress(beginning)
-        else:
-            text = zstandard.ZstdDecompressor().decompressobj().decompress(beginning)
+        text = decompressor.decompress(beginning)
     except (zlib.error, zstandard.ZstdError):
         return 1.0  # corrupt: reading the file will report it
     return max(len(text), 1) / max(len(beginning), 1)
@@ -74,13 +74,12 @@ def forecast_rows(path: Path) -> int:
 def sample_digest(path: Path) -> str:
     """Return a digest of the file, or of samples spread over a large one, to detect a changed file quickly."""
     size = path.stat().st_size
+    starts: Iterable[int] = range(0, size, _SAMPLE_BYTES)
+    if size > 1 << 28:
+        starts = [(size - _SAMPLE_BYTES) * index // 63 for index in range(64)]
     state = xxhash.xxh3_64()
     with path.open("rb", buffering=0) as file:
-        if size <= _DIGESTED_BYTES:
-            while block := file.read(_SAMPLE_BYTES):
-                state.update(block)
-        else:
-            for index in range(_SAMPLES):
-                file.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
-                state.update(file.read(_SAMPLE_BYTES))
+        for start in starts:
+            file.seek(start)
+            state.update(file.read(_SAMPLE_BYTES))
     return state.hexdigest()

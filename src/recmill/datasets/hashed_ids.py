@@ -9,8 +9,7 @@ from recmill.datasets.vocabularies import MISSING
 def modulo(block: LogBlock, sizes: np.ndarray) -> np.ndarray:
     """Return int64 [n, num_sparse]: 0 for a missing id, else 1 + raw id % (size - 1)."""
     ids = (block.ids % (sizes - 1)[:, None].astype(np.uint32)).astype(np.int64) + 1
-    ids[block.is_missing] = MISSING
-    return ids.T
+    return np.where(block.is_missing, MISSING, ids).T
 
 
 def modulo_as_torchrec(block: LogBlock, sizes: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Write multi-hot ids: one-hot ids, each with the companions that a fixed table adds to it."""
+"""Write multi-hot ids: each one-hot id, followed by the companions that a fixed table assigns to it."""
 
 import zipfile
 from pathlib import Path
@@ -29,7 +29,7 @@ def write_multi_hot(path: Path, one_hot: Path, tables: list[Path], rows_at_once:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for feature, table_path in enumerate(tables):
             table = np.load(table_path, mmap_mode="r")
-            # As numpy's savez writes it: the reference's reader relies on the length of this header.
+            # Written as np.savez does: the DLRM reference's reader relies on the length of this header.
             info = zipfile.ZipInfo(f"{feature}.npy", date_time=(1980, 1, 1, 0, 0, 0))
             with archive.open(info, "w", force_zip64=True) as member:
                 header = {"descr": "<i4", "fortran_order": False, "shape": (len(ids), table.shape[1])}

@@ -9,9 +9,9 @@ from recmill.data.click_rows import ClickRows
 
 
 class Buckets:
-    """Files of rows by new position: bucket k holds positions k * bucket_rows to (k + 1) * bucket_rows.
+    """Files of rows by new position: with n rows per bucket, bucket k holds positions k * n to (k + 1) * n.
 
-    `memory` sets the size of a bucket; the resulting order depends on the positions alone.
+    `memory` limits the size of a bucket; the resulting order depends on the positions alone.
     """
 
     def __init__(self, directory: Path, total_rows: int, num_dense: int, num_ids: int, id_type: type, memory: int):
@@ -19,8 +19,8 @@ class Buckets:
         self._total = total_rows
         fields = [("at", "<u4"), ("label", "<i4"), ("dense", "<f4", (num_dense,)), ("ids", id_type, (num_ids,))]
         self._record = np.dtype(fields)
-        in_memory = 3  # a bucket, the bucket in order, and blocks that are being written
-        self._rows = min(max(memory // in_memory // self._record.itemsize, 1), 2**32 - 1, max(total_rows, 1))
+        # In memory are a bucket, the same bucket in order, and blocks that are being written.
+        self._bucket_rows = min(max(memory // 3 // self._record.itemsize, 1), 2**32 - 1, max(total_rows, 1))
         directory.mkdir(exist_ok=True)
 
     def _file(self, bucket: int) -> Path:
@@ -30,17 +30,17 @@ class Buckets:
         return {path.name: path.stat().st_size for path in self._directory.iterdir()}
 
     def truncate(self, sizes: dict[str, int]) -> None:
-        """Return to an earlier state: remove what a killed run added."""
+        """Restore earlier sizes: remove what an interrupted run has added."""
         for path in self._directory.iterdir():
             with path.open("r+b") as file:
                 file.truncate(sizes.get(path.name, 0))
 
     def packed(self, rows: ClickRows, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (records sorted by bucket, their buckets). Any thread may call it."""
-        buckets = positions // self._rows
+        buckets = positions // self._bucket_rows
         order = np.argsort(buckets, kind="stable")
         records = np.empty(len(rows), self._record)
-        records["at"] = (positions - buckets * self._rows)[order]
+        records["at"] = (positions - buckets * self._bucket_rows)[order]
         records["label"] = rows.labels[order]
         records["dense"] = rows.dense[order]
         records["ids"] = rows.ids[order]
@@ -52,23 +52,23 @@ class Buckets:
             with self._file(int(buckets[start])).open("ab") as file:
                 file.write(records[start:stop].data)
 
-    def rows(self, start: int, stop: int, block_rows: int = 1 << 17) -> Iterator[ClickRows]:
+    def rows(self, start: int, stop: int, block_rows: int) -> Iterator[ClickRows]:
         """Yield the rows at positions start..stop in order, at most `block_rows` at a time."""
         while start < stop:
-            bucket = start // self._rows
+            bucket = start // self._bucket_rows
             records = np.fromfile(self._file(bucket), self._record)
             in_order = np.empty_like(records)
             in_order[records["at"]] = records
             del records
-            low, high = start - bucket * self._rows, min(stop - bucket * self._rows, len(in_order))
+            low, high = start - bucket * self._bucket_rows, min(stop - bucket * self._bucket_rows, len(in_order))
             for first in range(low, high, block_rows):
                 part = in_order[first : min(first + block_rows, high)]
                 yield ClickRows(part["dense"], part["ids"], part["label"])
-            start = bucket * self._rows + high
+            start = bucket * self._bucket_rows + high
 
     def remove_before(self, position: int) -> None:
         """Remove the buckets whose rows are all before `position`."""
-        for bucket in range(position // self._rows):
+        for bucket in range(position // self._bucket_rows):
             self._file(bucket).unlink(missing_ok=True)
         if position >= self._total:
-            self._file(position // self._rows).unlink(missing_ok=True)
+            self._file(position // self._bucket_rows).unlink(missing_ok=True)

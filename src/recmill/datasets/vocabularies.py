@@ -2,6 +2,7 @@
 
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,20 +16,26 @@ from recmill.datasets.parallel import compiled
 from recmill.datasets.writing import NpyWriter
 
 MISSING, RARE, FIRST_ID = 0, 1, 2  # contiguous ids: no id, an id outside of the vocabulary, the first of the vocabulary
-_BYTES_PER_COUNTED = 64  # key, count and first row of an id, while they are sorted and merged
+_BYTES_PER_COUNTED_ID = 64  # key, count and first row of an id, while they are sorted and merged
 _BYTES_PER_SLOT = 8
 _FILLED_AT_ONCE = 1 << 20
-_KEY_SHIFT = np.uint64(32)
+
+# Counts are records in ascending order of raw ids; first-seen order also needs the row where an id occurs first.
+_BY_FREQUENCY = np.dtype([("key", np.uint32), ("count", np.int64)], align=True)
+_BY_FIRST_ROW = np.dtype([("key", np.uint32), ("count", np.int64), ("first", np.int64)], align=True)
+
+_Blocks = list[tuple[int, np.ndarray, np.ndarray]]  # of a column: (number of the first row, ids, which are counted)
+_Slices = Callable[[], Iterator[np.ndarray]]
 
 
 @dataclass(frozen=True)
 class LogRows:
-    """Rows start..stop of a log; the first of them is row `number` of all rows that are counted."""
+    """Rows start..stop of a log, which are counted after `offset` rows of other logs."""
 
     log: ParsedLog
     start: int
     stop: int
-    number: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -46,30 +53,121 @@ class Counting:
 
     @property
     def ids_at_once(self) -> int:
-        return max(self.memory // _BYTES_PER_COUNTED, 1 << 12)
+        return max(self.memory // _BYTES_PER_COUNTED_ID, 1 << 12)
 
 
-_Slab = list[tuple[int, np.ndarray, np.ndarray]]  # blocks of a column: number of the first row, ids, is counted
+def write_vocabulary(path: Path, rows: list[LogRows], column: int, max_ids: int, counting: Counting) -> int:
+    """Count a column and write (raw id, contiguous id) uint32 [n, 2], in ascending order of raw ids. Return n.
 
-# Counts are records in ascending order of raw ids; first-seen order also needs the row where an id occurs first.
-_BY_FREQUENCY = np.dtype([("key", np.uint32), ("count", np.int64)], align=True)
-_BY_FIRST_ROW = np.dtype([("key", np.uint32), ("count", np.int64), ("first", np.int64)], align=True)
+    Contiguous ids start at 2: by descending frequency, ties by raw id, or by first occurrence. Only the first
+    `max_ids` are kept.
+    """
+    slices = _slices(_sorted_runs(rows, column, counting), counting)
+    num_rows = rows[-1].offset + rows[-1].stop - rows[-1].start
+    all_ranks = _frequency_ranks(slices) if counting.order == "frequency" else _first_seen_ranks(slices, num_rows)
+    kept = min(sum(map(len, slices())), max_ids)
+    with NpyWriter(path, np.uint32, (kept, 2)) as file:
+        for counts, ranks in zip(slices(), all_ranks, strict=True):
+            is_kept = ranks < max_ids
+            file.append(np.stack([counts["key"][is_kept], ranks[is_kept] + FIRST_ID], axis=1))
+    for run_file in counting.scratch.glob(f"run-{column}-*"):
+        run_file.unlink()
+    return kept
 
 
-def _merged(runs: list[np.ndarray]) -> np.ndarray:
-    """Add up the counts of equal ids. Runs come in row order, so the first of equal ids was seen first."""
-    records = np.concatenate(runs)
+def _sorted_runs(rows: list[LogRows], column: int, counting: Counting) -> list[np.ndarray]:
+    """Return the counts of about `ids_at_once` rows each: in memory if there is one run, otherwise in files."""
+    count = _counts_with_first if counting.order == "first-seen" else _counts
+    runs: list[np.ndarray] = []
+    for run in filter(len, map(count, _read_blocks(rows, column, counting))):
+        if len(runs) == 1:
+            runs[0] = _spilled(runs[0], counting.scratch / f"run-{column}-0")
+        runs.append(_spilled(run, counting.scratch / f"run-{column}-{len(runs)}") if runs else run)
+    return runs or [np.empty(0, _BY_FIRST_ROW)]
+
+
+def _read_blocks(rows: list[LogRows], column: int, counting: Counting) -> Iterator[_Blocks]:
+    """Yield blocks of about `ids_at_once` rows together."""
+    blocks: _Blocks = []
+    num_rows = 0
+    for part in rows:
+        for first, ids, missing in part.log.read_column(column, part.start, part.stop):
+            if blocks and num_rows + len(ids) > counting.ids_at_once:
+                yield blocks
+                blocks = []
+                num_rows = 0
+            is_counted = missing & np.uint32(0 if counting.missing_is_zero else 1 << column) == 0
+            blocks.append((part.offset + first - part.start, ids, is_counted))
+            num_rows += len(ids)
+    if blocks:
+        yield blocks
+
+
+def _counts(blocks: _Blocks) -> np.ndarray:
+    keys = np.concatenate([ids[is_counted] for _, ids, is_counted in blocks])
+    keys.sort()
+    starts = _starts_of_equal(keys)
+    counts = np.empty(len(starts), _BY_FREQUENCY)
+    counts["key"] = keys[starts]
+    counts["count"] = np.diff(starts, append=len(keys))
+    return counts
+
+
+def _counts_with_first(blocks: _Blocks) -> np.ndarray:
+    """Sort by id, then row, packed into one word: the first of equal ids is the one that was seen first."""
+    first_row = blocks[0][0]
+    words = []
+    for row, ids, is_counted in blocks:
+        offsets = np.arange(row - first_row, row - first_row + len(ids), dtype=np.uint64)
+        words.append((ids.astype(np.uint64) << np.uint64(32) | offsets)[is_counted])
+    packed = np.concatenate(words)
+    packed.sort()
+    halves = packed.view(np.uint32)  # offset, id, offset, id, ...
+    starts = _starts_of_equal(halves[1::2])
+    counts = np.empty(len(starts), _BY_FIRST_ROW)
+    counts["key"] = halves[1::2][starts]
+    counts["count"] = np.diff(starts, append=len(packed))
+    counts["first"] = halves[::2][starts].astype(np.int64) + first_row
+    return counts
+
+
+def _starts_of_equal(sorted_keys: np.ndarray) -> np.ndarray:
+    """Return the position of the first of each group of equal keys."""
+    is_start = np.ones(len(sorted_keys), bool)
+    np.not_equal(sorted_keys[1:], sorted_keys[:-1], out=is_start[1:])
+    return np.flatnonzero(is_start)
+
+
+def _spilled(run: np.ndarray, path: Path) -> np.ndarray:
+    path.write_bytes(run.data)
+    return np.memmap(path, run.dtype, mode="r")
+
+
+def _slices(runs: list[np.ndarray], counting: Counting) -> _Slices:
+    """Return a function that yields the merged counts in slices of ascending raw ids, without the rare ids."""
+    longest = max(runs, key=len)["key"]
+    num_slices = 1 if len(runs) == 1 else -(-sum(map(len, runs)) // counting.ids_at_once)
+    edges = [0, *(int(longest[len(longest) * i // num_slices]) for i in range(1, num_slices)), 2**32]
+
+    def slices() -> Iterator[np.ndarray]:
+        for low, high in pairwise(edges):
+            counts = runs[0] if len(runs) == 1 else _merged(runs, low, high)
+            is_kept = counts["count"] >= counting.min_frequency
+            yield counts if is_kept.all() else counts[is_kept]
+
+    return slices
+
+
+def _merged(runs: list[np.ndarray], low: int, high: int) -> np.ndarray:
+    """Add up the counts of raw ids low..high. Runs are in row order, so the first of equal ids was seen first."""
+    ranges = [(run, bisect_left(run["key"], low), bisect_left(run["key"], high)) for run in runs]
+    records = np.concatenate([_read(run, start, stop) for run, start, stop in ranges])
     records = records[np.argsort(records["key"], kind="stable")]
-    starts = _run_starts(records["key"])
+    starts = _starts_of_equal(records["key"])
     merged = records[starts]
     if len(records):
         merged["count"] = np.add.reduceat(records["count"], starts)
     return merged
-
-
-def _between(run: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Return the counts of raw ids low..high."""
-    return _read(run, bisect_left(run["key"], low), bisect_left(run["key"], high))
 
 
 def _read(values: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -83,139 +181,34 @@ def _read(values: np.ndarray, start: int, stop: int) -> np.ndarray:
     return read.reshape(stop - start, *values.shape[1:])
 
 
-def write_vocabulary(path: Path, rows: list[LogRows], column: int, max_ids: int, counting: Counting) -> int:
-    """Count a column and write (raw id, contiguous id) uint32 [n, 2], in ascending order of raw ids. Return n.
-
-    Contiguous ids start at 2: by descending frequency, ties by raw id, or by first occurrence. Only the first
-    `max_ids` are kept.
-    """
-    runs = _counted(rows, column, counting)
-    slices = _slices(runs, counting)
-    rank = _first_seen_ranks if counting.order == "first-seen" else _frequency_ranks
-    total_rows = rows[-1].number + rows[-1].stop - rows[-1].start
-    kept = min(sum(len(counts) for counts in slices()), max_ids)
-    with NpyWriter(path, np.uint32, (kept, 2)) as file:
-        for counts, ranks in zip(slices(), rank(slices, total_rows), strict=True):
-            is_kept = ranks < max_ids
-            file.append(np.stack([counts["key"][is_kept], ranks[is_kept] + FIRST_ID], axis=1))
-    for file_path in counting.scratch.glob(f"run-{column}-*"):
-        file_path.unlink()
-    return kept
-
-
-def _counted(rows: list[LogRows], column: int, counting: Counting) -> list[np.ndarray]:
-    """Return sorted runs of about `ids_at_once` rows each: in memory if there is only one, otherwise in files."""
-    count = _counts_with_first if counting.order == "first-seen" else _counts
-    runs: list[np.ndarray] = []
-    for run in filter(len, map(count, _slabs(rows, column, counting))):
-        if len(runs) == 1:
-            runs[0] = _spilled(runs[0], counting.scratch / f"run-{column}-0")
-        runs.append(_spilled(run, counting.scratch / f"run-{column}-{len(runs)}") if runs else run)
-    return runs or [np.empty(0, _BY_FIRST_ROW)]
-
-
-def _slabs(rows: list[LogRows], column: int, counting: Counting) -> Iterator[_Slab]:
-    """Yield about `ids_at_once` rows at a time."""
-    slab: _Slab = []
-    count = 0
-    for part in rows:
-        for first, ids, missing in part.log.read_column(column, part.start, part.stop):
-            if slab and count + len(ids) > counting.ids_at_once:
-                yield slab
-                slab, count = [], 0
-            is_counted = missing & np.uint32(0 if counting.missing_is_zero else 1 << column) == 0
-            slab.append((part.number + first - part.start, ids, is_counted))
-            count += len(ids)
-    if slab:
-        yield slab
-
-
-def _counts(slab: _Slab) -> np.ndarray:
-    keys = np.concatenate([ids[is_counted] for _, ids, is_counted in slab])
-    keys.sort()
-    starts = _run_starts(keys)
-    counts = np.empty(len(starts), _BY_FREQUENCY)
-    counts["key"] = keys[starts]
-    counts["count"] = np.diff(starts, append=len(keys))
-    return counts
-
-
-def _counts_with_first(slab: _Slab) -> np.ndarray:
-    """Sort by id, then row, packed into one word: the first of equal ids is the one that was seen first."""
-    first_row = slab[0][0]
-    words = []
-    for row, ids, is_counted in slab:
-        offsets = np.arange(row - first_row, row - first_row + len(ids), dtype=np.uint64)
-        words.append((ids.astype(np.uint64) << _KEY_SHIFT | offsets)[is_counted])
-    packed = np.concatenate(words)
-    packed.sort()
-    halves = packed.view(np.uint32)  # offset, id, offset, id, ...
-    starts = _run_starts(halves[1::2])
-    counts = np.empty(len(starts), _BY_FIRST_ROW)
-    counts["key"] = halves[1::2][starts]
-    counts["count"] = np.diff(starts, append=len(packed))
-    counts["first"] = halves[::2][starts].astype(np.int64) + first_row
-    return counts
-
-
-def _run_starts(sorted_keys: np.ndarray) -> np.ndarray:
-    is_start = np.ones(len(sorted_keys), bool)
-    np.not_equal(sorted_keys[1:], sorted_keys[:-1], out=is_start[1:])
-    return np.flatnonzero(is_start)
-
-
-def _spilled(run: np.ndarray, path: Path) -> np.ndarray:
-    path.write_bytes(run.data)
-    return np.memmap(path, run.dtype, mode="r")
-
-
-def _slices(runs: list[np.ndarray], counting: Counting) -> Callable[[], Iterator[np.ndarray]]:
-    """Return a function that yields the merged counts in slices of ascending raw ids, without the rare ids."""
-    longest = max(runs, key=len)["key"]
-    num_slices = 1 if len(runs) == 1 else -(-sum(map(len, runs)) // counting.ids_at_once)
-    inner = [int(longest[len(longest) * i // num_slices]) for i in range(1, num_slices)]
-    edges = [0, *inner, 2**32]
-
-    def slices() -> Iterator[np.ndarray]:
-        for low, high in pairwise(edges):
-            counts = runs[0]
-            if len(runs) > 1:
-                counts = _merged([_between(run, low, high) for run in runs])
-            is_kept = counts["count"] >= counting.min_frequency
-            yield counts if is_kept.all() else counts[is_kept]
-
-    return slices
-
-
-def _frequency_ranks(slices: Callable[[], Iterator[np.ndarray]], total_rows: int) -> Iterator[np.ndarray]:
+def _frequency_ranks(slices: _Slices) -> Iterator[np.ndarray]:
     """Yield the rank of each id by frequency, without sorting all ids at once.
 
     It is the number of ids that are more frequent, plus the number of equally frequent ids before it.
     """
-    frequencies, sizes = np.empty(0, np.int64), np.empty(0, np.int64)
+    num_ids: Counter[int] = Counter()  # by frequency
     for counts in slices():
-        merged = np.concatenate([frequencies, counts["count"]])
-        weights = np.concatenate([sizes, np.ones(len(counts["count"]), np.int64)])
-        frequencies, inverse = np.unique(merged, return_inverse=True)
-        sizes = np.bincount(inverse, weights, minlength=len(frequencies)).astype(np.int64)
-    next_rank = np.concatenate([np.cumsum(sizes[::-1])[::-1][1:], [0]]) if len(sizes) else sizes
+        found, num_found = np.unique(counts["count"], return_counts=True)
+        num_ids.update(dict(zip(found.tolist(), num_found.tolist(), strict=True)))
+    descending = np.array(sorted(num_ids, reverse=True), np.int64)
+    next_rank = np.cumsum([0, *(num_ids[frequency] for frequency in descending.tolist())])
     for counts in slices():
-        group = np.searchsorted(frequencies, counts["count"])
+        group = np.searchsorted(-descending, -counts["count"])
         order = np.argsort(group, kind="stable")
-        sizes_here = np.bincount(group, minlength=len(frequencies))
-        within = np.arange(len(group)) - np.repeat(np.cumsum(sizes_here) - sizes_here, sizes_here)
+        group_sizes = np.bincount(group, minlength=len(next_rank))
+        within_group = np.arange(len(group)) - np.repeat(np.cumsum(group_sizes) - group_sizes, group_sizes)
         ranks = np.empty(len(group), np.int64)
-        ranks[order] = next_rank[group[order]] + within
-        next_rank = next_rank + sizes_here
+        ranks[order] = next_rank[group[order]] + within_group
+        next_rank = next_rank + group_sizes
         yield ranks
 
 
-def _first_seen_ranks(slices: Callable[[], Iterator[np.ndarray]], total_rows: int) -> Iterator[np.ndarray]:
+def _first_seen_ranks(slices: _Slices, num_rows: int) -> Iterator[np.ndarray]:
     """Yield the rank of each id by first occurrence.
 
     Each row where an id occurs first sets a bit: the rank of an id is the number of bits before its own.
     """
-    words = np.zeros(total_rows // 64 + 1, np.uint64)
+    words = np.zeros(num_rows // 64 + 1, np.uint64)
     for counts in slices():
         np.bitwise_or.at(words, counts["first"] >> 6, np.uint64(1) << (counts["first"] & 63).astype(np.uint64))
     before = np.concatenate([[0], np.cumsum(np.bitwise_count(words), dtype=np.int64)])
@@ -225,31 +218,27 @@ def _first_seen_ranks(slices: Callable[[], Iterator[np.ndarray]], total_rows: in
         yield before[counts["first"] >> 6] + below
 
 
-class Vocabularies:
-    """Raw ids -> contiguous ids of all columns, through hash tables. Tables that do not fit in memory form rounds."""
+def lookup_rounds(paths: list[Path], missing_is_zero: bool, memory: int) -> "list[LookupRound]":
+    """Return rounds such that each id of each column is mapped in exactly one of them, in `memory` bytes each.
 
-    def __init__(self, paths: list[Path], missing_is_zero: bool) -> None:
-        self._paths = paths
-        self._missing_is_zero = missing_is_zero
-        self.sizes = [len(np.load(path, mmap_mode="r")) for path in paths]
-
-    def rounds(self, memory: int) -> "list[LookupRound]":
-        """Return rounds such that every id of every column is mapped in exactly one of them."""
-        rounds = []
-        most_slots = max(memory // _BYTES_PER_SLOT, 1 << 12)
-        parts: list[tuple[int, int, int]] = []
-        used = 0
-        for column, size in enumerate(self.sizes):
-            num_parts = -(-_num_slots(size) // most_slots)
-            for part in range(num_parts):
-                low, high = size * part // num_parts, size * (part + 1) // num_parts
-                slots = _num_slots(high - low)
-                if parts and used + slots > most_slots:
-                    rounds.append(LookupRound(self._paths, parts, self._missing_is_zero))
-                    parts, used = [], 0
-                parts.append((column, low, high))
-                used += slots
-        return [*rounds, LookupRound(self._paths, parts, self._missing_is_zero)]
+    `paths` are the vocabularies of the columns; one that is too large for a round is divided.
+    """
+    rounds = []
+    most_slots = max(memory // _BYTES_PER_SLOT, 1 << 12)
+    parts: list[tuple[int, int, int]] = []
+    used = 0
+    for column, path in enumerate(paths):
+        size = len(np.load(path, mmap_mode="r"))
+        num_parts = -(-_num_slots(size) // most_slots)
+        for low, high in pairwise(size * part // num_parts for part in range(num_parts + 1)):
+            slots = _num_slots(high - low)
+            if parts and used + slots > most_slots:
+                rounds.append(LookupRound(paths, parts, missing_is_zero))
+                parts = []
+                used = 0
+            parts.append((column, low, high))
+            used += slots
+    return [*rounds, LookupRound(paths, parts, missing_is_zero)]
 
 
 def _num_slots(ids: int) -> int:
@@ -258,9 +247,9 @@ def _num_slots(ids: int) -> int:
 
 
 class LookupRound:
-    """Hash tables of columns, or of parts of columns: (column, low, high), a range of the vocabulary's rows.
+    """Raw ids -> contiguous ids through hash tables, which are built at the first use.
 
-    They are built when they are first used.
+    Each table is for (column, low, high): rows low..high of the vocabulary of a column.
     """
 
     def __init__(self, paths: list[Path], parts: list[tuple[int, int, int]], missing_is_zero: bool) -> None:
@@ -280,20 +269,20 @@ class LookupRound:
         self._tables = None
 
     def _build(self) -> tuple[np.ndarray, ...]:
-        """Return (all tables end to end, their offsets, shifts of their hashes, columns, ranges of raw ids)."""
+        """Return (slots of all tables, offsets of the tables, shifts of their hashes, columns, ranges of raw ids)."""
         sizes = [_num_slots(high - low) for _, low, high in self._parts]
         offsets = np.cumsum([0, *sizes])
         shifts = np.array([32 - (size.bit_length() - 1) for size in sizes], dtype=np.uint64)
         edges = np.zeros((len(sizes), 2), np.uint64)
-        tables = np.zeros(offsets[-1], np.uint64)
+        slots = np.zeros(offsets[-1], np.uint64)
         for index, (column, low, high) in enumerate(self._parts):
             pairs = np.load(self._paths[column], mmap_mode="r")
             lowest = 0 if low == 0 else int(pairs[low, 0])
             edges[index] = (lowest, 2**32 if high == len(pairs) else int(pairs[high, 0]))
-            slots = tables[offsets[index] : offsets[index + 1]]
+            table = slots[offsets[index] : offsets[index + 1]]
             for start in range(low, high, _FILLED_AT_ONCE):
-                _fill(slots, shifts[index], _read(pairs, start, min(start + _FILLED_AT_ONCE, high)))
-        return tables, offsets, shifts, np.array([column for column, _, _ in self._parts]), edges
+                _fill(table, shifts[index], _read(pairs, start, min(start + _FILLED_AT_ONCE, high)))
+        return slots, offsets, shifts, np.array([column for column, _, _ in self._parts]), edges
 
 
 @compiled

@@ -1,7 +1,7 @@
 """The options of `prepare criteo`, checked against each other, and the rules that follow from them."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -12,35 +12,28 @@ from recmill.datasets.click_log import LogFormat
 from recmill.errors import ConfigError
 
 CRITEO = LogFormat(num_dense=13, num_sparse=26)
-_LARGEST_INT32_OF_FLOAT32 = 2**31 - 128
 _DEFAULT_BAD_ROWS = 1000
-_OFFSETS = {"log3": 3, "log2": 2}  # the logarithm is that of x + offset
+_OFFSETS = {"log3": 3, "log2": 2}  # the stored value is log(x + offset)
 
 
 @dataclass(frozen=True)
-class Compat:
-    """What the scripts of another system do where --compat leaves no choice, and their defaults elsewhere."""
+class System:
+    """The data scripts of a system: with --compat, `dense` and `format` are fixed and the rest are defaults."""
 
-    ids: tuple[str, ...]  # the kinds of ids that it has; the first is the default
+    ids: tuple[str, ...]  # the kinds of ids that it supports, the default first
     dense: str
     format: str
-    shuffle: str = "global"  # default
-    last_day: str = "val-first"  # default
-    table_size: int = 0  # default for ids by modulo
-    is_torchrec: bool = True  # or derived from it: ids in order of occurrence, a missing id counts as raw id 0
+    shuffle: str = "none"
+    last_day: str = "val-first"
+    table_size: tuple[int, ...] = ()  # for ids by modulo
+    is_torchrec: bool = False  # or derived from it: ids in order of occurrence, a missing id counts as raw id 0
 
 
-COMPATS = {
-    "torchrec": Compat(ids=("contiguous", "mod"), dense="log-min", format="npy", shuffle="none"),
-    "mlperf-v2": Compat(ids=("contiguous",), dense="log3", format="npy"),
-    "oneflow": Compat(
-        ids=("mod", "hash64"),
-        dense="log2",
-        format="parquet",
-        last_day="test-first",
-        table_size=40_000_000,
-        is_torchrec=False,
-    ),
+_SYSTEMS = {
+    "": System(("contiguous", "mod", "hash64"), dense="log3", format="npy"),  # our own defaults
+    "torchrec": System(("contiguous", "mod"), dense="log-min", format="npy", is_torchrec=True),
+    "mlperf-v2": System(("contiguous",), dense="log3", format="npy", shuffle="global", is_torchrec=True),
+    "oneflow": System(("mod", "hash64"), "log2", "parquet", "global", "test-first", table_size=(40_000_000,)),
 }
 
 
@@ -50,8 +43,7 @@ class Options(Section):
         None, description="1tb: day_0, day_1, ...; kaggle: train.txt and test.txt. By default found by their names."
     )
     ids: Literal["contiguous", "mod", "hash64"] | None = Field(
-        None,
-        description="contiguous: by vocabulary (default); mod: modulo table size; hash64: xxhash64. 0: missing.",
+        None, description="contiguous: by vocabulary (default); mod: modulo table size; hash64: xxhash64. 0: missing."
     )
     min_frequency: NonNegativeInt | None = Field(
         None, description="Ids that occur less often share id 1. 2 or more also trains that row for unseen ids."
@@ -63,17 +55,13 @@ class Options(Section):
         None, description="Maximum rows per table: one number, or 26. Contiguous ids beyond it share id 1."
     )
     dense: Literal["log3", "log-min", "log2", "log1-clip"] | None = Field(
-        None,
-        description="log(x+3) (default for 1tb); log(x-min+2) (default for kaggle); log(x+2); log(1+max(x,0)).",
+        None, description="log(x+3) (default for 1tb); log(x-min+2) (default for kaggle); log(x+2); log(1+max(x,0))."
     )
     last_day: Literal["val-first", "test-first", "none"] | None = Field(
         None, description="Which half of the last day is for val (default val-first); none: all rows are for training."
     )
     val_fraction: float | None = Field(
-        None,
-        gt=0,
-        lt=0.5,
-        description="One log or --last-day none: fraction of the rows for val, and the same for test.",
+        None, gt=0, lt=0.5, description="One log or --last-day none: fraction of rows for val, and the same for test."
     )
     shuffle: Literal["none", "day", "global"] | None = Field(
         None, description="Shuffle the training rows: not at all (default), within each day, or over all days."
@@ -99,10 +87,9 @@ class Options(Section):
 
     @model_validator(mode="after")
     def fit_together(self) -> "Options":
-        compat = COMPATS.get(self.compat or "")
         problems = [*self._id_problems(), *self._multi_hot_problems(), *self._engine_problems()]
-        if compat:
-            problems += self._compat_problems(compat, f"--compat {self.compat}")
+        if self.compat:
+            problems += self._compat_problems(f"--compat {self.compat}")
         if self.max_bad_rows is not None and self.on_bad_row == "fail":
             problems.append("--max-bad-rows needs --on-bad-row skip.")
         if problems:
@@ -110,8 +97,12 @@ class Options(Section):
         return self
 
     @property
+    def system(self) -> System:
+        return _SYSTEMS[self.compat or ""]
+
+    @property
     def kind_of_ids(self) -> str:
-        return self.ids or (COMPATS[self.compat].ids[0] if self.compat else "contiguous")
+        return self.ids or self.system.ids[0]
 
     def _id_problems(self) -> Iterator[str]:
         ids = self.kind_of_ids
@@ -121,8 +112,9 @@ class Options(Section):
             yield f"--id-order is for contiguous ids, not for {ids}."
         if ids == "mod" and not self.table_size and not self.compat:
             yield "--ids mod needs --table-size. (With --compat torchrec and no size, raw ids are kept.)"
-        if self.table_size is not None and len(self.table_size) not in (1, CRITEO.num_sparse):
-            yield f"--table-size takes one number or {CRITEO.num_sparse}, not {len(self.table_size)}."
+        for option, values in (("--table-size", self.table_size), ("--multi-hot", self.multi_hot)):
+            if values is not None and len(values) not in (1, CRITEO.num_sparse):
+                yield f"{option} takes one number or {CRITEO.num_sparse}, not {len(values)}."
 
     def _multi_hot_problems(self) -> Iterator[str]:
         if self.multi_hot is None:
@@ -130,8 +122,6 @@ class Options(Section):
                 yield "--multi-hot-distribution needs --multi-hot."
             return
         ids = self.kind_of_ids
-        if len(self.multi_hot) not in (1, CRITEO.num_sparse):
-            yield f"--multi-hot takes one number or {CRITEO.num_sparse}, not {len(self.multi_hot)}."
         if self.format == "parquet":
             yield "--multi-hot is written as npy, not as parquet."
         if ids != "contiguous" and self.table_size is None:
@@ -148,33 +138,30 @@ class Options(Section):
             yield "--engine spark writes parquet, not npy."
         if self.multi_hot is not None:
             yield "--engine spark has no --multi-hot."
-        if self.id_order == "first-seen" or (self.compat and COMPATS[self.compat].is_torchrec):
+        if self.id_order == "first-seen" or self.system.is_torchrec:
             yield "--engine spark has no first-seen order of ids: rows have no order on a cluster."
         if self.memory_budget is not None:
             yield "--memory-budget is not for --engine spark."
         if self.shuffle == "day":
             yield "--engine spark shuffles over all days (global) or not at all."
 
-    def _compat_problems(self, compat: Compat, name: str) -> Iterator[str]:
+    def _compat_problems(self, name: str) -> Iterator[str]:
         ids = self.kind_of_ids
-        if ids not in compat.ids:
+        if ids not in self.system.ids:
             yield f"{name} has no {ids} ids."
-        if self.format not in (None, compat.format):
-            yield f"{name} writes {compat.format}."
-        if self.dense not in (None, compat.dense):
-            yield f"{name} means --dense {compat.dense}."
-        if compat.is_torchrec:
-            yield from self._torchrec_problems(ids, name)
+        if self.format not in (None, self.system.format):
+            yield f"{name} writes {self.system.format}."
+        if self.dense not in (None, self.system.dense):
+            yield f"{name} means --dense {self.system.dense}."
+        if not self.system.is_torchrec:
+            if self.multi_hot is not None:
+                yield f"{name} has no --multi-hot."
+            if self.table_size is not None and len(set(self.table_size)) > 1:
+                yield f"{name} has one --table-size for all columns."
+            if ids == "hash64" and self.table_size is not None:
+                yield f"{name} has no --table-size for hash64."
             return
-        if self.multi_hot is not None:
-            yield f"{name} has no --multi-hot."
-        if self.table_size is not None and len(set(self.table_size)) > 1:
-            yield f"{name} has one --table-size for all columns."
-        if ids == "hash64" and self.table_size is not None:
-            yield f"{name} has no --table-size for hash64."
-
-    def _torchrec_problems(self, ids: str, name: str) -> Iterator[str]:
-        most = _LARGEST_INT32_OF_FLOAT32
+        most = 2**31 - 128  # the largest float32 that int32 can hold
         if self.id_order == "frequency":
             yield f"{name} numbers ids in order of occurrence."
         if self.shuffle == "day":
@@ -207,17 +194,17 @@ class Rules:
 
     @property
     def is_torchrec(self) -> bool:
-        """Whether TorchRec's rules hold; among them, a missing id counts as raw id 0."""
-        return bool(self.compat) and COMPATS[self.compat].is_torchrec
+        """Whether the rules of TorchRec apply: for example, a missing id counts as raw id 0."""
+        return _SYSTEMS[self.compat].is_torchrec
 
     @property
     def is_rounded(self) -> bool:
-        """Whether training ids go through float32 and come out as int32, as in TorchRec's shuffle."""
+        """Whether training ids are rounded to float32 and stored as int32, as TorchRec's shuffle does."""
         return self.is_torchrec and self.shuffle == "global"
 
     @property
     def wide_ids(self) -> bool:
-        """Whether ids need 64 bits, or the original writes 64 bits."""
+        """Whether ids are stored in 64 bits: they need them, or the system of --compat does so."""
         if self.compat in ("torchrec", "oneflow") or (self.ids != "contiguous" and not self.table_size):
             return True
         return max(self.table_size, default=0) > 2**31
@@ -227,30 +214,30 @@ class Rules:
         return np.float32 if self.compat == "oneflow" else np.int32
 
     def log_format(self, has_labels: bool) -> LogFormat:
-        """Return the format of a raw log; integers of which there is no logarithm make a row bad."""
+        """Return the format of a raw log. A row is bad if the logarithm of an integer does not exist."""
         smallest = 1 - _OFFSETS[self.dense] if self.dense in _OFFSETS else CRITEO.smallest_dense
-        return LogFormat(CRITEO.num_dense, CRITEO.num_sparse, has_labels, smallest)
+        return replace(CRITEO, has_labels=has_labels, smallest_dense=smallest)
 
     def bad_rows_allowed(self, bad_rows: int) -> int | None:
-        """Return how many bad rows may follow after `bad_rows`, or None if the first one is an error."""
+        """Return how many more bad rows are allowed after `bad_rows`, or None if the first one is an error."""
         return None if self.on_bad_row == "fail" else self.max_bad_rows - bad_rows
 
     def dense_offset(self, smallest: int) -> int:
-        """Return what is added before the logarithm; `smallest` is the smallest integer that log-min refers to."""
+        """Return what is added before the logarithm; `smallest` is the smallest integer of the log or logs."""
         return _OFFSETS.get(self.dense, 2 - smallest)
 
-    def dense_rule(self, smallest: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Return the function from integers int32 [n, 13] to stored values float32 [n, 13]."""
+    def dense_values(self, integers: np.ndarray, smallest: int) -> np.ndarray:
+        """Transform integers int32 [n, 13] to the stored values float32 [n, 13]."""
+        integers = integers.astype(np.int64)
         if self.compat == "oneflow":
-            return lambda dense: (dense.astype(np.int64) + 1).astype(np.float32)
+            return (integers + 1).astype(np.float32)
         if self.dense == "log1-clip":
-            return lambda dense: np.log(np.maximum(dense, 0).astype(np.int64) + 1, dtype=np.float32)
-        offset = self.dense_offset(smallest)
-        return lambda dense: np.log(dense.astype(np.int64) + offset, dtype=np.float32)
+            return np.log(np.maximum(integers, 0) + 1, dtype=np.float32)
+        return np.log(integers + self.dense_offset(smallest), dtype=np.float32)
 
     @property
     def notes(self) -> list[str]:
-        """Return the defects of the original that --compat repeats."""
+        """Return the defects of the other system that --compat repeats."""
         notes = []
         if self.compat == "oneflow" and self.ids == "mod":
             notes.append(
@@ -262,33 +249,28 @@ class Rules:
             if self.ids == "contiguous":
                 notes.append(f"--compat {self.compat}: vocabularies were made from val and test rows too")
         if self.compat == "torchrec":
-            notes.append(
-                "--compat torchrec: each file has its own dense minimum, so transforms may differ between files"
-            )
+            minimum = "each file has its own dense minimum, so transforms may differ between files"
+            notes.append(f"--compat torchrec: {minimum}")
         return notes
 
 
 def rules_of(options: Options, log_names: list[str]) -> Rules:
     """Decide every default; some depend on which logs were found."""
     is_kaggle = "train" in log_names
-    compat = COMPATS.get(options.compat or "")
-    ids = options.kind_of_ids
-    default_dense = "log-min" if is_kaggle else "log3"
-    default_format = "parquet" if options.engine == "spark" else "npy"
-    default_size = [compat.table_size] if compat and compat.table_size and ids == "mod" else []
+    system = options.system
     last_day, val_fraction = _last_day(options, 1 if is_kaggle else len(log_names))
     return Rules(
-        ids=ids,
-        id_order=options.id_order or ("first-seen" if compat else "frequency"),
+        ids=options.kind_of_ids,
+        id_order=options.id_order or ("first-seen" if options.compat else "frequency"),
         min_frequency=max(options.min_frequency or 1, 1),
-        table_size=_for_every_column(options.table_size or default_size),
-        dense=compat.dense if compat else options.dense or default_dense,
+        table_size=_for_every_column(options.table_size or (system.table_size if options.kind_of_ids == "mod" else ())),
+        dense=options.dense or ("log-min" if is_kaggle and not options.compat else system.dense),
         last_day=last_day,
         val_fraction=val_fraction,
-        shuffle=options.shuffle or (compat.shuffle if compat else "none"),
+        shuffle=options.shuffle or system.shuffle,
         seed=options.seed,
-        format=options.format or (compat.format if compat else default_format),
-        multi_hot=_for_every_column(options.multi_hot or []),
+        format=options.format or ("parquet" if options.engine == "spark" else system.format),
+        multi_hot=_for_every_column(options.multi_hot or ()),
         multi_hot_distribution=options.multi_hot_distribution or "uniform",
         compat=options.compat or "",
         on_bad_row=options.on_bad_row,
@@ -296,17 +278,18 @@ def rules_of(options: Options, log_names: list[str]) -> Rules:
     )
 
 
-def _last_day(options: Options, num_labelled: int) -> tuple[str, float]:
+def _last_day(options: Options, num_labelled_logs: int) -> tuple[str, float]:
+    """Return the last_day and the val_fraction of the rules."""
     if options.last_day == "none":
         return "none", options.val_fraction or 0.0
-    if num_labelled == 1:
+    if num_labelled_logs == 1:
         if options.last_day:
             raise ConfigError(f"--last-day {options.last_day} needs two days or more. Use --val-fraction for one log.")
         return "none", options.val_fraction or 0.1
     if options.val_fraction:
         raise ConfigError("--val-fraction is for one log: with days, the last one is for val and test (--last-day).")
-    return options.last_day or (COMPATS[options.compat].last_day if options.compat else "val-first"), 0.0
+    return options.last_day or options.system.last_day, 0.0
 
 
-def _for_every_column(values: list[int]) -> tuple[int, ...]:
+def _for_every_column(values: Sequence[int]) -> tuple[int, ...]:
     return tuple(values) * (CRITEO.num_sparse if len(values) == 1 else 1)

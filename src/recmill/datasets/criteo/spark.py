@@ -1,8 +1,8 @@
-"""Criteo click logs on Spark: the same ids and rows as on one machine, by Spark expressions, with no Python per row.
+"""Prepare Criteo click logs on Spark: the same ids and rows as on one machine, without Python code per row.
 
 Dense values may differ from the other engine's in the last bit of a float32: Java's logarithm is not numpy's.
-Rows have no order in Spark, so they are numbered: by the row index in their Parquet file, plus the rows of the files
-before it.
+Rows have no order in Spark, so they are numbered: a row's number is its index in its Parquet file plus the rows of the
+files before it.
 """
 
 import logging
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from recmill.datasets.click_log import ParsedLog, parse_log
 from recmill.datasets.clicks import dense_names, sparse_names
-from recmill.datasets.compressed import SUFFIXES
+from recmill.datasets.compressed import is_compressed
 from recmill.datasets.criteo.options import CRITEO
 from recmill.datasets.criteo.plan import Plan, RawLog, Segment, Written, log_read, seal_written, vocabulary_file
 from recmill.datasets.vocabularies import FIRST_ID, MISSING, RARE
@@ -53,8 +54,7 @@ def write(plan: Plan, work: Work) -> Description:
             ) from error
         raise ResourceError(
             f"Spark failed: {_cause(error)}. On a cluster every executor must be able to read {plan.logs[0].path} and "
-            f"to write to {work.directory}, under the same paths. Run the same command again to continue from what is "
-            "finished."
+            f"to write to {work.directory}, under the same paths. Run the same command again to resume."
         ) from error
 
 
@@ -67,7 +67,7 @@ def _cause(error: BaseException) -> str:
 
 @contextmanager
 def _session(plan: Plan, work: Work) -> Iterator[Any]:
-    """Start a Spark that is stopped at the end of the block, or use the Spark that this process already has."""
+    """Yield a session of the Spark that this process already has, or of one that is stopped afterwards."""
     from pyspark.sql import SparkSession
 
     existing = SparkSession.getActiveSession()
@@ -79,11 +79,11 @@ def _session(plan: Plan, work: Work) -> Iterator[Any]:
     if master.startswith("local"):  # one JVM, which no other machine needs to reach
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
         settings |= {"spark.driver.memory": f"{plan.limits.memory >> 20}m", "spark.ui.enabled": "false"}
-        settings |= {"spark.local.dir": str(work.scratch / "spark")}
+        settings["spark.local.dir"] = str(work.scratch / "spark")
     builder = SparkSession.builder.appName("recmill prepare criteo").master(master).config(map=settings)
     running = existing or builder.getOrCreate()
     try:
-        spark = running.newSession()  # whose settings are its own
+        spark = running.newSession()  # with settings of its own
         if not existing:
             spark.sparkContext.setLogLevel("ERROR")
         if not spark.sparkContext.getConf().contains("spark.sql.shuffle.partitions"):
@@ -98,7 +98,7 @@ def _session(plan: Plan, work: Work) -> Iterator[Any]:
 
 
 class _Preparation:
-    """The steps, in order: parse, number the rows, number the ids, write, seal."""
+    """The steps in order: parse, number the rows, number the ids, write, seal."""
 
     def __init__(self, plan: Plan, work: Work, spark: Any) -> None:
         self.plan = plan
@@ -106,52 +106,51 @@ class _Preparation:
         self.work = work
         self.spark = spark
         self.vocabularies = work.scratch / "vocabularies"
-        self.read: list[ParsedLog] = []
-        self.shifts: list[list[tuple[str, int, int]]] = []  # (file, block, shift) of each log
+        self.parsed: list[ParsedLog] = []
+        self.shifts: list[list[tuple[str, int, int]]] = []  # per log: (file, block, shift)
 
     def run(self) -> Description:
-        rules, logs = self.rules, self.plan.logs
+        rules = self.rules
+        logs = self.plan.logs
         self._read()
-        self.segments = self.plan.segments(self.read)
+        self.segments = self.plan.segments(self.parsed)
         self.sizes = self.work.part("vocabularies", self._write_vocabularies) if rules.ids == "contiguous" else []
-        rows_of: dict[str, int] = {}
+        file_rows: dict[str, int] = {}
         together = {"all": logs} if rules.shuffle == "global" else {raw.name: [raw] for raw in logs}
         for name, some_logs in together.items():
-            rows_of |= self.work.part(f"write-{name}", partial(self._write, some_logs))
+            file_rows |= self.work.part(f"write-{name}", partial(self._write, some_logs))
             for raw in some_logs:
-                shutil.rmtree(self._parsed(raw), ignore_errors=True)
-            log.info("wrote %s rows", f"{sum(rows_of.values()):,}")
-        return seal_written(self.plan, Written(rows_of, self.read, self.segments, self.sizes, []), self.work)
+                shutil.rmtree(self._parsed_path(raw), ignore_errors=True)
+            log.info("wrote %s rows", f"{sum(file_rows.values()):,}")
+        return seal_written(self.plan, Written(file_rows, self.parsed, self.sizes, notes=[]), self.work)
 
-    # Parse, and number the rows
-
-    def _parsed(self, raw: RawLog) -> Path:
+    def _parsed_path(self, raw: RawLog) -> Path:
         return self.work.scratch / f"{raw.name}.rows"
 
     def _read(self) -> None:
-        """Parse all logs at once, since a compressed one takes a single task. Bad rows are reported in order."""
+        """Parse all logs at once, since a compressed log is a single task. Bad rows are reported in order."""
         pool = ThreadPoolExecutor(len(self.plan.logs))
         try:
             parsing = [pool.submit(self.work.part, f"parse-{r.name}", partial(self._parse, r)) for r in self.plan.logs]
             for raw, seen in zip(self.plan.logs, parsing, strict=True):
-                allowed = self.rules.bad_rows_allowed(sum(parsed.bad_rows for parsed in self.read))
+                allowed = self.rules.bad_rows_allowed(sum(parsed.bad_rows for parsed in self.parsed))
                 note = self.work.part(f"read-{raw.name}", partial(self._number_rows, raw, seen, allowed))
                 self.shifts.append(note.pop("shifts"))
-                self.read.append(ParsedLog(self._parsed(raw), self.rules.log_format(raw.has_labels), **note))
-                log_read(raw, self.read[-1])
+                self.parsed.append(ParsedLog(self._parsed_path(raw), self.rules.log_format(raw.has_labels), **note))
+                log_read(raw, self.parsed[-1])
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # after an error, running tasks end with Spark
 
     def _parse(self, raw: RawLog) -> dict[str, Any]:
-        """Write good rows to Parquet, with the `block` of the file that they come from. Return counts of all rows."""
+        """Write good rows to Parquet, with the `block` of the log that they come from. Return counts of all rows."""
         from pyspark.sql import Observation
         from pyspark.sql import functions as F
 
-        first = 1 if raw.has_labels else 0
-        field = {name: f"get(fields, {first + at})" for at, name in enumerate([*_DENSE, *_SPARSE])}
+        log_format = self.rules.log_format(raw.has_labels)
+        field = {name: f"get(fields, {index})" for index, name in enumerate(log_format.fields)}
         integer = {name: f"try_cast({field[name]} AS int)" for name in _DENSE}  # empty or too large: null
-        low = self.rules.log_format(raw.has_labels).smallest_dense
-        in_range = [f"({field[name]} = '' OR coalesce({integer[name]} >= {low}, false))" for name in _DENSE]
+        is_large_enough = f">= {log_format.smallest_dense}"
+        in_range = [f"({field[name]} = '' OR coalesce({integer[name]} {is_large_enough}, false))" for name in _DENSE]
         lines = self.spark.read.text(_uri(raw.path), lineSep="\n").select(
             F.split(F.translate("value", '"\r', ""), "\t").alias("fields"),
             F.col("value").rlike(_row_pattern(raw.has_labels)).alias("has_shape"),
@@ -163,22 +162,22 @@ class _Preparation:
         last = "max_by(length(element_at(fields, -1)), line) AS last_digits"
         checked = lines.withColumn("is_good", F.expr(" AND ".join(["has_shape", *in_range])))
         good = checked.observe(seen, *map(F.expr, [*counts, last])).filter("is_good")
-        label = "int(get(fields, 0))" if raw.has_labels else "-1"
+        label = f"int({field['label']})" if raw.has_labels else "-1"
         dense = [f"coalesce({integer[name]}, 0) AS {name}" for name in _DENSE]
         ids = [f"bigint(conv({field[name]}, 16, 10)) AS {name}" for name in _SPARSE]  # missing: null
-        self._save(good.selectExpr("block", f"{label} AS label", *dense, *ids), self._parsed(raw))
+        self._save(good.selectExpr("block", f"{label} AS label", *dense, *ids), self._parsed_path(raw))
         return dict(seen.get)
 
     def _number_rows(self, raw: RawLog, parsing: "Future[Any]", bad_rows_allowed: int | None) -> dict[str, Any]:
-        """Number the rows of a log. If it may have a problem, parse it here too, for the same errors."""
-        if parsing.exception() and raw.path.suffix in SUFFIXES[1:]:
+        """Number the rows of a log. If it may have a problem, parse it here too, to raise the other engine's errors."""
+        if parsing.exception() and is_compressed(raw.path):
             self._parse_here(raw, bad_rows_allowed)  # it may be corrupt
         seen = parsing.result()
-        parsed = ParsedLog(self._parsed(raw), self.rules.log_format(raw.has_labels))
-        if seen["bad_rows"] or not seen["lines"] or (seen["last_digits"] != 8 and _may_end_in_a_row(raw)):
+        parsed = ParsedLog(self._parsed_path(raw), self.rules.log_format(raw.has_labels))
+        if seen["bad_rows"] or not seen["lines"] or (seen["last_digits"] != 8 and _may_lack_line_break(raw)):
             parsed = self._parse_here(raw, bad_rows_allowed)
         assert parsed.bad_rows == seen["bad_rows"], f"{raw.path}: {parsed.bad_rows} and {seen['bad_rows']} bad rows"
-        rows = self._saved(self._parsed(raw))
+        rows = self._saved(self._parsed_path(raw))
         shifts = []
         parsed.block_rows = []
         for group in self._groups(rows, "block"):
@@ -190,45 +189,40 @@ class _Preparation:
 
     def _parse_here(self, raw: RawLog, bad_rows_allowed: int | None) -> ParsedLog:
         log.info("checking %s on this machine", raw.path)
+        log_format = self.rules.log_format(raw.has_labels)
+        chunk_bytes = self.plan.limits.chunk_bytes
+        nowhere = Path(os.devnull)
         with ThreadPoolExecutor(num_cores()) as pool:
-            return parse_log(
-                raw.path,
-                Path(os.devnull),
-                self.rules.log_format(raw.has_labels),
-                bad_rows_allowed=bad_rows_allowed,
-                pool=pool,
-                chunk_bytes=self.plan.limits.chunk_bytes,
-                progress=lambda rows: None,
-            )
+            return parse_log(raw.path, nowhere, log_format, bad_rows_allowed, pool, chunk_bytes, lambda rows: None)
 
     def _rows(self, raw: RawLog) -> Any:
         index = self.plan.logs.index(raw)
-        rows = self._numbered(self._saved(self._parsed(raw)), "block", self.shifts[index])
+        rows = self._numbered(self._saved(self._parsed_path(raw)), "block", self.shifts[index])
         return rows.selectExpr(f"{index} AS log", "number", "label", *_DENSE, *_SPARSE)
-
-    # Saved frames, and numbers for their rows
 
     def _save(self, frame: Any, target: Path, partition_by: tuple[str, ...] = ()) -> None:
         writer = frame.write.mode("overwrite").partitionBy(*partition_by).option("compression", "zstd")
         writer.option("parquet.block.row.count.limit", self.plan.limits.rows_per_group).parquet(f"file://{target}")
 
     def _saved(self, target: Path) -> Any:
-        """Read a saved frame, with the `file` and the `row_index` in it of each row."""
+        """Read a saved frame, with the `file` of each row and its `row_index` there."""
         metadata = ("_metadata.file_name AS file", "_metadata.row_index AS row_index")
         return self.spark.read.parquet(_uri(target)).selectExpr("*", *metadata)
 
     def _groups(self, frame: Any, key: str) -> list[Any]:
-        """Return (file, key, rows, first): the rows of a key are consecutive in a file. Sorted by key, then file."""
+        """Return (file, key, rows, first row index) of each key in each file, sorted by key, then file.
+
+        The rows of a key are consecutive in a file.
+        """
         query = f"SELECT file, {key}, count(*) AS rows, min(row_index) AS first FROM {{frame}} GROUP BY file, {key}"
-        return sorted(self.spark.sql(query, frame=frame).collect(), key=lambda group: (group[key], _part(group.file)))
+        groups = self.spark.sql(query, frame=frame).collect()
+        return sorted(groups, key=lambda group: (group[key], _part_number(group.file)))
 
     def _numbered(self, frame: Any, key: str, shifts: list[Any]) -> Any:
         """Add the column `number`: the row index plus the shift in (file, key, shift)."""
         schema = f"file string, {key} {'bigint' if key == 'block' else 'string'}, shift bigint"
         shift = self.spark.createDataFrame([tuple(row) for row in shifts], schema)
         return frame.join(shift.hint("broadcast"), ["file", key]).selectExpr("*", "row_index + shift AS number")
-
-    # Number the ids
 
     def _write_vocabularies(self) -> list[int]:
         """Number the ids of all columns and return the size of each vocabulary."""
@@ -253,19 +247,17 @@ class _Preparation:
 
     def _count(self, target: Path) -> None:
         """Write the ids of the training rows of all columns, the most frequent first, ties by value."""
-        train = [part for part in self.segments if part.split == "train"]
-        rows = (self._rows(self.plan.logs[part.index]).filter(_is_in(part)).select(*_SPARSE) for part in train)
+        train = [segment for segment in self.segments if segment.split == "train"]
+        rows = (self._rows(self.plan.logs[s.log_index]).filter(_is_in(s)).select(*_SPARSE) for s in train)
         pairs = reduce(lambda a, b: a.union(b), rows).unpivot([], _SPARSE, "column", "raw").filter("raw IS NOT NULL")
         counts = pairs.groupBy("column", "raw").count().filter(f"count >= {self.rules.min_frequency}")
         by_frequency = counts.orderBy("column", "count", "raw", ascending=[True, False, True])
         self._save(by_frequency.select("column", "raw"), target)
-        log.info("counted the ids of %s rows", f"{sum(part.rows for part in train):,}")
+        log.info("counted the ids of %s rows", f"{sum(segment.rows for segment in train):,}")
 
     def _write_vocabulary(self, name: str) -> int:
         """Write the vocabulary of a column as `vocabularies.write_vocabulary` does, and return its size."""
-        import polars as pl
-
-        files = sorted((self.vocabularies / f"column={name}").glob("part-*"), key=lambda path: _part(path.name))
+        files = sorted((self.vocabularies / f"column={name}").glob("part-*"), key=lambda path: _part_number(path.name))
         size = sum(_num_rows(file) for file in files)
         last = -1
         with NpyWriter(self.work.data / vocabulary_file(name), np.uint32, (size, 2)) as target:
@@ -276,47 +268,47 @@ class _Preparation:
                 last = pairs[-1, 0]
         return size
 
-    # Write
-
     def _write(self, logs: list[RawLog]) -> dict[str, int]:
         """Write the rows of these logs to files and return the rows of each file."""
-        parts = [part for part in self.segments if self.plan.logs[part.index] in logs]
-        stems = {part: f"{part.split}-{self.plan.logs[part.index].name}" for part in parts}
-        names = [f"{stem}-{k:05d}.parquet" for part, stem in stems.items() for k in range(self._num_files(part))]
-        rows = reduce(lambda a, b: a.union(b), map(self._rows, logs)).selectExpr("*", *self._targets(parts))
+        segments = [segment for segment in self.segments if self.plan.logs[segment.log_index] in logs]
+        names = []
+        for segment in segments:
+            stem = f"{segment.split}-{self.plan.logs[segment.log_index].name}"
+            names += [f"{stem}-{k:05d}.parquet" for k in range(self._num_files(segment))]
+        rows = reduce(lambda a, b: a.union(b), map(self._rows, logs)).selectExpr("*", *self._targets(segments))
         by_file = self._finished(rows).repartition(len(names), "file")
         in_order = by_file.sortWithinPartitions("file", "order", "log", "number").drop("order", "log", "number")
         target = self.work.scratch / "written"
         self._save(in_order, target, partition_by=("file",))
-        rows_of = {}
-        for at, name in enumerate(names):
-            for file in (target / f"file={at}").glob("part-*"):  # one, or by chance none of few shuffled rows
-                assert name not in rows_of
+        file_rows = {}
+        for index, name in enumerate(names):
+            for file in (target / f"file={index}").glob("part-*"):  # one, or none if there are few shuffled rows
+                assert name not in file_rows
                 os.replace(file, self.work.data / name)
-                rows_of[name] = _num_rows(self.work.data / name)
-        assert sum(rows_of.values()) == sum(part.rows for part in parts), f"{logs}: rows were lost"
-        return rows_of
+                file_rows[name] = _num_rows(self.work.data / name)
+        assert sum(file_rows.values()) == sum(segment.rows for segment in segments), f"{logs}: rows were lost"
+        return file_rows
 
-    def _num_files(self, part: Segment) -> int:
-        return -(-part.rows // self.plan.limits.rows_per_file)
+    def _num_files(self, segment: Segment) -> int:
+        return -(-segment.rows // self.plan.limits.rows_per_file)
 
-    def _targets(self, parts: list[Segment]) -> list[str]:
-        """Return expressions for `file`, which counts through the files of all parts, and for the `order` within it.
+    def _targets(self, segments: list[Segment]) -> list[str]:
+        """Return expressions for the `file` of a row, an index into the files of all segments, and its `order` there.
 
         Shuffled rows are ordered by a hash of log and row number, so the order does not depend on Spark's partitions.
         """
-        shuffled = [part for part in parts if part.split == "train" and self.rules.shuffle == "global"]
+        shuffled = [segment for segment in segments if segment.split == "train" and self.rules.shuffle == "global"]
         key = f"xxhash64({self.rules.seed}L, log, number)"
         shuffled_files = sum(map(self._num_files, shuffled))
         files = []
         orders = []
         first_file = 0
-        for part in parts:
-            when = f"WHEN log = {part.index} AND {_is_in(part)} THEN"
-            in_order = f"{first_file} + (number - {part.start}) DIV {self.plan.limits.rows_per_file}"
-            files.append(f"{when} {f'pmod({key}, {shuffled_files})' if part in shuffled else in_order}")
-            orders.append(f"{when} {key if part in shuffled else 'number'}")
-            first_file += self._num_files(part)
+        for segment in segments:
+            when = f"WHEN log = {segment.log_index} AND {_is_in(segment)} THEN"
+            in_order = f"{first_file} + (number - {segment.start}) DIV {self.plan.limits.rows_per_file}"
+            files.append(f"{when} {f'pmod({key}, {shuffled_files})' if segment in shuffled else in_order}")
+            orders.append(f"{when} {key if segment in shuffled else 'number'}")
+            first_file += self._num_files(segment)
         return [f"CASE {' '.join(files)} END AS file", f"CASE {' '.join(orders)} END AS order"]
 
     def _finished(self, rows: Any) -> Any:
@@ -339,7 +331,8 @@ class _Preparation:
         return self.spark.sql(query, rows=rows, **pairs)
 
     def _id(self, column: int) -> str:
-        rules, raw = self.rules, _SPARSE[column]
+        rules = self.rules
+        raw = _SPARSE[column]
         missing = MISSING
         size = rules.table_size[column] if rules.table_size else 0
         if rules.ids == "contiguous":
@@ -362,7 +355,7 @@ class _Preparation:
             return f"{value} + 1"
         if self.rules.dense == "log1-clip":
             return f"ln(float(greatest({value}, 0) + 1))"
-        offset = self.rules.dense_offset(min(parsed.smallest_dense for parsed in self.read))
+        offset = self.rules.dense_offset(min(parsed.smallest_dense for parsed in self.parsed))
         return f"ln(float({value} + {offset}))"
 
 
@@ -373,11 +366,11 @@ def _row_pattern(has_labels: bool) -> str:
     return r"\A" + r"\t".join(fields) + r"\r?\z"
 
 
-def _may_end_in_a_row(raw: RawLog) -> bool:
-    """Return whether the last line may lack its end; of a compressed file this is not known before it is read."""
+def _may_lack_line_break(raw: RawLog) -> bool:
+    """Return whether the last line may lack its line break: of a compressed file only reading it would show that."""
     with raw.path.open("rb") as file:
         file.seek(raw.bytes - 1)
-        return raw.path.suffix in SUFFIXES[1:] or file.read() != b"\n"
+        return is_compressed(raw.path) or file.read() != b"\n"
 
 
 def _uri(path: Path) -> str:
@@ -385,16 +378,14 @@ def _uri(path: Path) -> str:
     return "file://" + re.sub(r"([\\{}\[\]*?])", r"\\\1", str(path))
 
 
-def _is_in(part: Segment) -> str:
-    return f"number >= {part.start} AND number < {part.stop}"
+def _is_in(segment: Segment) -> str:
+    return f"number >= {segment.start} AND number < {segment.stop}"
 
 
 def _num_rows(file: Path) -> int:
-    import polars as pl
-
     return int(pl.scan_parquet(file).select(pl.len()).collect().item())
 
 
-def _part(file: str) -> int:
+def _part_number(file: str) -> int:
     """Return 12 for part-00012-...: Spark numbers the files of an output in the order of its partitions."""
     return int(file.split("-")[1])

@@ -1,7 +1,7 @@
 """Criteo click logs: the 1TB logs (day_0, day_1, ...) or Kaggle's train.txt, also as .gz and .zst.
 
 A row has 40 fields: a label, 13 integers, 26 hexadecimal ids. The text is parsed once into integers, then ids are
-counted, then mapped. Memory stays below --memory-budget for any number of rows. A killed run continues when the same
+counted, then mapped. Memory stays below --memory-budget for any number of rows. A killed run resumes when the same
 command is run again. By default ids are contiguous: 0 is missing, 1 is rare or not in the training rows, then the most
 frequent id comes first.
 """
@@ -30,7 +30,7 @@ from recmill.datasets.hashed_ids import hash64, hashed_modulo, modulo, modulo_as
 from recmill.datasets.multi_hot import companion_paths, write_companions, write_multi_hot
 from recmill.datasets.parallel import ordered
 from recmill.datasets.shuffle import Buckets
-from recmill.datasets.vocabularies import FIRST_ID, Counting, LogRows, LookupRound, Vocabularies, write_vocabulary
+from recmill.datasets.vocabularies import FIRST_ID, Counting, LogRows, LookupRound, lookup_rounds, write_vocabulary
 from recmill.datasets.writing import Work, check_disk
 from recmill.errors import ResourceError
 from recmill.hardware.cpu import num_cores
@@ -40,6 +40,8 @@ from recmill.schema import Description
 __all__ = ["Options", "Plan", "plan", "write"]
 
 log = logging.getLogger(__name__)
+
+_Permutation = Callable[[Segment, np.ndarray], np.ndarray]
 
 
 def write(plan: Plan, work: Work) -> Description:
@@ -61,12 +63,12 @@ def write(plan: Plan, work: Work) -> Description:
         free = shutil.disk_usage(work.directory).free
         raise ResourceError(
             f"{work.directory}: the disk is full. {needed:,} bytes are needed in all, {free:,} are free. Free some "
-            "space, then run the same command again: it continues from what is finished."
+            "space, then run the same command again to resume."
         ) from error
 
 
 def _check_disk(plan: Plan, work: Work) -> int:
-    """Return the bytes needed at the worst moment, estimated from the size and the first rows of each file."""
+    """Raise if the disk is too small. Return the bytes needed at the peak, estimated from the logs' first rows."""
     rules = plan.rules
     rows = [forecast_rows(raw.path) for raw in plan.logs]
     ids_bytes = CRITEO.num_sparse * (8 if rules.wide_ids else 4)
@@ -87,7 +89,7 @@ def _check_disk(plan: Plan, work: Work) -> int:
 
 
 class _Preparation:
-    """The steps, in order: read, count, map, shuffle, write, seal. A finished step is not repeated after a kill."""
+    """The steps in order: read, count, map, shuffle, write, seal. A step that was completed before is skipped."""
 
     def __init__(self, plan: Plan, work: Work, pool: Executor) -> None:
         self.plan = plan
@@ -95,28 +97,26 @@ class _Preparation:
         self.memory = plan.limits.memory
         self.work = work
         self.pool = pool
-        self.rounded = 0  # ids that --compat changed
+        self.num_rounded_ids = 0
 
     def run(self) -> Description:
         self.parsed = self._read()
         self.segments = self.plan.segments(self.parsed)
-        self.train = [part for part in self.segments if part.split == "train"]
+        self.train = [segment for segment in self.segments if segment.split == "train"]
         if self.rules.ids == "contiguous":
             self._count()
             self._map_in_rounds()
         if self.rules.shuffle != "none":
             self._scatter()
-        rows_of = self._write_parquet() if self.rules.format == "parquet" else self._write_npy()
+        file_rows = self._write_parquet() if self.rules.format == "parquet" else self._write_npy()
         notes = []
-        if self.rounded:
+        if self.num_rounded_ids:
             notes.append(
-                f"--compat {self.rules.compat}: {self.rounded:,} training ids above 2^24 were rounded to float32, "
-                "as the original's shuffle does; those of the last day were not"
+                f"--compat {self.rules.compat}: {self.num_rounded_ids:,} training ids above 2^24 were rounded to "
+                "float32, as the original's shuffle does; those of the last day were not"
             )
-        written = Written(rows_of, self.parsed, self.segments, self.vocabulary_sizes, notes)
+        written = Written(file_rows, self.parsed, self.vocabulary_sizes, notes)
         return seal_written(self.plan, written, self.work)
-
-    # Read
 
     def _read(self) -> list[ParsedLog]:
         read: list[ParsedLog] = []
@@ -130,18 +130,9 @@ class _Preparation:
         return read
 
     def _read_log(self, raw: RawLog, target: ParsedLog, allowed: int | None, progress: Progress) -> dict[str, Any]:
-        parsed = parse_log(
-            raw.path,
-            target.path,
-            target.format,
-            bad_rows_allowed=allowed,
-            pool=self.pool,
-            chunk_bytes=self.plan.limits.chunk_bytes,
-            progress=progress.advance,
-        )
+        chunk_bytes = self.plan.limits.chunk_bytes
+        parsed = parse_log(raw.path, target.path, target.format, allowed, self.pool, chunk_bytes, progress.advance)
         return parsed.to_json()
-
-    # Count
 
     @cached_property
     def _vocabulary_paths(self) -> list[Path]:
@@ -151,10 +142,10 @@ class _Preparation:
         """Write a vocabulary per column from the training rows, or with --compat from all rows."""
         rules = self.rules
         counted = []
-        number = 0
-        for part in self.segments if rules.compat else self.train:
-            counted.append(LogRows(self.parsed[part.index], part.start, part.stop, number))
-            number += part.rows
+        offset = 0
+        for segment in self.segments if rules.compat else self.train:
+            counted.append(LogRows(self.parsed[segment.log_index], segment.start, segment.stop, offset))
+            offset += segment.rows
         counting = Counting(
             order=rules.id_order,
             min_frequency=rules.min_frequency,
@@ -163,32 +154,27 @@ class _Preparation:
             scratch=self.work.scratch,
         )
 
-        def count(column: int) -> int:
+        def count(column: int) -> None:
             table_size = rules.table_size[column] if rules.table_size and not rules.compat else 2**32
             path = self._vocabulary_paths[column]
             make = partial(write_vocabulary, path, counted, column, table_size - FIRST_ID, counting)
-            return self.work.part(f"count-C{column + 1}", make)
+            self.work.part(f"count-C{column + 1}", make)
 
         with Progress("counting ids", total=CRITEO.num_sparse, unit="columns") as progress:
             for _ in ordered(self.pool, count, range(CRITEO.num_sparse), ahead=0):
                 progress.advance(1)
 
-    # Map
-
-    @cached_property
-    def _vocabularies(self) -> Vocabularies:
-        return Vocabularies(self._vocabulary_paths, missing_is_zero=self.rules.is_torchrec)
-
     @cached_property
     def _rounds(self) -> list[LookupRound]:
-        """Return the rounds of lookups; once several have begun, another memory budget does not change them."""
-        rounds = self._vocabularies.rounds(self.memory // 2)
+        """The rounds of lookups. Once several have begun, another memory budget does not change them."""
+        make_rounds = partial(lookup_rounds, self._vocabulary_paths, self.rules.is_torchrec)
+        rounds = make_rounds(self.memory // 2)
         if len(rounds) == 1 and not self.work.is_done("memory-of-rounds"):
             return rounds
-        return self._vocabularies.rounds(self.work.part("memory-of-rounds", lambda: self.memory // 2))
+        return make_rounds(self.work.part("memory-of-rounds", lambda: self.memory // 2))
 
     def _map_in_rounds(self) -> None:
-        """If the vocabularies do not fit in memory together, map all rows with the first of them, then the next."""
+        """If the vocabularies do not fit in memory together, map all rows with some of them, then with the next."""
         if len(self._rounds) == 1:
             return
         log.info("ids are mapped in %d rounds, because the vocabularies do not fit in memory", len(self._rounds))
@@ -196,24 +182,24 @@ class _Preparation:
         with Progress("mapping ids", total=total, unit="rows") as progress:
             for number, lookup in enumerate(self._rounds):
                 for parsed in self.parsed:
-                    if parsed.path.exists():  # the others are written
+                    if parsed.path.exists():  # otherwise an earlier run has stored its rows
                         name = f"map-{number}-{parsed.path.stem}"
                         self.work.part(name, partial(self._map_log, parsed, lookup, progress))
                 lookup.free()
 
-    def _mapped(self, parsed: ParsedLog) -> Path:
+    def _mapped_path(self, parsed: ParsedLog) -> Path:
         return parsed.path.with_suffix(".ids")
 
     def _read_mapped(self, parsed: ParsedLog, first: int, rows: int) -> np.ndarray:
         offset = first * CRITEO.num_sparse * self.id_type.itemsize
-        ids = np.fromfile(self._mapped(parsed), self.id_type, rows * CRITEO.num_sparse, offset=offset)
+        ids = np.fromfile(self._mapped_path(parsed), self.id_type, rows * CRITEO.num_sparse, offset=offset)
         return ids.reshape(rows, CRITEO.num_sparse)
 
     def _map_log(self, parsed: ParsedLog, lookup: LookupRound, progress: Progress) -> None:
         """Add the ids of one round. Repeating it is harmless: each round writes only its own ids."""
         row_bytes = CRITEO.num_sparse * self.id_type.itemsize
-        self._mapped(parsed).touch()
-        with self._mapped(parsed).open("r+b") as file:
+        self._mapped_path(parsed).touch()
+        with self._mapped_path(parsed).open("r+b") as file:
             file.truncate(parsed.rows * row_bytes)
 
             def mapped(block: tuple[int, int]) -> tuple[int, np.ndarray]:
@@ -228,7 +214,8 @@ class _Preparation:
 
     @cached_property
     def vocabulary_sizes(self) -> list[int]:
-        return self._vocabularies.sizes if self.rules.ids == "contiguous" else []
+        is_contiguous = self.rules.ids == "contiguous"
+        return [len(np.load(path, mmap_mode="r")) for path in self._vocabulary_paths] if is_contiguous else []
 
     @cached_property
     def id_type(self) -> np.dtype:
@@ -249,133 +236,127 @@ class _Preparation:
             return modulo_as_oneflow(block, rules.table_size[0])
         return modulo_as_torchrec(block, sizes) if rules.compat else modulo(block, sizes)
 
-    def _rows(self, part: Segment) -> Iterator[ClickRows]:
-        """Yield the mapped rows of a segment, in the order of the log."""
-        parsed = self.parsed[part.index]
+    def _blocks(self, segment: Segment) -> list[tuple[int, int]]:
+        """Return (first row, number of rows) of each block of the log that has rows of the segment."""
+        blocks = self.parsed[segment.log_index].blocks()
+        return [(first, rows) for first, rows in blocks if first < segment.stop and first + rows > segment.start]
+
+    def _mapped_rows(self, segment: Segment, first_and_rows: tuple[int, int]) -> ClickRows:
+        """Return those rows of a block that belong to the segment."""
+        first, rows = first_and_rows
+        parsed = self.parsed[segment.log_index]
+        block = parsed.read_block(first, rows)
         # TorchRec uses the minimum of each file, we use the minimum of all.
         smallest = min(other.smallest_dense for other in ([parsed] if self.rules.compat else self.parsed))
-        dense_rule = self.rules.dense_rule(smallest)
-
-        def mapped(first_and_rows: tuple[int, int]) -> ClickRows:
-            first, rows = first_and_rows
-            block = parsed.read_block(first, rows)
-            ids = self._ids(parsed, first, block)
-            return ClickRows(dense_rule(block.dense), ids, block.labels)[max(part.start - first, 0) : part.stop - first]
-
-        blocks = [(first, rows) for first, rows in parsed.blocks() if first < part.stop and first + rows > part.start]
-        return ordered(self.pool, mapped, blocks, ahead=4)
-
-    # Shuffle
+        dense = self.rules.dense_values(block.dense, smallest)
+        mapped = ClickRows(dense, self._ids(parsed, first, block), block.labels)
+        return mapped[max(segment.start - first, 0) : segment.stop - first]
 
     @cached_property
     def _buckets(self) -> Buckets:
-        """Return the buckets; once begun, another memory budget does not change their size."""
-        total = sum(part.rows for part in self.train)
+        """The buckets. Once some are written, another memory budget does not change their size."""
+        total = sum(segment.rows for segment in self.train)
         bucket_id_type = np.int32 if self.rules.is_rounded else self.id_type.type
         memory = self.work.part("memory-of-buckets", lambda: self.memory // 4)
         directory = self.work.scratch / "buckets"
         return Buckets(directory, total, CRITEO.num_dense, CRITEO.num_sparse, bucket_id_type, memory)
 
-    def _positions(self) -> Callable[[Segment, int, int], np.ndarray]:
-        """Return the function from (segment, number, n) to the new positions of training rows number..number + n."""
+    def _permutation(self) -> _Permutation:
+        """Return the function from (segment, positions of its rows among all training rows) to new positions."""
         seed = self.rules.seed
-        total = sum(part.rows for part in self.train)
+        total = sum(segment.rows for segment in self.train)
         if self.rules.shuffle == "day":
 
-            def within_the_day(part: Segment, number: int, rows: int) -> np.ndarray:
-                permutation = rng.Permutation(part.rows, rng.stream_key(seed, "criteo shuffle", part.index))
-                return permutation(np.arange(rows) + (number - part.number)) + part.number
+            def within_the_day(segment: Segment, positions: np.ndarray) -> np.ndarray:
+                permutation = rng.Permutation(segment.rows, rng.stream_key(seed, "criteo shuffle", segment.log_index))
+                return permutation(positions - segment.offset) + segment.offset
 
             return within_the_day
         if self.rules.is_rounded:
             order = _numpys_order(total, seed, self.memory)
-            return lambda part, number, rows: order[number : number + rows]
+            return lambda segment, positions: order[positions]
         permutation = rng.Permutation(total, rng.stream_key(seed, "criteo shuffle"))
-        return lambda part, number, rows: permutation(np.arange(rows) + number)
+        return lambda segment, positions: permutation(positions)
 
     def _scatter(self) -> None:
         """Write all training rows to buckets."""
-        positions = self._positions()
+        permutation = self._permutation()
         sizes: dict[str, int] = {}
-        with Progress("shuffling", total=sum(part.rows for part in self.train), unit="rows") as progress:
-            for part in self.train:
-                name = f"scatter-{self.plan.logs[part.index].name}"
-                if not self.work.is_done(name):
-                    self._buckets.truncate(sizes)
-                scattered = self.work.part(name, partial(self._scatter_segment, part, positions, progress))
+        with Progress("shuffling", total=sum(segment.rows for segment in self.train), unit="rows") as progress:
+            for segment in self.train:
+                name = f"scatter-{self.plan.logs[segment.log_index].name}"
+                make = partial(self._scatter_segment, segment, permutation, sizes, progress)
+                scattered = self.work.part(name, make)
                 sizes = scattered["sizes"]
-                self.rounded += scattered["rounded"]
-                self._remove_parsed(part)
+                self.num_rounded_ids += scattered["rounded"]
+                self._remove_parsed(segment)
 
     def _scatter_segment(
-        self, part: Segment, positions: Callable[[Segment, int, int], np.ndarray], progress: Progress
+        self, segment: Segment, permutation: _Permutation, sizes: dict[str, int], progress: Progress
     ) -> dict[str, Any]:
-        def numbered() -> Iterator[tuple[int, ClickRows]]:
-            number = part.number
-            for rows in self._rows(part):
-                yield number, rows
-                number += len(rows)
+        """Add the rows of a segment to the buckets, which had these sizes after the segment before it."""
+        self._buckets.truncate(sizes)
 
-        def packed(item: tuple[int, ClickRows]) -> tuple[np.ndarray, np.ndarray, int]:
-            number, rows = item
-            changed = 0
+        def packed(block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, int]:
+            rows = self._mapped_rows(segment, block)
+            num_rounded = 0
             if self.rules.is_rounded:
                 ids = rows.ids.astype(np.float32).astype(np.int64)
-                changed = int((ids != rows.ids).sum())
+                num_rounded = int((ids != rows.ids).sum())
                 rows = replace(rows, ids=ids)
-            return *self._buckets.packed(rows, positions(part, number, len(rows))), changed
+            first = segment.offset + max(block[0] - segment.start, 0)
+            return *self._buckets.packed(rows, permutation(segment, first + np.arange(len(rows)))), num_rounded
 
         rounded = 0
-        for records, buckets, changed in ordered(self.pool, packed, numbered(), ahead=2):
+        for records, buckets, num_rounded in ordered(self.pool, packed, self._blocks(segment), ahead=2):
             self._buckets.add(records, buckets)
-            rounded += changed
+            rounded += num_rounded
             progress.advance(len(records))
         return {"sizes": self._buckets.sizes(), "rounded": rounded}
 
     def _remove_parsed(self, done: Segment) -> None:
         """Remove the parsed rows of a log after its last segment."""
-        if done == [part for part in self.segments if part.index == done.index][-1]:
-            parsed = self.parsed[done.index]
+        parsed = self.parsed[done.log_index]
+        if done.stop == parsed.rows:
             parsed.path.unlink(missing_ok=True)
-            self._mapped(parsed).unlink(missing_ok=True)
+            self._mapped_path(parsed).unlink(missing_ok=True)
 
-    # Write
+    def _is_shuffled(self, segment: Segment) -> bool:
+        return segment.split == "train" and self.rules.shuffle != "none"
 
-    def _is_shuffled(self, part: Segment) -> bool:
-        return part.split == "train" and self.rules.shuffle != "none"
-
-    def _rows_to_write(self, part: Segment, progress: Progress) -> Iterator[ClickRows]:
-        source = self._rows(part)
-        if self._is_shuffled(part):
-            source = self._buckets.rows(part.number, part.number + part.rows, self.plan.limits.block_rows)
-        for rows in source:
+    def _rows_to_write(self, segment: Segment, progress: Progress) -> Iterator[ClickRows]:
+        if self._is_shuffled(segment):
+            blocks = self._buckets.rows(segment.offset, segment.offset + segment.rows, self.plan.limits.block_rows)
+        else:
+            blocks = ordered(self.pool, partial(self._mapped_rows, segment), self._blocks(segment), ahead=4)
+        for rows in blocks:
             yield rows
             progress.advance(len(rows))
 
-    def _remove_scratch(self, part: Segment) -> None:
-        if self._is_shuffled(part):
-            self._buckets.remove_before(part.number + part.rows)
+    def _remove_scratch(self, segment: Segment) -> None:
+        if self._is_shuffled(segment):
+            self._buckets.remove_before(segment.offset + segment.rows)
         else:
-            self._remove_parsed(part)
+            self._remove_parsed(segment)
 
     def _write_npy(self) -> dict[str, int]:
         """Write three files per day, which hold all its segments one after the other."""
-        rows_of: dict[str, int] = {}
-        with Progress("writing", total=sum(part.rows for part in self.segments), unit="rows") as progress:
+        file_rows: dict[str, int] = {}
+        with Progress("writing", total=sum(segment.rows for segment in self.segments), unit="rows") as progress:
             for index, raw in enumerate(self.plan.logs):
-                parts = [part for part in self.segments if part.index == index]
-                is_rounded = self.rules.is_rounded and any(part.split == "train" for part in parts)
+                segments = [segment for segment in self.segments if segment.log_index == index]
+                is_rounded = self.rules.is_rounded and any(segment.split == "train" for segment in segments)
                 day_id_type = np.int32 if is_rounded else self.id_type.type
-                rows = sum(part.rows for part in parts)
-                blocks = chain.from_iterable(self._rows_to_write(part, progress) for part in parts)
+                rows = self.parsed[index].rows
+                blocks = chain.from_iterable(self._rows_to_write(segment, progress) for segment in segments)
                 make = partial(write_day, self.work.data, raw.name, rows, blocks, day_id_type)
                 self.work.part(f"write-{raw.name}", make)
-                for part in parts:
-                    self._remove_scratch(part)
-                rows_of |= {f"{raw.name}_{name}.npy": rows for name in PARTS}
-        return self._to_multi_hot(rows_of) if self.rules.multi_hot else rows_of
+                for segment in segments:
+                    self._remove_scratch(segment)
+                file_rows |= {f"{raw.name}_{name}.npy": rows for name in PARTS}
+        return self._to_multi_hot(file_rows) if self.rules.multi_hot else file_rows
 
-    def _to_multi_hot(self, rows_of: dict[str, int]) -> dict[str, int]:
+    def _to_multi_hot(self, file_rows: dict[str, int]) -> dict[str, int]:
         """Replace the files of one-hot ids by files of multi-hot ids."""
         rules = self.rules
         table_rows = [feature.rows for feature in self.plan.features(self.vocabulary_sizes)]
@@ -390,31 +371,26 @@ class _Preparation:
                 make = partial(write_multi_hot, self.work.data / multi_hot, self.work.data / one_hot, tables)
                 self.work.part(f"multi-hot-{raw.name}", make)
                 (self.work.data / one_hot).unlink(missing_ok=True)
-                rows_of[multi_hot] = rows_of.pop(one_hot)
+                file_rows[multi_hot] = file_rows.pop(one_hot)
                 progress.advance(1)
-        return rows_of
+        return file_rows
 
     def _write_parquet(self) -> dict[str, int]:
-        rows_of: dict[str, int] = {}
-        with Progress("writing", total=sum(part.rows for part in self.segments), unit="rows") as progress:
-            for part in self.segments:
-                stem = f"{part.split}-{self.plan.logs[part.index].name}"
-                make = partial(
-                    write_parquet_parts,
-                    self.work.data,
-                    stem,
-                    self._rows_to_write(part, progress),
-                    label_type=self.rules.label_type,
-                    id_type=self.id_type.type,
-                    rows_per_file=self.plan.limits.rows_per_file,
-                )
-                rows_of |= self.work.part(f"write-{stem}", make)
-                self._remove_scratch(part)
-        return rows_of
+        file_rows: dict[str, int] = {}
+        with Progress("writing", total=sum(segment.rows for segment in self.segments), unit="rows") as progress:
+            for segment in self.segments:
+                stem = f"{segment.split}-{self.plan.logs[segment.log_index].name}"
+                blocks = self._rows_to_write(segment, progress)
+                types = (self.rules.label_type, self.id_type.type)
+                rows_per_file = self.plan.limits.rows_per_file
+                make = partial(write_parquet_parts, self.work.data, stem, blocks, *types, rows_per_file)
+                file_rows |= self.work.part(f"write-{stem}", make)
+                self._remove_scratch(segment)
+        return file_rows
 
 
 def _numpys_order(total: int, seed: int, memory: int) -> np.ndarray:
-    """Return where numpy's legacy shuffle puts each row, which takes an array of all rows."""
+    """Return the position to which numpy's legacy shuffle moves each row. It needs an array of all rows."""
     if total * 16 > memory:
         raise ResourceError(
             f"--compat with --shuffle global needs {total * 16:,} bytes for the original's order of {total:,} rows: "

@@ -97,7 +97,7 @@ def write(plan: GeneratedPlan[Options], work: Work) -> Description:
         "val": best_reachable(logits[:middle], labels[:middle]),
         "test": best_reachable(logits[middle:], labels[middle:]),
     }
-    return seal_clicks(work.data, "synthetic-clicks", plan.recipe, day_rows, options.dense, options.tables, truth)
+    return seal_clicks(work.data, "synthetic-clicks", plan.recipe, day_rows, options, truth)
 
 
 def best_reachable(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -22,7 +22,7 @@ def write(plan: GeneratedPlan[Options], work: Work) -> Description:
         for day, rows in enumerate(day_rows):
             write_day(work.data, f"day_{day}", rows, _blocks(options, day, rows, progress), options.id_dtype)
     truth = {split: {"auroc": 0.5} for split in ("val", "test")}
-    return seal_clicks(work.data, "random-clicks", plan.recipe, day_rows, options.dense, options.tables, truth)
+    return seal_clicks(work.data, "random-clicks", plan.recipe, day_rows, options, truth)
 
 
 def _blocks(options: Options, day: int, rows: int, progress: Progress) -> Iterator[ClickRows]:
