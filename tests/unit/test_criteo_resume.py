@@ -427,7 +427,7 @@ def test_a_second_run_at_the_same_time_is_refused(logs: Path, tmp_path: Path) ->
     with (unfinished(tmp_path) / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # another open file: as good as another process
         for overwrite in (False, True):
-            with pytest.raises(ResourceError, match="in use by another `recmill prepare`"):
+            with pytest.raises(ResourceError, match=r"in use by process .* Wait for that `recmill prepare`"):
                 prepare("criteo", tmp_path / "d", input=logs, overwrite=overwrite)
     assert contents_of_tree(unfinished(tmp_path)) == before
     prepare("criteo", tmp_path / "d", input=logs)

@@ -174,7 +174,7 @@ def test_a_second_download_at_the_same_time_is_refused(server: Server, tmp_path:
     (tmp_path / UNFINISHED).mkdir()
     with (tmp_path / UNFINISHED / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # another open file counts like another process
-        with pytest.raises(ResourceError, match="in use by another `recmill download`"):
+        with pytest.raises(ResourceError, match=r"in use by another process\. Wait for that `recmill download`"):
             download("movielens", tmp_path, url=server.url)
     assert server.ranges == []
 

@@ -67,11 +67,11 @@ def test_leftovers_of_killed_processes_are_removed_and_those_of_living_ones_are_
 
 def test_a_lock_that_is_held_names_its_holder(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    second = exclusive_lock(lock, lambda holder: f"used by {holder}")
-    expected = pytest.raises(ResourceError, match=f"used by process {os.getpid()} on .* since 20")
-    with exclusive_lock(lock, str), expected, second:
+    second = exclusive_lock(lock, "Wait.")
+    expected = pytest.raises(ResourceError, match=rf"in use by process {os.getpid()} on .* since 20.*Z\. Wait\.")
+    with exclusive_lock(lock, ""), expected, second:
         pass
-    with exclusive_lock(lock, str):  # it ended with the block
+    with exclusive_lock(lock, ""):  # it ended with the block
         assert lock.read_text().startswith(f"process {os.getpid()} on")
 
 

@@ -1,3 +1,6 @@
+import fcntl
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +10,9 @@ from recmill import prepare
 from recmill.data.opening import open_dataset
 from recmill.datasets.synthetic import random_clicks
 from recmill.errors import ConfigError, DataError
+from recmill.failpoints import VARIABLE
+
+from ..conftest import RunCli
 
 
 def test_preparing_the_same_again_does_nothing(tmp_path: Path) -> None:
@@ -82,6 +88,42 @@ def test_a_killed_run_without_a_completed_part_starts_over_with_any_recipe(tmp_p
     assert open_dataset(tmp_path / "d", "digests").description.recipe["rows"] == 40
     assert not (tmp_path / "d" / "day_7_dense.npy").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+@pytest.mark.parametrize("rows_before", [None, 30])
+def test_what_a_kill_after_the_last_rename_leaves_is_removed_by_the_next_call(
+    rows_before: int | None, tmp_path: Path, run_cli: RunCli
+) -> None:
+    if rows_before:
+        prepare("random-clicks", tmp_path / "d", rows=rows_before)
+    command = ["prepare", "random-clicks", "--rows", "40", "--output", tmp_path / "d", "--overwrite"]
+    killed = run_cli(*command, env={**os.environ, VARIABLE: "prepare.renamed:kill"})
+    assert killed.returncode == -signal.SIGKILL
+    left = sorted(path.name.rstrip("0123456789") for path in tmp_path.iterdir())
+    assert left == [*([".d.old-"] if rows_before else []), ".d.unfinished", "d"]
+    before = (tmp_path / "d" / "dataset.json").stat().st_mtime_ns
+    prepare("random-clicks", tmp_path / "d", rows=40)  # nothing else to do
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+    assert (tmp_path / "d" / "dataset.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("reason", ["resumable", "in use"])
+def test_unfinished_work_that_is_resumable_or_in_use_is_kept_by_a_call_with_nothing_to_do(
+    reason: str, tmp_path: Path
+) -> None:
+    prepare("random-clicks", tmp_path / "d", rows=40)
+    unfinished = tmp_path / ".d.unfinished"
+    unfinished.mkdir()
+    with (unfinished / "lock").open("a") as lock:
+        if reason == "in use":
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another open file counts like another process
+        else:
+            (unfinished / "data").mkdir()
+            (unfinished / "recipe.json").write_text('{"made_by": "recmill", "recipe": {"rows": 30}, "inputs": {}}')
+            (unfinished / "done-rows.json").write_text("{}")
+        before = sorted(unfinished.iterdir())
+        prepare("random-clicks", tmp_path / "d", rows=40)
+        assert sorted(unfinished.iterdir()) == before
 
 
 def test_numpy_numbers_are_numbers(tmp_path: Path) -> None:

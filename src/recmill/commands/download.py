@@ -12,14 +12,13 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from pydantic import Field, field_validator
-
 from recmill.config.options import checked_options
-from recmill.config.sections import Section
+from recmill.config.sections import Section, key
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_directory, write_json
 from recmill.files.locks import exclusive_lock
@@ -49,19 +48,17 @@ class Source:
         return self.url.rpartition("/")[2]
 
 
-def _movielens(variant: str, max_bytes: int, md5: str, *members: str) -> Source:
-    return Source(f"https://files.grouplens.org/datasets/movielens/{variant}.zip", max_bytes, md5, members)
-
-
+_MOVIELENS = "https://files.grouplens.org/datasets/movielens/"
+_GOODREADS = "https://mcauleylab.ucsd.edu/public_datasets/gdrive/goodreads/"
+_TAB = ("u.data", "u.item", "README")
 _CSV = ("ratings.csv", "movies.csv", "README.txt")
 _DAT = ("ratings.dat", "movies.dat", "users.dat", "README")
-_GOODREADS = "https://mcauleylab.ucsd.edu/public_datasets/gdrive/goodreads/"
 SOURCES = {  # the first variant of each is the default
     "movielens": {
-        "ml-1m": _movielens("ml-1m", 10**7, "c4d9eecfca2ab87c1945afe126590906", *_DAT),
-        "ml-100k": _movielens("ml-100k", 10**7, "0e33842e24a9c977be4e0107933c0723", "u.data", "u.item", "README"),
-        "ml-20m": _movielens("ml-20m", 4 * 10**8, "cd245b17a1ae2cc31bb14903e1204af3", *_CSV),
-        "ml-25m": _movielens("ml-25m", 5 * 10**8, "6b51fb2759a8657d3bfcbfc42b592ada", *_CSV),
+        "ml-1m": Source(f"{_MOVIELENS}ml-1m.zip", 10**7, "c4d9eecfca2ab87c1945afe126590906", _DAT),
+        "ml-100k": Source(f"{_MOVIELENS}ml-100k.zip", 10**7, "0e33842e24a9c977be4e0107933c0723", _TAB),
+        "ml-20m": Source(f"{_MOVIELENS}ml-20m.zip", 4 * 10**8, "cd245b17a1ae2cc31bb14903e1204af3", _CSV),
+        "ml-25m": Source(f"{_MOVIELENS}ml-25m.zip", 5 * 10**8, "6b51fb2759a8657d3bfcbfc42b592ada", _CSV),
     },
     "goodreads": {
         "interactions": Source(f"{_GOODREADS}goodreads_interactions.csv", 10**10),
@@ -73,17 +70,8 @@ _VARIANTS = "; ".join(f"of {name}: {', '.join(variants)}" for name, variants in 
 
 
 class Options(Section):
-    variant: str | None = Field(None, description=f"Which file to download, {_VARIANTS}. The default is the first.")
-    url: str | None = Field(
-        None, description="Another address of the same file, such as a mirror; its checksum must be the same."
-    )
-
-    @field_validator("url")
-    @classmethod
-    def check_scheme(cls, url: str | None) -> str | None:
-        if url and not url.startswith(("https://", "http://")):
-            raise ValueError(f"--url {url}: expected an address that begins with https:// or http://.")
-        return url
+    variant: str | None = key(None, f"Which file to download, {_VARIANTS}. The default is the first.")
+    url: str | None = key(None, "Another address of the same file, such as a mirror; its checksum must be the same.")
 
 
 def download(name: str, output: str | Path, **options: Any) -> Path:
@@ -99,14 +87,17 @@ def download(name: str, output: str | Path, **options: Any) -> Path:
     if variant not in SOURCES[name]:
         raise ConfigError(unknown(f"variant of {name}", variant, SOURCES[name]))
     source = SOURCES[name][variant]
+    url = checked.url or source.url
+    if not url.startswith(("https://", "http://")):
+        raise ConfigError(f"--url {url}: expected an address that begins with https:// or http://.")
     target = Path(output).absolute() / (variant if source.members else source.file)
     if all((target / member).is_file() for member in source.members or [""]):
         log.info("%s is already there: nothing to do", target)
         return target
     if target.exists():
-        members = ", ".join(source.members)
+        members = ", ".join(source.members) or "the data"
         raise DataError(f"{target} exists, without all of {members}. Move it away, or choose another --output.")
-    _download(checked.url or source.url, source, target)
+    _download(url, source, target)
     log.info("downloaded %s", target)
     return target
 
@@ -116,11 +107,7 @@ def _download(url: str, source: Source, target: Path) -> None:
     partial = target.parent / f".{source.file}.unfinished"
     partial.mkdir(parents=True, exist_ok=True)
     data = partial / "data"
-
-    def in_use(holder: str) -> str:
-        return f"{partial} is in use by another `recmill download` ({holder}). Wait for it to end."
-
-    with exclusive_lock(partial / "lock", in_use), data.open("ab") as file:
+    with exclusive_lock(partial / "lock", "Wait for that `recmill download` to end."), data.open("ab") as file:
         try:
             _fetch(url, file, partial / "version.json", source.max_bytes)
             _check_md5(data, url, source.md5)
@@ -131,19 +118,14 @@ def _download(url: str, source: Source, target: Path) -> None:
         except (urllib.error.HTTPError, ConnectionError) as error:
             if not data.stat().st_size:
                 shutil.rmtree(partial)
-            remedy = f"Run it again to resume, or {_manual_steps(source, target)}"
+            checksum = f" (md5 {source.md5})" if source.md5 else ""
+            to = f"and unpack it so that {target / source.members[0]} exists" if source.members else f"to {target}"
+            remedy = f"Run it again to resume, or download {source.url}{checksum} {to}."
             raise ResourceError(f"{url}: {error}. {remedy}") from None
         except DataError:
             shutil.rmtree(partial)
             raise
         shutil.rmtree(partial)
-
-
-def _manual_steps(source: Source, target: Path) -> str:
-    checksum = f" (md5 {source.md5})" if source.md5 else ""
-    if source.members:
-        return f"download {source.url}{checksum} and unpack it so that {target / source.members[0]} exists."
-    return f"download {source.url}{checksum} to {target}."
 
 
 def _fetch(url: str, file: BinaryIO, version_note: Path, max_bytes: int) -> None:
@@ -164,9 +146,9 @@ def _fetch(url: str, file: BinaryIO, version_note: Path, max_bytes: int) -> None
 
 
 def _fetch_once(url: str, file: BinaryIO, version_note: Path, max_bytes: int) -> None:
-    """Request the bytes that `file` lacks, or all of them if the server's file may have changed.
+    """Request the bytes that `file` lacks, or all of them if it is not known to be part of the server's present file.
 
-    `version_note` says which version of which file was begun.
+    `version_note` holds the address that `file` comes from and the version that the server stated.
     """
     begun = json.loads(version_note.read_bytes()) if version_note.is_file() else {}
     if begun.get("url") != url or not begun.get("version"):
@@ -234,12 +216,10 @@ def _check_md5(data: Path, url: str, md5: str | None) -> None:
 
 
 def _published_md5(url: str) -> str | None:
-    try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer:
-            found = re.search(rb"\b[0-9a-f]{32}\b", answer.read(1000))
-    except (OSError, http.client.HTTPException):
-        return None
-    return found[0].decode() if found else None
+    with suppress(OSError, http.client.HTTPException), urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer:
+        if found := re.search(rb"\b[0-9a-f]{32}\b", answer.read(1000)):
+            return found[0].decode()
+    return None
 
 
 def _unpack(archive: Path, target: Path, source: Source) -> None:
@@ -258,11 +238,10 @@ def _checked_members(archive: zipfile.ZipFile, source: Source) -> dict[str, zipf
         path = PurePosixPath(info.filename.replace("\\", "/"))
         if path.is_absolute() or ".." in path.parts or stat.S_ISLNK(info.external_attr >> 16):
             raise DataError(f"{source.file}: '{info.filename}' would leave its directory. Do not use this file.")
-    there = {info.filename: info for info in archive.infolist()}
     names = {member: f"{source.file.removesuffix('.zip')}/{member}" for member in source.members}
-    if missing := [name for name in names.values() if name not in there]:
+    if missing := [name for name in names.values() if name not in archive.namelist()]:
         raise DataError(f"{source.file}: no {', '.join(missing)} in it. Is it the right file?")
-    members = {member: there[name] for member, name in names.items()}
+    members = {member: archive.getinfo(name) for member, name in names.items()}
     size = sum(info.file_size for info in members.values())
     if size > 10 * source.max_bytes:
         raise DataError(f"{source.file}: {size:,} bytes unpacked, {10 * source.max_bytes:,} are allowed.")

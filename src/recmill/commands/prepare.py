@@ -8,7 +8,7 @@ from recmill import registry
 from recmill.config.options import checked_options
 from recmill.data.opening import open_dataset
 from recmill.datasets.protocol import DatasetModule
-from recmill.datasets.writing import needs_writing, resumable_directory
+from recmill.datasets.writing import needs_writing, remove_finished_work, resumable_directory
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options
             module.write(plan, work)
         log.info("prepared %s in %s", name, output)
     else:
+        remove_finished_work(output)
         log.info("%s is already prepared: nothing to do", output)
     description = open_dataset(output).description
     for note in description.notes:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from recmill.config.options import checked_options
-from recmill.config.sections import Section
+from recmill.config.sections import Section, key
 from recmill.datasets.compressed import read_blocks
 from recmill.errors import DataError
 from recmill.files.atomic import new_directory
@@ -22,8 +22,8 @@ _BLOCK_BYTES = 1 << 20  # stays in the processor's cache while it is read, searc
 
 
 class Options(Section):
-    lines: PositiveInt = Field(5_000_000, description="Lines of each slice.")
-    days: PositiveInt = Field(24, description="Number of slices: day_0, day_1, ...; the rest of the log is left out.")
+    lines: PositiveInt = key(5_000_000, "Lines of each slice.")
+    days: PositiveInt = key(24, "Number of slices: day_0, day_1, ...; the rest of the log is left out.")
 
 
 def split(input: str | Path, output: str | Path, **options: Any) -> dict[str, Any]:
@@ -32,26 +32,26 @@ def split(input: str | Path, output: str | Path, **options: Any) -> dict[str, An
     Returns input, days, the total number of lines, and whether the rest of the log was left out.
     """
     checked = checked_options("split", Options, options)
-    lines, days = checked.lines, checked.days
     input = Path(input)
     output = Path(output).absolute()
     if not input.is_file():
         raise DataError(f"{input}: no such file. --input is one raw log: plain, .gz or .zst.")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DataError(f"{output} exists and is not an empty directory. Choose another --output, or move it away.")
-    blocks = read_blocks(input, _BLOCK_BYTES)
-    with new_directory(output) as partial, Progress(f"splitting {input.name}", lines * days, "lines") as progress:
-        written, has_rest = _write_days(blocks, partial, checked, progress)
-        if written <= lines * (days - 1):
-            raise DataError(_too_few(input, written, lines, days))
+    title = f"splitting {input.name}"
+    with new_directory(output) as partial, Progress(title, checked.lines * checked.days, "lines") as progress:
+        written, has_rest = _write_days(read_blocks(input, _BLOCK_BYTES), partial, checked, progress)
+        if written <= checked.lines * (checked.days - 1):
+            raise DataError(_too_few(input, written, checked))
     rest = "the rest was left out" if has_rest else "nothing was left out"
-    log.info("%s: %s lines written to %s/day_0 to day_%d; %s", input, f"{written:,}", output, days - 1, rest)
-    return {"input": str(input), "days": days, "lines": written, "has_rest": has_rest}
+    log.info("%s: %s lines written to %s/day_0 to day_%d; %s", input, f"{written:,}", output, checked.days - 1, rest)
+    return {"input": str(input), "days": checked.days, "lines": written, "has_rest": has_rest}
 
 
 def _write_days(blocks: Iterator[bytes], directory: Path, options: Options, progress: Progress) -> tuple[int, bool]:
     """Return the number of lines written, and whether anything follows them."""
-    written, rest = 0, b""
+    written = 0
+    rest = b""
     for day in range(options.days):
         with (directory / f"day_{day}").open("wb") as file:
             copied, rest = _copy_lines(chain([rest], blocks), file, options.lines, progress)
@@ -62,11 +62,9 @@ def _write_days(blocks: Iterator[bytes], directory: Path, options: Options, prog
 
 
 def _copy_lines(blocks: Iterable[bytes], file: BinaryIO, lines: int, progress: Progress) -> tuple[int, bytes]:
-    """Return the number of lines copied, and what is left of the last block.
-
-    A last line without a newline, at the end of the log, counts too.
-    """
-    missing, ends_open = lines, False
+    """Return the number of lines copied (also a last one without a newline), and the rest of the last block."""
+    missing = lines
+    is_line_open = False
     for block in blocks:
         ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))[:missing]
         missing -= len(ends)
@@ -75,12 +73,12 @@ def _copy_lines(blocks: Iterable[bytes], file: BinaryIO, lines: int, progress: P
         progress.advance(len(ends))
         if not missing:
             return lines, block[stop:]
-        ends_open = bool(block) and not block.endswith(b"\n")
-    return lines - missing + ends_open, b""
+        is_line_open = bool(block) and not block.endswith(b"\n")
+    return lines - missing + is_line_open, b""
 
 
-def _too_few(input: Path, found: int, lines: int, days: int) -> str:
-    fact = f"{input} has {found:,} lines: slices of {lines:,} do not fill {days} days."
-    if found < days:
-        return f"{fact} Use a longer log." if not found else f"{fact} Use --lines 1 --days {found}, or a longer log."
-    return f"{fact} Use --lines {found // days} or --days {-(-found // lines)}."
+def _too_few(input: Path, found: int, options: Options) -> str:
+    remedy = f"Use --lines {found // options.days} or --days {-(-found // options.lines)}."
+    if found < options.days:
+        remedy = f"Use --lines 1 --days {found}, or a longer log." if found else "Use a longer log."
+    return f"{input} has {found:,} lines: slices of {options.lines:,} do not fill {options.days} days. {remedy}"

@@ -16,7 +16,7 @@ class DatasetPlan(Protocol):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Files to read (none if generated), with size and time: interrupted work resumes only if unchanged."""
+        """The files to read, with size and time: interrupted work is resumed only if they are the same."""
 
 
 class DatasetModule(Protocol):

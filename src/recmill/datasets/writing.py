@@ -5,7 +5,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MADE_BY = f"recmill {__version__}"
+_ORIGIN_FILE = "recipe.json"  # in a directory of unfinished work: version, recipe and inputs
+_REMEDY = "Choose another --output, or move it away."
 
 
 def needs_writing(output: Path, name: str, recipe: dict[str, Any], overwrite: bool) -> bool:
@@ -34,7 +36,7 @@ def needs_writing(output: Path, name: str, recipe: dict[str, Any], overwrite: bo
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return True
     if not (output / DESCRIPTION_FILE).is_file():
-        raise DataError(f"{output} exists and is not a prepared dataset. Choose another --output, or move it away.")
+        raise DataError(f"{output} exists and is not a prepared dataset. {_REMEDY}")
     if overwrite:
         _check_only_our_files(output)
         return True
@@ -55,11 +57,10 @@ def _check_only_our_files(output: Path) -> None:
         is_ours = description["made_by"].startswith("recmill ")
     except (ValueError, KeyError, TypeError, AttributeError):
         is_ours = False
-    remedy = "Choose another --output, or move it away."
     if not is_ours:
-        raise DataError(f"{output} was not written by recmill. {remedy}")
+        raise DataError(f"{output} was not written by recmill. {_REMEDY}")
     if foreign := sorted(path.name for path in output.iterdir() if path.name not in listed):
-        raise DataError(f"{output} holds {foreign[0]}, which is not part of a prepared dataset. {remedy}")
+        raise DataError(f"{output} holds {foreign[0]}, which is not part of a prepared dataset. {_REMEDY}")
 
 
 class Work:
@@ -77,22 +78,21 @@ class Work:
 
     def part(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what `make` returns, as JSON values; if this part was completed before, what it returned then."""
-        note = self.directory / f"done-{name}.json"
-        if not note.is_file():
-            write_json(note, make())
-        return json.loads(note.read_bytes())
+        if not self.is_done(name):
+            write_json(self._note(name), make())
+        return json.loads(self._note(name).read_bytes())
 
     def is_done(self, name: str) -> bool:
-        return (self.directory / f"done-{name}.json").is_file()
+        return self._note(name).is_file()
 
-    def bytes_written(self) -> int:
-        return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
+    def _note(self, name: str) -> Path:
+        return self.directory / f"done-{name}.json"
 
 
 def check_disk(work: Work, needed: int, rows: int) -> None:
     """Raise if the disk has less free space than the `needed` bytes, at the peak, of preparing `rows` rows."""
     free = shutil.disk_usage(work.directory).free
-    missing = needed - work.bytes_written()
+    missing = needed - sum(path.stat().st_size for path in work.directory.rglob("*") if path.is_file())
     if missing > free:
         raise ResourceError(
             f"{work.directory.parent}: about {missing:,} bytes of disk are needed for {rows:,} rows, {free:,} are "
@@ -108,60 +108,72 @@ def resumable_directory(output: Path, recipe: dict[str, Any], inputs: dict[str, 
     Otherwise completed parts are kept for the next run, which must have the same recipe and inputs. They are removed
     after a DataError, because the input has to change first, and if `discard` says to start over.
     """
-    directory = output.parent / f".{output.name}.unfinished"
-
-    def in_use(holder: str) -> str:
-        return f"{directory} is in use by another `recmill prepare` ({holder}). Wait, or choose another --output."
-
+    directory = _unfinished(output)
     try:
-        if discard and directory.exists():
-            with exclusive_lock(directory / "lock", in_use):
-                shutil.rmtree(directory)
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(output)
     except OSError as error:
         raise as_user_error(error) or error from error
-    with exclusive_lock(directory / "lock", in_use):
-        _resume_or_start_over(directory, {"made_by": MADE_BY, "recipe": recipe, "inputs": inputs})
+    with exclusive_lock(directory / "lock", "Wait for that `recmill prepare` to end, or choose another --output."):
+        _resume_or_start_over(directory, {"made_by": MADE_BY, "recipe": recipe, "inputs": inputs}, discard)
         try:
             work = Work(directory)
             reach("prepare.begin")
             yield work
             replace_directory(output, work.data)
-        except BaseException as error:
-            if isinstance(error, DataError) or not _has_completed_parts(directory):
-                shutil.rmtree(directory, ignore_errors=True)
-            if isinstance(error, OSError):
-                error.filename = error.filename or str(output)  # a failing write() does not name its file
+        except DataError:
+            (directory / _ORIGIN_FILE).unlink()
             raise
-        shutil.rmtree(directory, ignore_errors=True)
+        except OSError as error:
+            error.filename = error.filename or str(output)  # a failing write() does not name its file
+            raise
+        finally:
+            if not _is_resumable(directory):
+                shutil.rmtree(directory, ignore_errors=True)
 
 
-def _has_completed_parts(directory: Path) -> bool:
-    return (directory / "data").is_dir() and any(directory.glob("done-*.json"))
+def remove_finished_work(output: Path) -> None:
+    """Remove what a run left beside `output` if it was killed after the last rename; keep work that can be resumed."""
+    directory = _unfinished(output)
+    with suppress(OSError, ResourceError):  # in use, or read-only: nothing depends on it
+        remove_leftovers(output)
+        if directory.is_dir():
+            with exclusive_lock(directory / "lock", ""):
+                if not _is_resumable(directory):
+                    shutil.rmtree(directory)
 
 
-def _resume_or_start_over(directory: Path, origin: dict[str, Any]) -> None:
+def _unfinished(output: Path) -> Path:
+    return output.parent / f".{output.name}.unfinished"
+
+
+def _is_resumable(directory: Path) -> bool:
+    has_data = (directory / _ORIGIN_FILE).is_file() and (directory / "data").is_dir()
+    return has_data and any(directory.glob("done-*.json"))
+
+
+def _resume_or_start_over(directory: Path, origin: dict[str, Any], discard: bool) -> None:
     """Keep the completed parts of a run of the same origin, raise if they have another; remove anything else."""
-    note = directory / "recipe.json"
-    if note.is_file() and _has_completed_parts(directory):
-        _check_unchanged(directory, json.loads(note.read_bytes()), json.loads(json.dumps(origin)))
+    if _is_resumable(directory) and not discard:
+        _check_unchanged(directory, origin)
         log.info("resuming the unfinished work in %s", directory)
         return
+    (directory / _ORIGIN_FILE).unlink(missing_ok=True)  # first: what is half removed cannot be resumed
     for left in directory.iterdir():
         if left.is_dir():
             shutil.rmtree(left)
         elif left.name != "lock":
             left.unlink()
-    write_json(note, origin)
+    write_json(directory / _ORIGIN_FILE, origin)
 
 
-def _check_unchanged(directory: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_unchanged(directory: Path, origin: dict[str, Any]) -> None:
     def flat(origin: dict[str, Any]) -> dict[str, Any]:
         inputs = {f"input {name}": facts for name, facts in origin["inputs"].items()}
         return {"made by": origin["made_by"], **origin["recipe"], **inputs}
 
-    old, new = flat(before), flat(now)
+    old = flat(json.loads((directory / _ORIGIN_FILE).read_bytes()))
+    new = flat(json.loads(json.dumps(origin)))
     changes = [f"  {k}: was {old.get(k)}, is {new.get(k)}\n" for k in {**old, **new} if old.get(k) != new.get(k)]
     if changes:
         raise DataError(
@@ -170,7 +182,7 @@ def _check_unchanged(directory: Path, before: dict[str, Any], now: dict[str, Any
         )
 
 
-class NpyWriter:
+class NpyWriter(AbstractContextManager["NpyWriter"]):
     """Writes a .npy file of known shape in blocks of rows.
 
     It uses plain writes because, on a full disk, a memory-mapped file ends the process with SIGBUS and numpy's own
@@ -187,9 +199,6 @@ class NpyWriter:
     def append(self, rows: np.ndarray) -> None:
         self._missing -= len(rows)
         self._file.write(np.ascontiguousarray(rows, dtype=self._dtype).data)
-
-    def __enter__(self) -> "NpyWriter":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._file.close()
@@ -216,10 +225,10 @@ def write_parquet(
 def seal(directory: Path, describe: Callable[[dict[str, FileInfo]], Description], rows: dict[str, int]) -> Description:
     """Digest every file of `rows` (name -> number of rows) and write the description that `describe` makes of them."""
     reach("prepare.written")
-    files = {}
-    for name in sorted(rows):
-        file = directory / name
-        files[name] = FileInfo(bytes=file.stat().st_size, rows=rows[name], xxh3=digest(file))
+    files = {
+        name: FileInfo(bytes=(directory / name).stat().st_size, rows=rows[name], xxh3=digest(directory / name))
+        for name in sorted(rows)
+    }
     description = describe(files)
     write_text(directory / DESCRIPTION_FILE, to_json(description))
     return description

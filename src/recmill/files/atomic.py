@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,6 @@ def write_synced(path: Path, text: str, before_sync: Callable[[], None] = lambda
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` with a synced file that holds `value` as JSON."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
@@ -69,6 +69,7 @@ def new_directory(output: Path) -> Iterator[Path]:
 
 
 def _new_partial(output: Path, create: Callable[[Path], None]) -> Path:
+    """Create the temporary file or directory beside `output`, with the parents that are missing."""
     partial = output.parent / f".{output.name}.partial-{os.getpid()}"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -92,12 +93,14 @@ def replace_directory(output: Path, new: Path) -> None:
 
 def remove_leftovers(output: Path) -> None:
     """Remove what killed processes left beside `output`, or restore it if it is the only copy."""
-    parent, name = output.parent, output.name
-    for leftover in [*parent.glob(f".{name}.partial-*"), *parent.glob(f".{name}.old-*")]:
-        process = leftover.name.rpartition("-")[2]
-        if process.isdigit() and not Path(f"/proc/{process}").exists():
-            if ".old-" in leftover.name and not output.exists():  # killed between the two renames
-                os.rename(leftover, output)
-            elif leftover.is_file():
-                leftover.unlink()
-            shutil.rmtree(leftover, ignore_errors=True)
+    pattern = re.compile(rf"\.{re.escape(output.name)}\.(partial|old)-(\d+)")
+    for path in list(output.parent.iterdir()):
+        leftover = pattern.fullmatch(path.name)
+        if leftover is None or Path(f"/proc/{leftover[2]}").exists():
+            continue
+        if leftover[1] == "old" and not output.exists():  # killed between the two renames
+            os.rename(path, output)
+        elif path.is_file():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)

@@ -4,7 +4,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,17 +12,18 @@ from recmill.errors import ResourceError
 
 
 @contextmanager
-def exclusive_lock(path: Path, in_use: Callable[[str], str]) -> Iterator[None]:
+def exclusive_lock(path: Path, remedy: str) -> Iterator[None]:
     """Hold the lock file `path`, created if absent, within the block.
 
-    If another process holds it, raise ResourceError(in_use(holder)), where `holder` says which process that is.
+    If another process holds it, raise ResourceError, which names that process and ends with `remedy`.
     """
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise ResourceError(in_use(file.read().strip() or "another process")) from None
+            holder = file.read().strip() or "another process"
+            raise ResourceError(f"{path.parent} is in use by {holder}. {remedy}") from None
         file.truncate(0)
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")

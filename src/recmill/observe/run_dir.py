@@ -47,11 +47,7 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Hold the directory's lock within the block, or raise ResourceError naming the process that holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
-
-        def in_use(holder: str) -> str:
-            return f"{self.path} is in use by {holder}. Wait for it, stop it, or choose another --run."
-
-        with exclusive_lock(self.path / ".lock", in_use):
+        with exclusive_lock(self.path / ".lock", "Wait for it, stop it, or choose another --run."):
             yield
 
     def write_status(self, state: State, **facts: Any) -> None:

@@ -92,12 +92,18 @@ class Table:
         return "\t" if self.separator == "::" else self.separator
 
     def _texts(self) -> Iterator[bytes]:
-        """Yield the text in blocks that end with a row, without blank lines at the end; `::` is replaced by tabs."""
-        held, rest, is_start = b"", b"", True
+        """Yield the text in blocks of complete rows, without blank lines at the end; `::` is replaced by tabs.
+
+        A block is held back until another row follows, because blank lines at its end may be the last of the file.
+        """
+        held = b""
+        rest = b""  # the beginning of a row
+        is_start = True
         for block in read_blocks(self.path, _BLOCK_BYTES):
             text = rest + block
             if is_start and len(text) >= len(_BOM):
-                text, is_start = text.removeprefix(_BOM), False
+                text = text.removeprefix(_BOM)
+                is_start = False
             end = text.rfind(b"\n") + 1
             if self._has_quotes and text.count(b'"', 0, end) % 2:  # the last quote opens a field with line ends
                 end = text.rfind(b"\n", 0, text.rfind(b'"', 0, end)) + 1
@@ -105,7 +111,8 @@ class Table:
             if len(rest) > _MAX_ROW_BYTES:
                 raise DataError(f"{self.path}: a row of more than {_MAX_ROW_BYTES:,} bytes. Is a quote not closed?")
             if end:
-                yield from [self._with_tabs(held)] if held else []
+                if held:
+                    yield self._with_tabs(held)
                 held = text[:end]
         if rest.strip(b"\r\n"):
             log.warning("%s: the last row has no line end; it is used as it is. Is the file incomplete?", self.path)

@@ -9,11 +9,12 @@ from itertools import chain
 from pathlib import Path
 
 import polars as pl
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
+from recmill.config.sections import key
 from recmill.datasets.compressed import SUFFIXES, expansion, forecast_rows, read_blocks
 from recmill.datasets.histories import delimited
-from recmill.datasets.histories.interactions import Filters, InteractionsPlan, rating_condition, write
+from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
 from recmill.datasets.histories.writing import MIN_HISTORY
 from recmill.errors import DataError
 from recmill.observe.progress import Progress
@@ -31,18 +32,14 @@ _FIELDS = (
 
 
 class Options(Filters):
-    input: str = Field(description=f"{_FILE}, plain, .gz or .zst; or its directory.")
-    min_rating: float | None = Field(
-        None, description="Keep only interactions with at least this rating; 0 means not rated."
-    )
-    only_read: bool = Field(False, description="Keep only books that were read, not those just put on a shelf.")
-    min_interactions: NonNegativeInt = Field(
-        20, description="Keep only users with at least this many interactions; never fewer than 3."
-    )
-    max_interactions: PositiveInt = Field(200, description="Keep only users with at most this many interactions.")
-    min_item_count: NonNegativeInt = Field(0, description="Keep only items with at least this many interactions.")
-    titles: str | None = Field(None, description="goodreads_books.json.gz (or plain, .zst), for the books' titles.")
-    book_ids: str | None = Field(None, description="book_id_map.csv, which maps ids of --input to ids of --titles.")
+    input: str = key(..., f"{_FILE}, plain, .gz or .zst; or its directory.")
+    min_rating: float | None = key(None, "Keep only interactions with at least this rating; 0 means not rated.")
+    only_read: bool = key(False, "Keep only books that were read, not those just put on a shelf.")
+    min_interactions: NonNegativeInt = key(20, "Keep only users with at least this many; never fewer than 3.")
+    max_interactions: PositiveInt = key(200, "Keep only users with at most this many interactions.")
+    min_item_count: NonNegativeInt = key(0, "Keep only items with at least this many interactions.")
+    titles: str | None = key(None, "goodreads_books.json.gz (or plain, .zst), for the books' titles.")
+    book_ids: str | None = key(None, "book_id_map.csv, which maps ids of --input to ids of --titles.")
 
     @model_validator(mode="after")
     def check_combinations(self) -> "Options":
@@ -64,7 +61,6 @@ def plan(options: Options) -> InteractionsPlan:
     for file in name_files:
         if not file.is_file():
             raise DataError(f"{file}: no such file. Get it: recmill download goodreads --variant books (or book-ids).")
-    read_condition = {"--only-read": pl.col("is_read") == 1} if options.only_read else {}
     return InteractionsPlan(
         "goodreads",
         options,
@@ -73,7 +69,7 @@ def plan(options: Options) -> InteractionsPlan:
         lambda: delimited.Table(path, ",").rows(*_FIELDS),
         options.min_interactions,
         options.max_interactions,
-        conditions=read_condition | rating_condition(options),
+        conditions={"--only-read": pl.col("is_read") == 1} if options.only_read else {},
         titles=(lambda: _titles(*name_files)) if name_files else None,
         has_time=False,
     )

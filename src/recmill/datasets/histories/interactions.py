@@ -8,7 +8,6 @@
 Memory holds only the distinct ids, their counts and one bucket.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,9 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 import polars as pl
-from pydantic import Field, NonNegativeInt
+from pydantic import NonNegativeInt
 
-from recmill.config.sections import Section
+from recmill.config.sections import Section, key
 from recmill.datasets.compressed import sample_digest
 from recmill.datasets.histories.writing import MIN_HISTORY, id_table, seal_histories
 from recmill.datasets.writing import NpyWriter, Work, check_disk, write_parquet
@@ -41,14 +40,12 @@ _PATH_OPTIONS = {"input", "titles", "book_ids"}  # the recipe has the content of
 class Filters(Section):
     """Options that every source of interactions has."""
 
-    input: str = Field(description="The raw data.")
-    min_rating: float | None = Field(None, description="Keep only interactions with at least this rating.")
-    min_item_count: NonNegativeInt = Field(5, description="Keep only items with at least this many interactions.")
-    k_core: NonNegativeInt = Field(
-        0, description="Repeat until every user and item has at least this many interactions; 0 filters once."
-    )
-    repeats: Literal["first", "last", "keep"] = Field(
-        "first", description="If a user has an item several times, keep the first interaction, the last, or all."
+    input: str = key(..., "The raw data.")
+    min_rating: float | None = key(None, "Keep only interactions with at least this rating.")
+    min_item_count: NonNegativeInt = key(5, "Keep only items with at least this many interactions.")
+    k_core: NonNegativeInt = key(0, "Filter until all users and items have at least this many interactions; 0: once.")
+    repeats: Literal["first", "last", "keep"] = key(
+        "first", "If a user has an item several times, keep the first interaction, the last, or all."
     )
 
 
@@ -56,8 +53,9 @@ class Filters(Section):
 class InteractionsPlan:
     """Where interactions come from and how they are filtered.
 
-    `batches` yields frames in file order, with columns user, item, time (if `has_time`) and those that `conditions`
-    uses; `conditions` maps an option to what it demands of a row. `titles` returns columns original_id, title.
+    `batches` yields frames in file order, with columns user, item, time (if `has_time`), rating (for --min-rating) and
+    those that `conditions` uses, which maps other options to what they demand of a row. `titles` returns columns
+    original_id, title.
     """
 
     name: str
@@ -74,15 +72,11 @@ class InteractionsPlan:
     @cached_property
     def recipe(self) -> dict[str, Any]:
         files = {path.name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}" for path in self.files}
-        return json.loads(json.dumps({**self.options.model_dump(exclude=_PATH_OPTIONS), "files": files}))
+        return {**self.options.model_dump(exclude=_PATH_OPTIONS), "files": files}
 
     @property
     def inputs(self) -> dict[str, Any]:
         return {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns] for path in self.files}
-
-
-def rating_condition(options: Filters) -> dict[str, pl.Expr]:
-    return {} if options.min_rating is None else {"--min-rating": pl.col("rating") >= options.min_rating}
 
 
 def write(plan: InteractionsPlan, work: Work) -> Description:
@@ -93,60 +87,56 @@ def write(plan: InteractionsPlan, work: Work) -> Description:
     parts = [work.scratch / name for name in read["parts"]]
     users = _count_ids(parts, "user")
     items = _count_ids(parts, "item")
-    sort = work.part("sorted", lambda: _sort_rows(parts, users, items, work.scratch, plan.options.repeats))
-    buckets = [work.scratch / name for name in sort["buckets"]]
+    sorting = work.part("sorted", lambda: _sort_rows(parts, users, items, work.scratch, plan.options.repeats))
+    buckets = [work.scratch / name for name in sorting["buckets"]]
     notes = [f"{option}: {count:,} interactions dropped" for option, count in read["dropped"].items() if count]
-    if sort["repeats"]:
-        notes.append(f"--repeats {plan.options.repeats}: {sort['repeats']:,} interactions dropped")
+    if sorting["repeats"]:
+        notes.append(f"--repeats {plan.options.repeats}: {sorting['repeats']:,} interactions dropped")
     kept = _Kept(buckets, users.height, items.height)
     notes += kept.filter(plan)
     if not kept.interactions:
         steps = "".join(f"\n  {note}" for note in notes)
         raise DataError(f"{plan.files[0]}: none of {read['rows']:,} interactions is left:{steps}\nRelax the filters.")
     _write_arrays(work.data, buckets, kept, plan.has_time)
+    user_table = _kept_ids(users, kept.users, first_id=0)
+    item_table = _kept_ids(items, kept.items, first_id=1)
     titles = titles.unique("original_id", keep="last")
-    titled = _kept_ids(items, kept.items, first_id=1).join(titles, on="original_id", how="left", maintain_order="left")
-    if plan.titles and (untitled := titled["title"].null_count()):
-        notes.append(f"{untitled:,} of {titled.height:,} items have no title: their original id stands for it")
-    titled = titled.select("id", "original_id", pl.col("title").fill_null(pl.col("original_id")), "count")
-    named_users = _kept_ids(users, kept.users, first_id=0)
-    return seal_histories(work.data, plan.name, plan.recipe, named_users, titled, notes=notes)
+    item_table = item_table.join(titles, on="original_id", how="left", maintain_order="left")
+    if plan.titles and (untitled := item_table["title"].null_count()):
+        notes.append(f"{untitled:,} of {item_table.height:,} items have no title: their original id stands for it")
+    item_table = item_table.with_columns(pl.col("title").fill_null(pl.col("original_id")))
+    return seal_histories(work.data, plan.name, plan.recipe, user_table, item_table, notes=notes)
 
 
 def _store_rows(plan: InteractionsPlan, scratch: Path) -> dict[str, Any]:
-    """Write the rows that meet the conditions to files of at least _PART_ROWS rows, in file order."""
+    """Write the rows that meet the conditions, in file order, to files of _PART_ROWS rows or a few more."""
     columns = ["user", "item", "time"] if plan.has_time else ["user", "item"]
-    dropped = dict.fromkeys(plan.conditions, 0)
+    conditions = dict(plan.conditions)
+    if plan.options.min_rating is not None:
+        conditions["--min-rating"] = pl.col("rating") >= plan.options.min_rating
+    dropped = dict.fromkeys(conditions, 0)
     rows = 0
-
-    def kept() -> Iterator[pl.DataFrame]:
-        nonlocal rows
-        for batch in plan.batches():
-            rows += batch.height
-            for option, condition in plan.conditions.items():
-                before = batch.height
-                batch = batch.filter(condition)
-                dropped[option] += before - batch.height
-            yield batch.select(columns)
-
     parts: list[str] = []
-    for frame in _joined(kept(), _PART_ROWS):
+    pending: list[pl.DataFrame] = []
+
+    def store_pending() -> None:
         parts.append(f"rows-{len(parts):05d}.parquet")
-        write_parquet(scratch / parts[-1], frame, compression="uncompressed")
+        write_parquet(scratch / parts[-1], pl.concat(pending), compression="uncompressed")
+        pending.clear()
+
+    for batch in plan.batches():
+        rows += batch.height
+        for option, condition in conditions.items():
+            before = batch.height
+            batch = batch.filter(condition)
+            dropped[option] += before - batch.height
+        pending.append(batch.select(columns))
+        if sum(frame.height for frame in pending) >= _PART_ROWS:
+            store_pending()
+    if pending:
+        store_pending()
     log.info("%s interactions read", f"{rows:,}")
     return {"rows": rows, "dropped": dropped, "parts": parts}
-
-
-def _joined(frames: Iterator[pl.DataFrame], min_rows: int) -> Iterator[pl.DataFrame]:
-    """Concatenate consecutive frames until they have `min_rows` rows; the last may have fewer."""
-    held: list[pl.DataFrame] = []
-    for frame in frames:
-        held.append(frame)
-        if sum(frame.height for frame in held) >= min_rows:
-            yield pl.concat(held)
-            held = []
-    if held:
-        yield pl.concat(held)
 
 
 def _count_ids(parts: list[Path], column: str) -> pl.DataFrame:
@@ -183,7 +173,11 @@ def _distribute(parts: list[Path], users: pl.DataFrame, items: pl.DataFrame, scr
     with ExitStack() as stack:
         files = {bucket: stack.enter_context(path.open("wb")) for bucket, path in paths.items()}
         for part in parts:
-            rows = _with_numbers(pl.read_parquet(part), users, items)
+            rows = pl.read_parquet(part)
+            for column, ids in (("user", users), ("item", items)):
+                numbers = ids.select(pl.col("original_id").alias(column), number=pl.int_range(pl.len(), dtype=pl.Int32))
+                rows = rows.join(numbers, on=column, how="left", maintain_order="left")
+                rows = rows.drop(column).rename({"number": column})
             rows = rows.with_columns(bucket=bucket_of_user[rows["user"].to_numpy()])
             for (bucket,), chosen in rows.partition_by("bucket", include_key=False, as_dict=True).items():
                 records = chosen.to_numpy(structured=True)
@@ -193,17 +187,8 @@ def _distribute(parts: list[Path], users: pl.DataFrame, items: pl.DataFrame, scr
         path.unlink()
 
 
-def _with_numbers(rows: pl.DataFrame, users: pl.DataFrame, items: pl.DataFrame) -> pl.DataFrame:
-    """Replace the ids of users and items by their numbers, from 0, in the same order of rows."""
-    for column, names in (("user", users), ("item", items)):
-        numbers = names.select(pl.col("original_id").alias(column), number=pl.int_range(pl.len(), dtype=pl.Int32))
-        rows = rows.join(numbers, on=column, how="left", maintain_order="left")
-        rows = rows.drop(column).rename({"number": column})
-    return rows
-
-
 class _Kept:
-    """The number of interactions of each user and item that passed the filters so far; 0 for those dropped."""
+    """How many interactions each user and each item still has after the filters so far; 0 if it was dropped."""
 
     def __init__(self, buckets: list[Path], num_users: int, num_items: int) -> None:
         self._buckets = buckets
@@ -226,7 +211,7 @@ class _Kept:
         max_user = plan.max_user_count or _NO_LIMIT
         span = f"fewer than {min_user}" + (f" or more than {max_user}" if plan.max_user_count else "")
         min_item, k = plan.options.min_item_count, plan.options.k_core
-        rules = {  # only the last can change anything when it is repeated
+        rules = {  # each is applied until it drops nothing; only the last can drop more the second time
             f"--min-item-count {min_item}": (min_item, 1, _NO_LIMIT),
             f"users of {span} interactions": (1, min_user, max_user),
             f"--k-core {k}": (k, max(k, MIN_HISTORY), _NO_LIMIT),

@@ -5,66 +5,53 @@ paper.
 """
 
 import csv
-from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
-from pydantic import Field, NonNegativeInt
+from pydantic import NonNegativeInt
 
+from recmill.config.sections import key
 from recmill.datasets.compressed import SUFFIXES, forecast_rows, read_blocks
 from recmill.datasets.histories import delimited
-from recmill.datasets.histories.interactions import Filters, InteractionsPlan, rating_condition, write
+from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
 from recmill.errors import DataError
 
 __all__ = ["Options", "plan", "write"]
 
 
 class Options(Filters):
-    input: str = Field(description="Directory with ratings.dat, u.data or ratings.csv, and the file of titles.")
-    min_user_count: NonNegativeInt = Field(
-        5, description="Keep only users with at least this many interactions; never fewer than 3."
-    )
+    input: str = key(..., "Directory with ratings.dat, u.data or ratings.csv, and the file of titles.")
+    min_user_count: NonNegativeInt = key(5, "Keep only users with at least this many interactions; never fewer than 3.")
 
 
-@dataclass(frozen=True)
-class _Edition:
-    ratings: str
-    separator: str
-    columns: list[str] | None
-    titles: str
-    title_separator: str
-
-
-_NAMES = ["userId", "movieId", "rating", "timestamp"]
 _FIELDS = (
     delimited.Field("user", "userId", "integer"),
     delimited.Field("item", "movieId", "integer"),
     delimited.Field("rating", "rating", "number"),
     delimited.Field("time", "timestamp", "integer"),
 )
-_EDITIONS = (
-    _Edition("ratings.dat", "::", _NAMES, "movies.dat", "::"),  # ml-1m, ml-10m
-    _Edition("u.data", "\t", _NAMES, "u.item", "|"),  # ml-100k
-    _Edition("ratings.csv", ",", None, "movies.csv", ","),  # ml-20m, ml-25m, ml-latest
-)
+_EDITIONS = {  # file of ratings: its separator, file of titles, its separator
+    "ratings.dat": ("::", "movies.dat", "::"),  # ml-1m, ml-10m
+    "u.data": ("\t", "u.item", "|"),  # ml-100k
+    "ratings.csv": (",", "movies.csv", ","),  # ml-20m, ml-25m, ml-latest: the only ones with a header
+}
 
 
 def plan(options: Options) -> InteractionsPlan:
     directory = Path(options.input)
     if not directory.is_dir():
         raise DataError(f"{directory}: no such directory. --input is where the unpacked MovieLens files are.")
-    found = [(edition, path) for edition in _EDITIONS if (path := _find(directory, edition.ratings))]
+    found = {name: path for name in _EDITIONS if (path := _find(directory, name))}
     if len(found) != 1:
-        names = ", ".join(edition.ratings for edition in _EDITIONS)
-        there = ", ".join(path.name for _, path in found) or ", ".join(sorted(p.name for p in directory.iterdir())[:5])
-        raise DataError(f"{directory}: expected one of {names}; it holds {there or 'nothing'}.")
-    edition, ratings = found[0]
-    titles = _find(directory, edition.titles)
+        there = [path.name for path in found.values()] or sorted(path.name for path in directory.iterdir())[:5]
+        holds = ", ".join(there) or "nothing"
+        raise DataError(f"{directory}: expected one of {', '.join(_EDITIONS)}; it holds {holds}.")
+    name, ratings = found.popitem()
+    separator, titles_name, title_separator = _EDITIONS[name]
+    titles = _find(directory, titles_name)
     if not titles:
-        raise DataError(
-            f"{directory}: {ratings.name} is there, but not {edition.titles}, the titles. Both are in the same archive."
-        )
-    table = delimited.Table(ratings, edition.separator, edition.columns)
+        raise DataError(f"{directory}: {ratings.name} is there, but not {titles_name}. Both are in one archive.")
+    table = delimited.Table(ratings, separator, None if separator == "," else [field.column for field in _FIELDS])
     return InteractionsPlan(
         "movielens",
         options,
@@ -72,8 +59,7 @@ def plan(options: Options) -> InteractionsPlan:
         forecast_rows(ratings),
         lambda: table.rows(*_FIELDS),
         options.min_user_count,
-        conditions=rating_condition(options),
-        titles=lambda: _titles(titles, edition.title_separator),
+        titles=lambda: _titles(titles, title_separator),
     )
 
 
@@ -95,5 +81,5 @@ def _titles(path: Path, separator: str) -> pl.DataFrame:
         if len(row) < 3 and row not in ([], [""]):
             raise DataError(f"{path}: line {number}: expected id, title and genres, got {row}. Get the file again.")
         if row and row[0]:
-            titles[row[0]] = row[1] if separator != "::" else separator.join(row[1:-1])
+            titles[row[0]] = row[1] if separator != "::" else "::".join(row[1:-1])  # a title may contain it
     return pl.DataFrame(list(titles.items()), schema={"original_id": pl.String, "title": pl.String}, orient="row")

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import polars as pl
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import NonNegativeInt, model_validator
 
+from recmill.config.sections import key
 from recmill.datasets.compressed import forecast_rows
 from recmill.datasets.histories import delimited
-from recmill.datasets.histories.interactions import Filters, InteractionsPlan, rating_condition, write
+from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
 from recmill.errors import DataError
 
 __all__ = ["Options", "plan", "write"]
@@ -22,16 +23,12 @@ _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class Options(Filters):
-    input: str = Field(description="One file: .csv or .tsv with a header (also .gz, .zst), or .parquet.")
-    user_column: str = Field(description="Column of users: text or whole numbers.")
-    item_column: str = Field(description="Column of items: text or whole numbers.")
-    time_column: str | None = Field(
-        None, description="Column of times: whole numbers or ISO dates. Without it, the order of the file counts."
-    )
-    rating_column: str | None = Field(None, description="Column of ratings: numbers, for --min-rating.")
-    min_user_count: NonNegativeInt = Field(
-        5, description="Keep only users with at least this many interactions; never fewer than 3."
-    )
+    input: str = key(..., "One file: .csv or .tsv with a header (also .gz, .zst), or .parquet.")
+    user_column: str = key(..., "Column of users: text or whole numbers.")
+    item_column: str = key(..., "Column of items: text or whole numbers.")
+    time_column: str | None = key(None, "Column of times: whole numbers or ISO dates. Without it, file order counts.")
+    rating_column: str | None = key(None, "Column of ratings: numbers, for --min-rating.")
+    min_user_count: NonNegativeInt = key(5, "Keep only users with at least this many interactions; never fewer than 3.")
 
     @model_validator(mode="after")
     def check_combinations(self) -> "Options":
@@ -47,8 +44,8 @@ def plan(options: Options) -> InteractionsPlan:
     suffix = Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
     if suffix not in (*_SEPARATORS, ".parquet"):
         raise DataError(f"{path}: '{suffix}' is none of .csv, .tsv, .parquet (.gz and .zst after the first two).")
-    columns = {name: getattr(options, f"{name}_column") for name in ("user", "item", "rating", "time")}
-    columns = {name: column for name, column in columns.items() if column is not None}
+    names = ("user", "item", "rating", "time")
+    columns = {name: column for name in names if (column := getattr(options, f"{name}_column")) is not None}
     read: Callable[[], Iterator[pl.DataFrame]]
     if suffix == ".parquet":
         selected = _select_parquet(path, columns)
@@ -57,16 +54,8 @@ def plan(options: Options) -> InteractionsPlan:
     else:
         rows = forecast_rows(path)
         read = partial(_read_text, delimited.Table(path, _SEPARATORS[suffix]), columns)
-    return InteractionsPlan(
-        "histories",
-        options,
-        [path],
-        rows,
-        read,
-        options.min_user_count,
-        conditions=rating_condition(options),
-        has_time=options.time_column is not None,
-    )
+    has_time = options.time_column is not None
+    return InteractionsPlan("histories", options, [path], rows, read, options.min_user_count, has_time=has_time)
 
 
 def _read_text(table: delimited.Table, columns: dict[str, str]) -> Iterator[pl.DataFrame]:

@@ -14,7 +14,7 @@ MIN_HISTORY = 3  # leave-one-out needs one item each for training, validation an
 
 
 def id_table(original_ids: Iterable[str], counts: np.ndarray, first_id: int) -> pl.DataFrame:
-    """Number users or items in the order given: columns id, original_id, count."""
+    """Number users or items in the order given; return columns id, original_id, count."""
     ids = range(first_id, first_id + len(counts))
     return pl.DataFrame({"id": ids, "original_id": original_ids, "count": counts})
 
@@ -33,15 +33,13 @@ def seal_histories(
     `users` has columns id (from 0), original_id, count; `items` has id (from 1), original_id, title, count.
     """
     offsets = np.concatenate([[0], np.cumsum(users["count"].to_numpy())])
+    num_interactions = int(offsets[-1])
     write_npy(directory / "offsets.npy", offsets, np.int64)
     write_parquet(directory / "users.parquet", users)
-    write_parquet(directory / "items.parquet", items)
-    num_interactions = int(offsets[-1])
-    rows = {"items.npy": num_interactions, "offsets.npy": len(offsets)}
-    rows |= {"users.parquet": users.height, "items.parquet": items.height}
+    write_parquet(directory / "items.parquet", items.select("id", "original_id", "title", "count"))
+    rows = {"offsets.npy": len(offsets), "users.parquet": users.height, "items.parquet": items.height}
     has_timestamps = (directory / "timestamps.npy").is_file()
-    if has_timestamps:
-        rows["timestamps.npy"] = num_interactions
+    rows |= dict.fromkeys(["items.npy", "timestamps.npy"] if has_timestamps else ["items.npy"], num_interactions)
 
     def describe(files: dict[str, FileInfo]) -> Description:
         return HistoriesDescription(

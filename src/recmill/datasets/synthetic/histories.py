@@ -5,14 +5,13 @@ by an item that the user has had. No model can rank better than this distributio
 reachable.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from recmill.config.sections import Section
+from recmill.config.sections import Section, key
 from recmill.datasets.histories.writing import id_table, seal_histories
 from recmill.datasets.synthetic.plan import GeneratedPlan, plan
 from recmill.datasets.writing import Work, write_npy
@@ -24,34 +23,29 @@ __all__ = ["Options", "plan", "write"]
 
 SUCCESSOR_PROBABILITIES = np.array([0.4, 0.3, 0.2, 0.1])
 MIN_LENGTH = 5
-KS = (1, 5, 10)
-SEEN_CELLS = 1 << 26  # users are generated in blocks; a block takes users x items bytes, at most these
+SEEN_CELLS = 1 << 26  # users are generated in blocks of at most this many users x items, a byte each
 
 
 class Options(Section):
-    users: int = Field(4_000, ge=1, lt=2**31, description="Number of users.")
-    items: int = Field(500, ge=20, lt=2**26, description="Number of items.")
-    interactions: int = Field(
-        120_000, ge=MIN_LENGTH, lt=2**40, description="Total number of interactions, at least 5 per user."
-    )
-    seed: int = Field(1, ge=0, lt=2**63, description="The same seed gives the same bytes.")
-    noise: float = Field(0.2, ge=0.0, le=1.0, description="Share of steps drawn by popularity instead of the chain.")
+    users: int = key(4_000, "Number of users.", ge=1, lt=2**31)
+    items: int = key(500, "Number of items.", ge=20, lt=2**26)
+    interactions: int = key(120_000, "Total number of interactions, at least 5 per user.", ge=MIN_LENGTH, lt=2**40)
+    seed: int = key(1, "The same seed gives the same bytes.", ge=0, lt=2**63)
+    noise: float = key(0.2, "Share of steps drawn by popularity instead of the chain.", ge=0.0, le=1.0)
 
     @model_validator(mode="after")
     def check_interactions(self) -> "Options":
         least = self.users * MIN_LENGTH
         most = self.users * (self.items // 2)
         if not least <= self.interactions <= most:
-            raise ValueError(
-                f"--interactions {self.interactions}: {self.users} users and {self.items} items need {least} to {most} "
-                f"({MIN_LENGTH} to items/2 each)."
-            )
+            need = f"{self.users} users and {self.items} items need {least} to {most} ({MIN_LENGTH} to items/2 each)"
+            raise ValueError(f"--interactions {self.interactions}: {need}.")
         return self
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A Markov chain over items 0..items-1: successors [items, 4], popularity [items] that sums to 1."""
+    """A Markov chain over items, numbered from 0: successors [items, 4], popularity [items] that sums to 1."""
 
     successors: np.ndarray
     popularity: np.ndarray
@@ -60,12 +54,8 @@ class Chain:
     @classmethod
     def planted(cls, options: Options) -> "Chain":
         generator = np.random.default_rng([options.seed, 0])
-        successors = np.stack(
-            [
-                generator.choice(options.items - 1, len(SUCCESSOR_PROBABILITIES), replace=False)
-                for _ in range(options.items)
-            ]
-        )
+        count = len(SUCCESSOR_PROBABILITIES)
+        successors = np.stack([generator.choice(options.items - 1, count, replace=False) for _ in range(options.items)])
         successors += successors >= np.arange(options.items)[:, None]  # never itself
         popularity = 1.0 / np.arange(5, options.items + 5)
         return cls(successors, generator.permutation(popularity / popularity.sum()), options.noise)
@@ -101,10 +91,7 @@ def history_lengths(options: Options) -> np.ndarray:
 
 
 def walk(chain: Chain, lengths: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Return histories of these lengths end to end.
-
-    An item that the user has had is drawn again; after 50 tries, by popularity.
-    """
+    """Return histories of these lengths, one after the other, in each of which an item occurs at most once."""
     users = np.arange(len(lengths))
     seen = np.zeros((len(lengths), len(chain.popularity)), dtype=bool)
     steps = np.full((len(lengths), int(lengths.max())), -1, dtype=np.int32)
@@ -118,10 +105,11 @@ def walk(chain: Chain, lengths: np.ndarray, generator: np.random.Generator) -> n
             drawn = chain.draw(current[waiting], generator)
             if tries > 50:  # with little noise, the chain may offer no new item
                 drawn = chain.draw_popular(len(waiting), generator)
-            fresh = ~seen[waiting, drawn]
-            steps[waiting[fresh], step] = drawn[fresh]
-            seen[waiting[fresh], drawn[fresh]] = True
-            waiting, tries = waiting[~fresh], tries + 1
+            is_new = ~seen[waiting, drawn]
+            steps[waiting[is_new], step] = drawn[is_new]
+            seen[waiting[is_new], drawn[is_new]] = True
+            waiting = waiting[~is_new]
+            tries += 1
         current = np.where(lengths > step, steps[:, step], current)
     return steps[steps >= 0]
 
@@ -130,25 +118,21 @@ def write(plan: GeneratedPlan[Options], work: Work) -> Description:
     options = plan.options
     chain = Chain.planted(options)
     lengths = history_lengths(options)
+    block_users = max(1, SEEN_CELLS // options.items)
     blocks = []
     with Progress("generating histories", options.interactions, "interactions") as progress:
-        for number, chosen in enumerate(_blocks(lengths, options.items)):
-            blocks.append(walk(chain, chosen, np.random.default_rng([options.seed, 2, number])))
+        for number, start in enumerate(range(0, options.users, block_users)):
+            generator = np.random.default_rng([options.seed, 2, number])
+            blocks.append(walk(chain, lengths[start : start + block_users], generator))
             progress.advance(len(blocks[-1]))
     items = np.concatenate(blocks) + 1
     counts = np.bincount(items, minlength=options.items + 1)[1:]
     write_npy(work.data / "items.npy", items, np.int32)
     users = id_table(map(str, range(options.users)), lengths, first_id=0)
     names = id_table(map(str, range(1, options.items + 1)), counts, first_id=1)
-    names = names.select("id", "original_id", pl.format("Item {}", "original_id").alias("title"), "count")
+    names = names.with_columns(title=pl.format("Item {}", "original_id"))
     truth = {split: best_reachable(chain, items, lengths, counts, split) for split in ("val", "test")}
     return seal_histories(work.data, "synthetic-histories", plan.recipe, users, names, truth)
-
-
-def _blocks(lengths: np.ndarray, num_items: int) -> Iterator[np.ndarray]:
-    size = max(1, SEEN_CELLS // num_items)
-    for start in range(0, len(lengths), size):
-        yield lengths[start : start + size]
 
 
 def best_reachable(
@@ -156,9 +140,8 @@ def best_reachable(
 ) -> dict[str, float]:
     """Return HR@K, NDCG@K and MRR@K of the best possible scores on this split, for each protocol.
 
-    Among all items, or negatives drawn uniformly, that score is the planted probability. Among negatives drawn by
-    popularity it is the probability divided by the popularity, because a popular item is a candidate anyway. Where
-    the chain does not distinguish items, popularity does.
+    The best score is the planted probability. Among negatives drawn by popularity (pop100) it is divided by the
+    popularity, because popular items are candidates more often. Popularity decides between equal probabilities.
     """
     negatives = {protocol: Negatives(protocol, counts) for protocol in ("pop100", "uni100")}
     negatives = {name: drawn for name, drawn in negatives.items() if drawn.available - lengths.max() >= NUM_NEGATIVES}
@@ -174,7 +157,7 @@ def best_reachable(
             others = drawn.draw(split, user, history) - 1
             best = scores / np.maximum(counts, 1) if name == "pop100" else scores
             ranks[name].append(int(np.sum(best[others] >= best[target])))
-    metrics = RankingMetrics(list(ranks), list(KS))
-    for protocol, of_users in ranks.items():
-        metrics.update(protocol, np.array(of_users))
+    metrics = RankingMetrics(list(ranks), [1, 5, 10])
+    for protocol, ranks_of_users in ranks.items():
+        metrics.update(protocol, np.array(ranks_of_users))
     return {name: value for name, value in metrics.compute(None).items() if isinstance(value, float)}

@@ -18,5 +18,4 @@ class GeneratedPlan(Generic[OptionsT]):
         return self.options.model_dump()
 
 
-def plan(options: OptionsT) -> GeneratedPlan[OptionsT]:
-    return GeneratedPlan(options)
+plan = GeneratedPlan
