@@ -1,7 +1,7 @@
-"""The contract of a prepared dataset: what `dataset.json` holds. `recmill.data.opening` checks the files against it.
+"""The content of `dataset.json`, which describes a prepared dataset and is the last of its files to be written.
 
-`dataset.json` is written last: a directory without it is not a dataset. There are two kinds: `clicks` (one row per
-impression, in TorchRec's npy layout or in Parquet) and `histories` (one sequence of items per user).
+There are two kinds: `clicks` (one row per impression, in TorchRec's npy layout or in Parquet) and `histories` (one
+sequence of items per user).
 """
 
 import json
@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 DESCRIPTION_FILE = "dataset.json"
 SPLITS = ("train", "val", "test")
-UNLABELLED = "unlabelled"  # a split of click logs beside those: rows whose labels are all -1
-MAX_TABLE_ROWS = 2**40  # larger "tables" are the range of 64-bit hashes, which no real table can cover
+UNLABELLED = "unlabelled"  # a fourth split, only in click logs: rows whose labels are all -1
+MAX_TABLE_ROWS = 2**40  # a larger `rows` is the range of 64-bit hashes, too many for a real table
 
 
 class _Strict(BaseModel):
@@ -31,24 +31,19 @@ class FileInfo(_Strict):
 class SparseFeature(_Strict):
     name: str
     rows: PositiveInt  # ids are 0..rows-1
-    first_id: int = 0  # smallest id in the files: stored id - first_id is the row of the table
+    first_id: int = 0  # smallest id in the files: row of the table = id in the files - first_id
 
 
 class SourceFile(_Strict):
-    """A raw file that the dataset was made from. `sample` digests parts of it, to notice changes quickly."""
-
     name: str
     bytes: NonNegativeInt
     rows: NonNegativeInt
     bad_rows: NonNegativeInt = 0  # skipped
-    sample: str
+    sample: str  # digest of parts of the file, to notice changes quickly
 
 
 class RowRange(_Strict):
-    """Rows start..stop of a day, without `stop` itself.
-
-    A day is the files day_dense.npy, day_sparse.npy (or day_sparse_multi_hot.npz) and day_labels.npy, or day.parquet.
-    """
+    """Rows start..stop-1 of the files that `ClicksDescription.day_files` returns for `day`."""
 
     day: str
     start: NonNegativeInt
@@ -66,43 +61,31 @@ class _Description(_Strict):
 
 
 class ClicksDescription(_Description):
-    """A click log. Besides train, val and test it may have the split `unlabelled`."""
-
     kind: Literal["clicks"] = "clicks"
     layout: Literal["npy", "parquet"] = "npy"
     dense: list[str]
-    dense_stored: Literal["ready", "plus-one"] = "ready"  # plus-one: x + 1 is stored, a model gets log(x + 2)
+    dense_stored: Literal["ready", "plus-one"] = "ready"  # plus-one: the files hold x + 1, a model gets log(x + 2)
     sparse: list[SparseFeature]
     multi_hot: list[PositiveInt] = []  # ids per row of each sparse feature; empty: one each
-    splits: dict[str, list[RowRange]]
+    splits: dict[str, list[RowRange]]  # train, val, test and UNLABELLED
     source: list[SourceFile] = []
 
-    def day_files(self, day: str) -> list[str]:
+    def day_files(self, day: str) -> tuple[str, str, str]:
+        """Return the files with a day's dense values, ids and labels: for Parquet the same file three times."""
         if self.layout == "parquet":
-            return [f"{day}.parquet"]
-        return [f"{day}_dense.npy", self.sparse_file(day), f"{day}_labels.npy"]
-
-    def sparse_file(self, day: str) -> str:
-        if self.layout == "parquet":
-            return f"{day}.parquet"
-        return f"{day}_sparse_multi_hot.npz" if self.multi_hot else f"{day}_sparse.npy"
+            file = f"{day}.parquet"
+            return file, file, file
+        sparse = f"{day}_sparse_multi_hot.npz" if self.multi_hot else f"{day}_sparse.npy"
+        return f"{day}_dense.npy", sparse, f"{day}_labels.npy"
 
     @property
     def ids_per_row(self) -> list[int]:
         """How many ids a row holds, by sparse feature."""
         return self.multi_hot or [1] * len(self.sparse)
 
-    @property
-    def days(self) -> list[str]:
-        return list(dict.fromkeys(r.day for ranges in self.splits.values() for r in ranges))
-
 
 class HistoriesDescription(_Description):
-    """Histories of users 0..num_users-1. Items are numbered 1..num_items; 0 is padding.
-
-    Splits are leave-one-out by position: the last item of a history is its test target, the one before it the
-    validation target, and the rest is for training.
-    """
+    """Items are 1..num_items; 0 is padding. The last item of a history is for test, the one before it for val."""
 
     kind: Literal["histories"] = "histories"
     num_users: PositiveInt
@@ -117,7 +100,7 @@ _ADAPTER: TypeAdapter[Description] = TypeAdapter(Annotated[Description, Field(di
 
 @dataclass(frozen=True)
 class Dataset:
-    """A prepared dataset whose files were checked: its directory and the content of its dataset.json."""
+    """A prepared dataset, as `recmill.data.opening` opens it."""
 
     path: Path
     description: Description
@@ -125,8 +108,12 @@ class Dataset:
 
     @property
     def clicks(self) -> ClicksDescription:
-        """The description, where only click logs occur."""
         assert isinstance(self.description, ClicksDescription)
+        return self.description
+
+    @property
+    def histories(self) -> HistoriesDescription:
+        assert isinstance(self.description, HistoriesDescription)
         return self.description
 
     def array(self, file: str) -> np.ndarray:
@@ -135,10 +122,9 @@ class Dataset:
 
 
 def to_json(description: Description) -> str:
-    """Return the text of dataset.json."""
     return json.dumps(description.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
 
 
 def from_json(text: bytes) -> Description:
-    """Parse the content of dataset.json. Raises pydantic's ValidationError."""
+    """Parse dataset.json, or raise pydantic's ValidationError."""
     return _ADAPTER.validate_json(text)

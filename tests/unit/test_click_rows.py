@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from recmill.data import click_rows
-from recmill.data.click_rows import Block, BlockCache, ClickRows, StoredDay, split_blocks
+from recmill.data.click_rows import Block, StoredDay, block_decoder, split_blocks
 from recmill.errors import DataError
 from recmill.schema import ClicksDescription, Dataset, FileInfo, RowRange, SparseFeature
 
@@ -67,21 +67,28 @@ def _dense(block: Block) -> list[float]:
     return block.rows.dense[:, 0].tolist()
 
 
-def test_a_cache_keeps_the_blocks_that_were_used_last() -> None:
-    cache = BlockCache(2)
-    blocks = [ClickRows(np.zeros((1, 1)), np.zeros((1, 1)), np.zeros(1)) for _ in range(3)]
-    file = Path("f")
-    cache.put((file, 0), blocks[0])
-    cache.put((file, 1), blocks[1])
-    assert cache.get((file, 0)) is blocks[0]
-    cache.put((file, 2), blocks[2])
-    assert [cache.get((file, n)) for n in range(3)] == [blocks[0], None, blocks[2]]
+@pytest.fixture
+def scanned(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    counted = Mock(side_effect=pl.scan_parquet)
+    monkeypatch.setattr(pl, "scan_parquet", counted)
+    return counted
 
 
-def test_a_block_is_decoded_once_while_it_is_cached(parquet: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    scanned = Mock(side_effect=pl.scan_parquet)
-    monkeypatch.setattr(pl, "scan_parquet", scanned)
-    day = StoredDay(parquet, "day", BlockCache(3))
+def test_a_decoder_keeps_the_blocks_that_were_used_last(parquet: Dataset, scanned: Mock) -> None:
+    decode = block_decoder(parquet.clicks, 2)
+    file = parquet.path / "day.parquet"
+    first = decode(file, 0)
+    decode(file, 8)
+    assert decode(file, 0) is first
+    decode(file, 16)
+    assert decode(file, 0) is first
+    assert scanned.call_count == 3
+    decode(file, 8)
+    assert scanned.call_count == 4
+
+
+def test_a_block_is_decoded_once_while_it_is_cached(parquet: Dataset, scanned: Mock) -> None:
+    day = StoredDay(parquet, "day", block_decoder(parquet.clicks, 3))
     for _ in range(4):
         day.take(np.array([0, 8, 16, 1, 9, 17]))
     assert scanned.call_count == 3

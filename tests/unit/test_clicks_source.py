@@ -7,7 +7,7 @@ import pytest
 from recmill.batch import CtrBatch
 from recmill.data.clicks import ClickSource
 from recmill.data.opening import open_dataset
-from recmill.data.share import Batching, Limits
+from recmill.data.share import Batching
 
 Row = tuple[Any, ...]
 
@@ -77,11 +77,12 @@ def test_batch_order_mixes_rows_within_their_batches_only(clicks: Path) -> None:
 def test_limits_cut_each_split_to_its_first_batches(clicks: Path) -> None:
     """1,501 rows for training in batches of 125: 12 full ones and 1 row; 251 and 250 others in batches of 100."""
     whole = click_epoch(clicks)
-    assert click_epoch(clicks, size=2, limits=Limits(train=3)) == whole[:3]
-    assert click_epoch(clicks, size=2, limits=Limits(drop_last=True)) == whole[:12]
-    assert click_epoch(clicks, limits=Limits(train=13, drop_last=True)) == whole[:12]
-    assert click_epoch(clicks, first=2, limits=Limits(train=3)) == whole[2:3]
-    source = click_source(clicks, eval_batch_size=100, limits=Limits(train=3, val=2, test=9, drop_last=True))
+    assert click_epoch(clicks, size=2, max_batches={"train": 3}) == whole[:3]
+    assert click_epoch(clicks, size=2, drop_last=True) == whole[:12]
+    assert click_epoch(clicks, max_batches={"train": 13}, drop_last=True) == whole[:12]
+    assert click_epoch(clicks, first=2, max_batches={"train": 3}) == whole[2:3]
+    limits = {"train": 3, "val": 2, "test": 9}
+    source = click_source(clicks, eval_batch_size=100, max_batches=limits, drop_last=True)
     assert (source.batches_per_epoch, source.samples_per_epoch) == (3, 375)
     assert (source.num_eval_batches("val"), source.num_eval_batches("test")) == (2, 3)
     rows = {split: [len(click_rows(b)) for b in source.eval_batches(split)] for split in ("val", "test")}
@@ -91,7 +92,7 @@ def test_limits_cut_each_split_to_its_first_batches(clicks: Path) -> None:
 def test_more_ranks_than_rows_get_equally_many_batches_of_equal_size(clicks: Path) -> None:
     """3 rows of training on 5 ranks."""
     ranks = [
-        list(click_source(clicks, rank, 5, train_batch_size=3, limits=Limits(train=1)).train_batches(0, 0))
+        list(click_source(clicks, rank, 5, train_batch_size=3, max_batches={"train": 1}).train_batches(0, 0))
         for rank in range(5)
     ]
     assert [[len(batch.labels_B) for batch in batches] for batches in ranks] == [[1]] * 5

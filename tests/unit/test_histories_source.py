@@ -13,7 +13,7 @@ from recmill import prepare
 from recmill.batch import RankingBatch, SequenceBatch
 from recmill.data.histories import HistorySource
 from recmill.data.opening import open_dataset
-from recmill.data.share import Batching, Limits
+from recmill.data.share import Batching
 from recmill.data.windows import WindowRules
 from recmill.errors import DataError
 
@@ -103,7 +103,7 @@ def test_trained_on_validation_only_the_last_item_is_held_out(histories: Path) -
 
 
 def test_negatives_are_the_same_on_every_rank_and_other_ones_in_each_batch(histories: Path) -> None:
-    window_rules = replace(MASKING, probability=0.0, last_only=0.0, asks_next=True, negatives=500)
+    window_rules = replace(MASKING, probability=0.0, last_only=0.0, predicts_next=True, negatives=500)
     one, *ranks = (
         [
             batch.negatives_K.tolist()
@@ -262,7 +262,7 @@ def test_the_last_training_item_of_a_history_can_always_be_masked_beside_others(
 
 @pytest.mark.parametrize(("order", "limit"), [("file", 0), ("file", 2), ("shuffled", 0)])
 def test_window_facts_state_the_share_of_padding(histories: Path, order: str, limit: int) -> None:
-    options: dict[str, Any] = {"order": order, "limits": Limits(train=limit)}
+    options: dict[str, Any] = {"order": order, "max_batches": {"train": limit}}
     batches = [[len(tokens) for tokens, *_ in batch] for batch in history_epoch(histories, **options)]
     padded = sum(max(lengths) * len(lengths) for lengths in batches)
     share = 1 - sum(map(sum, batches)) / padded
@@ -375,7 +375,7 @@ def test_pop100_is_refused_before_training_if_any_user_has_seen_too_many(tmp_pat
         history_source(tmp_path / "d", protocols=["pop100"])
 
 
-NEXT = WindowRules(max_length=10, step=10, probability=0.0, last_only=0.0, asks_next=True)
+NEXT = WindowRules(max_length=10, step=10, probability=0.0, last_only=0.0, predicts_next=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recmill import prepare
-from recmill.data import companions
+from recmill.data import multi_hot
 from recmill.data.click_rows import StoredDay
 from recmill.data.opening import open_dataset
 from recmill.datasets.multi_hot import write_multi_hot
@@ -21,8 +21,8 @@ def test_companions_are_the_references_in_however_many_blocks_they_are_drawn(
     rows, sizes = [1, 50, 333, 1000], [3, 1, 7, 2]
     expected = reference_tables(rows, sizes, distribution, seed=11)
     for at_once in (1 << 22, 64):
-        monkeypatch.setattr(companions, "_DRAWN_AT_ONCE", at_once)
-        blocks = [list(found) for found in companions.companions(rows, sizes, distribution, 11)]
+        monkeypatch.setattr(multi_hot, "_DRAWN_AT_ONCE", at_once)
+        blocks = [list(found) for found in multi_hot.companions(rows, sizes, distribution, 11)]
         assert (len(blocks[2]) > 1) == (at_once == 64)
         for found, table in zip(blocks, expected, strict=True):
             assert np.concatenate(found).dtype == np.int32

@@ -112,7 +112,7 @@ def test_splits_beyond_the_rows_are_an_error(broken: Callable[..., Path]) -> Non
     ("change_splits", "fact"),
     [
         (lambda s: s.update(test=s["train"]), "day_0: row 0 is in two splits, or twice in one"),
-        (lambda s: s["val"][0].update(start=251), "day_3: rows 251 to 251 are no rows"),
+        (lambda s: s["val"][0].update(start=251), "day_3: the range of rows 251 to 251 is empty"),
         (lambda s: s.update(train=[]), "no rows for split train"),
         (lambda s: s["val"][0].update(day="day_9"), "day_9_dense.npy: not listed"),
     ],

@@ -1,8 +1,15 @@
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recmill.data.share import num_batches, shares
+from recmill.data.share import Batching, Share
+
+
+def shares(samples: int, batch_size: int, first: int, rank: int, size: int) -> list[Share]:
+    batching = Batching("file", 0, batch_size, batch_size, rank, size)
+    return list(batching.shares("train", samples, first))
 
 
 @settings(derandomize=True, deadline=None)
@@ -10,8 +17,8 @@ from recmill.data.share import num_batches, shares
 def test_shares_cover_every_position_once_in_equally_many_batches(
     samples: int, batch: int, size: int, first: int
 ) -> None:
-    by_rank = [list(shares(samples, batch, first, rank, size)) for rank in range(size)]
-    assert {len(parts) for parts in by_rank} == {max(0, num_batches(samples, batch) - first)}
+    by_rank = [shares(samples, batch, first, rank, size) for rank in range(size)]
+    assert {len(parts) for parts in by_rank} == {max(0, math.ceil(samples / batch) - first)}
     covered: list[int] = []
     for parts in zip(*by_rank, strict=True):
         assert len({len(part.positions) for part in parts}) == 1, "equally many rows, fillers included"
@@ -22,7 +29,7 @@ def test_shares_cover_every_position_once_in_equally_many_batches(
 
 def test_a_rank_that_got_fewer_positions_is_filled_up_with_some_that_weigh_nothing() -> None:
     """23 samples in batches of 10, over 4 ranks: the last batch has 3."""
-    by_rank = [list(shares(23, 10, 1, rank, 4)) for rank in range(4)]
+    by_rank = [shares(23, 10, 1, rank, 4) for rank in range(4)]
     assert [part.weights().tolist() for part, _ in by_rank] == [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]]
     assert [part.weights().tolist() for _, part in by_rank] == [[0], [1], [1], [1]]
     assert all(part.positions[0] in (20, 21, 22) for _, part in by_rank), "a filler is a row that exists"
@@ -41,5 +48,5 @@ def test_a_rank_that_got_fewer_positions_is_filled_up_with_some_that_weigh_nothi
     ],
 )
 def test_the_last_global_batch_is_divided_evenly(rows: int, per_rank: int, world: int, counts: list[list[int]]) -> None:
-    by_rank = [list(shares(rows, per_rank * world, 0, rank, world)) for rank in range(world)]
+    by_rank = [shares(rows, per_rank * world, 0, rank, world) for rank in range(world)]
     assert [[part.num_real for part in parts] for parts in zip(*by_rank, strict=True)] == counts

@@ -65,18 +65,18 @@ def test_windows_hold_every_training_item_and_never_the_last_two(
 
 
 @pytest.mark.parametrize(
-    ("asks_next", "tokens", "lengths"),
+    ("predicts_next", "tokens", "lengths"),
     [
         (False, [7, 6, 99, 9, 99, 2, 1, 99], [3, 2, 3]),
         (True, [8, 7, 6, 9, 3, 2, 1], [3, 1, 3]),
     ],
 )
 def test_a_model_sees_the_newest_items_before_the_target_and_perhaps_the_mask(
-    asks_next: bool, tokens: list[int], lengths: list[int]
+    predicts_next: bool, tokens: list[int], lengths: list[int]
 ) -> None:
     """Histories of 3 items, 1 item and 6 items; the last one ends where the array does."""
     items = np.array([8, 7, 6, 9, 0, 6, 5, 4, 3, 2, 1], np.int32)
-    rules = WindowRules(max_length=3, step=3, probability=0.0, last_only=0.0, asks_next=asks_next)
+    rules = WindowRules(max_length=3, step=3, probability=0.0, last_only=0.0, predicts_next=predicts_next)
     found = ending_windows(items, np.array([0, 3, 5]), np.array([3, 4, 11]), rules, mask_token=99)
     assert [part.tolist() for part in found] == [tokens, lengths]
     assert found[0].dtype == np.int64

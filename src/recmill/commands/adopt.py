@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,20 +17,11 @@ from recmill.data.checks import BadValues, ClickChecks, bad_labels
 from recmill.data.click_rows import split_blocks
 from recmill.data.npy_files import npz_arrays
 from recmill.data.opening import open_dataset
-from recmill.datasets.clicks import split_rows
+from recmill.datasets.clicks import dense_names, sparse_names, split_rows
 from recmill.datasets.writing import MADE_BY, seal
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.observe.progress import Progress
-from recmill.schema import (
-    DESCRIPTION_FILE,
-    SPLITS,
-    UNLABELLED,
-    ClicksDescription,
-    Dataset,
-    FileInfo,
-    RowRange,
-    SparseFeature,
-)
+from recmill.schema import DESCRIPTION_FILE, UNLABELLED, ClicksDescription, Dataset, FileInfo, RowRange, SparseFeature
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +31,10 @@ _DENSE = "dense.npy"
 _LABELS = "labels.npy"
 _ONE_HOT = "sparse.npy"
 _MULTI_HOT = "sparse_multi_hot.npz"
-_NOT_RENAMED = "sparse_contig_freq.npy"  # the name that TorchRec's contiguous_preproc_criteo.py gives its output
+_NOT_RENAMED = "sparse_contig_freq.npy"  # output of TorchRec's contiguous_preproc_criteo.py, to be renamed by the user
 _DTYPES = {_DENSE: ["float32"], _LABELS: ["int32"], _ONE_HOT: ["int32", "int64"], _MULTI_HOT: ["int32", "int64"]}
 _FILE = re.compile(rf"(day_\d+|train|test)_({'|'.join(map(re.escape, [*_DTYPES, _NOT_RENAMED]))})")
-_ANY_ID = 2**63 - 1  # stands for a table size that is not known yet
+_UNKNOWN_SIZE = 2**63 - 1  # of a table, until all ids were read
 
 
 class Options(Section):
@@ -104,20 +96,18 @@ def _is_adopted(path: Path, options: Options) -> bool:
 
 def _write_description(path: Path, options: Options) -> None:
     """Check names, headers and labels first: their problems should not show up after hours of reading."""
-    description, day_rows = _describe_headers(path, options.table_size)
-    splits = _splits(path, day_rows, options)
-    description = description.model_copy(update={"recipe": options.model_dump(), "splits": splits})
-    with Progress(f"reading {path}", sum(day_rows.values()), "rows") as progress:
-        largest_ids = _largest_ids(Dataset(path, description, fingerprint=""), progress)
+    description = _describe_headers(path, options)
+    largest_ids = _largest_ids(Dataset(path, description, fingerprint=""))
     notes = [f"dense values: {options.dense_transform or 'transformed elsewhere; nobody told how'}"]
-    notes += [f"{part.day}: all labels are -1, so it is split unlabelled" for part in splits.get(UNLABELLED, [])]
+    for part in description.splits.get(UNLABELLED, []):
+        notes.append(f"{part.day}: all labels are -1, so it is split unlabelled")
+    update: dict[str, Any] = {"notes": notes}
     if options.table_size is None:
-        description = description.model_copy(update={"sparse": _features(largest_ids + 1)})
+        update["sparse"] = _features(largest_ids + 1)
         notes.append("table sizes: the largest id + 1 of each column")
-    description = description.model_copy(update={"notes": notes})
     log.info("all values are valid; reading the files again for their digests")
     rows = {name: info.rows for name, info in description.files.items()}
-    seal(path, lambda files: description.model_copy(update={"files": files}), rows)
+    seal(path, lambda files: description.model_copy(update={**update, "files": files}), rows)
 
 
 def _raise_if_any(path: Path, problems: list[str]) -> None:
@@ -127,33 +117,32 @@ def _raise_if_any(path: Path, problems: list[str]) -> None:
 
 
 def _features(sizes: np.ndarray) -> list[SparseFeature]:
-    return [SparseFeature(name=f"C{i + 1}", rows=rows) for i, rows in enumerate(sizes.tolist())]
+    names = sparse_names(len(sizes))
+    return [SparseFeature(name=name, rows=rows) for name, rows in zip(names, sizes.tolist(), strict=True)]
 
 
-def _describe_headers(path: Path, table_size: list[int] | None) -> tuple[ClicksDescription, dict[str, int]]:
-    """Return the rows of each day, and a description without splits, digests and table sizes that are not known yet."""
+def _describe_headers(path: Path, options: Options) -> ClicksDescription:
+    """Return a description without digests, notes and table sizes, unless options give them."""
     days = _days(path)
     sparse = _MULTI_HOT if any((path / f"{day}_{_MULTI_HOT}").exists() for day in days) else _ONE_HOT
     shapes = _checked_shapes(path, days, sparse)
     day_rows = {day: shapes[day, _LABELS][0][0] for day in days}
-    hot = [columns for _, columns in shapes[days[0], sparse]]
-    num_tables = len(hot) if sparse == _MULTI_HOT else hot[0]
-    if table_size and len(table_size) not in (1, num_tables):
-        fact = f"{len(table_size)} sizes, {num_tables} columns of ids"
+    columns = [shape[1] for shape in shapes[days[0], sparse]]
+    num_tables = len(columns) if sparse == _MULTI_HOT else columns[0]
+    sizes = options.table_size or [_UNKNOWN_SIZE]
+    if len(sizes) not in (1, num_tables):
+        fact = f"{len(sizes)} sizes, {num_tables} columns of ids"
         raise ConfigError(f"--table-size: {fact}. Give one size for each column, or one for all.")
-    description = ClicksDescription(
+    return ClicksDescription(
         name=NAME,
         made_by=MADE_BY,
-        recipe={},
-        files={},
-        dense=[f"I{i + 1}" for i in range(shapes[days[0], _DENSE][0][1])],
-        sparse=_features(np.broadcast_to(table_size or [_ANY_ID], num_tables)),
-        multi_hot=hot if sparse == _MULTI_HOT else [],
-        splits={},
+        recipe=options.model_dump(),
+        files={f"{day}_{part}": FileInfo(bytes=0, rows=day_rows[day], xxh3="") for day, part in shapes},
+        dense=dense_names(shapes[days[0], _DENSE][0][1]),
+        sparse=_features(np.broadcast_to(sizes, num_tables)),
+        multi_hot=columns if sparse == _MULTI_HOT else [],
+        splits=_splits(path, day_rows, options),
     )
-    rows = {name: rows for day, rows in day_rows.items() for name in description.day_files(day)}
-    files = {name: FileInfo(bytes=(path / name).stat().st_size, rows=n, xxh3="") for name, n in rows.items()}
-    return description.model_copy(update={"files": files}), day_rows
 
 
 def _days(path: Path) -> list[str]:
@@ -229,7 +218,7 @@ def _splits(path: Path, day_rows: dict[str, int], options: Options) -> dict[str,
         problems.append("all labels are -1: there is nothing to train on")
     _raise_if_any(path, problems)
     splits = split_rows(labelled, *_last_day(len(labelled), options))
-    if not all(splits[split] for split in SPLITS) and (options.last_day != "none" or options.val_fraction):
+    if not all(splits.values()) and (options.last_day != "none" or options.val_fraction):
         fact = f"{sum(labelled.values()):,} labelled rows are too few for all of train, val and test"
         raise DataError(f"{path}: {fact}. Use --last-day none, or more rows.")
     splits[UNLABELLED] = unlabelled
@@ -248,17 +237,20 @@ def _last_day(num_days: int, options: Options) -> tuple[str, float]:
     return options.last_day, 0.0
 
 
-def _largest_ids(dataset: Dataset, progress: Progress) -> np.ndarray:
+def _largest_ids(dataset: Dataset) -> np.ndarray:
     """Check every value and return the largest id of each table, int64."""
+    splits = dataset.clicks.splits
     ids_per_row = dataset.clicks.ids_per_row
     checks = ClickChecks(dataset.clicks)
     largest = np.zeros(sum(ids_per_row), dtype=np.int64)
     problems: dict[str, str] = {}
-    for block in split_blocks(dataset, dataset.clicks.splits):
-        for bad in checks.find(block):
-            problems.setdefault(bad.file, _bad_text(bad))  # the first one of each file is enough
-        np.maximum(largest, block.rows.ids.max(axis=0), out=largest)
-        progress.advance(len(block.rows))
+    num_rows = sum(part.stop - part.start for part in chain(*splits.values()))
+    with Progress(f"reading {dataset.path}", num_rows, "rows") as progress:
+        for block in split_blocks(dataset, splits):
+            for bad in checks.find(block):
+                problems.setdefault(bad.file, _bad_text(bad))  # the first one of each file is enough
+            np.maximum(largest, block.rows.ids.max(axis=0), out=largest)
+            progress.advance(len(block.rows))
     _raise_if_any(dataset.path, list(problems.values()))
     return np.maximum.reduceat(largest, np.cumsum([0, *ids_per_row[:-1]]))
 

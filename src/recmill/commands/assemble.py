@@ -104,7 +104,7 @@ def _check_table_names(config: Config, tables: list[TableSpec]) -> None:
 
 def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "ClickSource | HistorySource":
     """Build the source of this rank's batches."""
-    from recmill.data.share import Batching, Limits
+    from recmill.data.share import Batching
 
     settings, data = config.settings, config.settings.data
     batching = Batching(
@@ -114,7 +114,8 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
         eval_batch_size=settings.eval.global_batch_size,
         rank=rank,
         size=size,
-        limits=Limits(data.limit_train_batches, data.limit_val_batches, data.limit_test_batches, data.drop_last),
+        max_batches={split: getattr(data, f"limit_{split}_batches") for split in SPLITS},
+        drop_last=data.drop_last,
     )
     if isinstance(dataset.description, ClicksDescription):
         from recmill.data.clicks import ClickSource

@@ -1,4 +1,4 @@
-"""`recmill audit`: find what in a prepared click log would make a result wrong, with numbers."""
+"""`recmill audit`: report what in a prepared click log would make results wrong."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -26,18 +26,13 @@ HELD_OUT = ("val", "test")
 # TorchRec's Kaggle loader, whose val and test are the second half of its train.
 MAX_SHARED = 0.01
 MANY_UNSEEN = 0.5
-FLOAT32_EXACT = 2**24  # float32 holds every id up to here, half of those up to 2^25, a quarter of those up to 2^26, ...
-ROUNDED_SHARE = 0.999  # if this share of at least this many large ids is exact in float32, it is no coincidence
-ROUNDED_IDS = 32
-MIN_MEMORY = 10**6
-_BYTES_PER_HELD_OUT_ROW = 20  # its hash, twice while they are collected; its bits of the filter; whether it was seen
+FLOAT32_EXACT = 2**24  # float32 holds every id up to here, then every second one up to 2^25, every fourth up to 2^26
+ROUNDED_SHARE = 0.999  # of the larger ids: if this share is exact in float32, all of them were rounded
+ROUNDED_IDS = 32  # fewer larger ids prove nothing
+_BYTES_PER_HELD_OUT_ROW = 20  # two copies of its hash while hashes are collected, 16 bits of a filter, its mark
 _NO_LOGARITHM = "no logarithm of whole numbers"
 _UNCLEAR = "unclear"
-_BAD_VALUES = {
-    "id": "ids outside their tables",
-    "dense": "dense values that are not finite",
-    "label": "wrong labels",
-}
+_BAD_VALUES = {"id": "ids outside their tables", "dense": "dense values that are not finite", "label": "wrong labels"}
 
 
 class Options(Section):
@@ -52,38 +47,35 @@ class Finding:
 
 @dataclass(frozen=True)
 class PartReport:
-    """The rows of a day that belong to one split. `clicks` counts those with label 1."""
+    """The rows of a day that belong to one split."""
 
     day: str
     split: str
     rows: int
-    clicks: int
+    clicks: int  # rows with label 1
     dense: str  # how the dense values seem to have been transformed: log(x+3), for example
 
 
 @dataclass(frozen=True)
 class TableReport:
-    """The ids of one table. `ids_in_train` is None, and shares are empty, where they were not counted.
+    """The ids of one table.
 
-    `unseen`: split -> share of its ids that do not occur in train.
-    `unseen_or_rare`: the same, plus the share of the row that `prepare criteo` lets unseen ids share with rare ones. It
-    is empty unless train uses that row: only then is `unseen` too small, and the true share is between the two.
+    `prepare criteo` maps both rare and unseen ids to one row. If train uses that row, `unseen` does not count it and
+    is too small, and `unseen_or_rare` counts it and is too large; otherwise `unseen_or_rare` is empty.
     """
 
     name: str
     rows: int
-    ids_in_train: int | None
-    unseen: dict[str, float]
+    ids_in_train: int | None  # None: not counted
+    unseen: dict[str, float]  # split -> share of its ids that do not occur in train; empty: not counted
     unseen_or_rare: dict[str, float]
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """`shared_rows`: split -> how many of its rows are in train too."""
-
     path: str
-    rows: dict[str, int]
-    shared_rows: dict[str, int]
+    rows: dict[str, int]  # by split
+    shared_rows: dict[str, int]  # by split: rows that are in train too
     parts: list[PartReport]
     tables: list[TableReport]
     findings: list[Finding]
@@ -94,7 +86,7 @@ class AuditReport:
 
 
 def audit(path: str | Path, **options: Any) -> AuditReport:
-    """Read a click log completely: once, or more often if the memory budget is too small to count all ids together.
+    """Read a click log and report what is wrong with it. With a small memory budget it is read several times.
 
     Options are those of `recmill audit --help`, with underscores: audit("d", memory_budget="500MB").
     """
@@ -103,7 +95,7 @@ def audit(path: str | Path, **options: Any) -> AuditReport:
     description = dataset.description
     if not isinstance(description, ClicksDescription):
         raise ConfigError(f"{path} holds histories: recmill audit is for click logs.")
-    if (memory := parse_bytes(checked.memory_budget, "--memory-budget")) < MIN_MEMORY:
+    if (memory := parse_bytes(checked.memory_budget, "--memory-budget")) < 10**6:
         raise ConfigError(f"--memory-budget {checked.memory_budget}: 1MB is the least.")
     rows = {split: sum(r.stop - r.start for r in ranges) for split, ranges in description.splits.items()}
     num_held_out = sum(rows.get(split, 0) for split in HELD_OUT)
@@ -116,7 +108,7 @@ def audit(path: str | Path, **options: Any) -> AuditReport:
             counted, shared_rows = _read(dataset, reading, values if reading.number == 0 else None, progress)
             tables |= counted
             shared.update(shared_rows)
-    parts = _parts(dataset, values)
+    parts = _part_reports(dataset, values)
     return AuditReport(
         path=str(path),
         rows=rows,
@@ -135,7 +127,7 @@ def audit(path: str | Path, **options: Any) -> AuditReport:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What one pass over the data counts: ids of `tables`, and rows whose hash is `number` modulo `count`."""
+    """One of `count` passes over the data. It counts ids of `tables`, and rows whose hash % `count` is `number`."""
 
     tables: list[int]
     number: int
@@ -147,14 +139,11 @@ class _Reading:
 
 
 def _readings(sizes: list[int], num_held_out: int, memory: int) -> list[_Reading]:
-    """Use half of the memory for one bit per id of the tables, half for the hashes of held-out rows.
-
-    A table that does not fit even alone is in no reading.
-    """
+    """Plan passes: half of the memory holds one bit per id of their tables, half the hashes of held-out rows."""
     tables: list[list[int]] = [[]]
     free = memory // 2
     for table, rows in enumerate(sizes):
-        if rows // 8 > memory // 2:
+        if rows // 8 > memory // 2:  # too large for any pass
             continue
         if rows // 8 > free:
             tables.append([])
@@ -165,21 +154,15 @@ def _readings(sizes: list[int], num_held_out: int, memory: int) -> list[_Reading
     return [_Reading(tables[number] if number < len(tables) else [], number, count) for number in range(count)]
 
 
-def _blocks(dataset: Dataset, splits: Iterable[str], progress: Progress) -> Iterator[tuple[Block, np.ndarray]]:
-    """Yield blocks and their ids transposed, int64 [columns, n], because they are counted column by column."""
+def _blocks(
+    dataset: Dataset, splits: Iterable[str], progress: Progress, values: "_Values | None" = None
+) -> Iterator[tuple[Block, np.ndarray]]:
+    """Yield blocks and their ids transposed, int64 [columns, n], to count them by column; add them to `values`."""
     for block in split_blocks(dataset, splits):
-        yield block, np.ascontiguousarray(block.rows.ids.T, dtype=np.int64)
-        progress.advance(len(block.rows))
-
-
-def _held_out_hashes(dataset: Dataset, reading: _Reading, values: "_Values | None", progress: Progress) -> np.ndarray:
-    hashes = [np.empty(0, np.uint64)]
-    for block, ids in _blocks(dataset, [split for split in dataset.clicks.splits if split != "train"], progress):
         if values:
             values.add(block)
-        if block.split in HELD_OUT:
-            hashes.append(reading.hashes(block, ids))
-    return np.concatenate(hashes)
+        yield block, np.ascontiguousarray(block.rows.ids.T, dtype=np.int64)
+        progress.advance(len(block.rows))
 
 
 def _read(
@@ -187,17 +170,17 @@ def _read(
 ) -> tuple[dict[int, "_Table"], Counter[str]]:
     """Return the reports of this reading's tables, and by split how many of its rows are in train too.
 
-    Held-out rows are read first, to look for them in train, and again after it, to look up what train holds.
+    Held-out rows are read before train, for the hashes to look for in it, and again after train, to count them.
     """
     description = dataset.clicks
-    shared_row = _shared_row(description)
-    ids_of = {table: _IdCounts(description.sparse[table], shared_row) for table in reading.tables}
+    ids_of = {table: _IdCounts(description, table) for table in reading.tables}
     ends = np.cumsum(description.ids_per_row)
     columns = {table: slice(ends[table] - description.ids_per_row[table], ends[table]) for table in reading.tables}
-    rows = SeenRows(_held_out_hashes(dataset, reading, values, progress))
-    for block, ids in _blocks(dataset, ["train"], progress):
-        if values:
-            values.add(block)
+    not_train = [split for split in description.splits if split != "train"]
+    blocks = _blocks(dataset, not_train, progress, values)
+    hashes = (reading.hashes(block, ids) for block, ids in blocks if block.split in HELD_OUT)
+    rows = SeenRows(np.concatenate([np.empty(0, np.uint64), *hashes]))
+    for block, ids in _blocks(dataset, ["train"], progress, values):
         rows.mark(reading.hashes(block, ids))
         for table, counts in ids_of.items():
             counts.add_train(ids[columns[table]])
@@ -209,27 +192,23 @@ def _read(
     return {table: counts.result() for table, counts in ids_of.items()}, shared
 
 
-def _shared_row(description: ClicksDescription) -> int | None:
-    """Return the row that `prepare criteo` gives to both rare and unseen ids, if this dataset has one."""
-    return RARE if description.name == "criteo" and description.recipe.get("ids") == "contiguous" else None
-
-
 class _IdCounts:
-    """The ids of one table. Ids of train count once each, those of held-out splits as often as they occur."""
+    """Counts the ids of one table: each id of train once, ids of held-out splits as often as they occur."""
 
-    def __init__(self, feature: SparseFeature, shared_row: int | None) -> None:
-        self._feature = feature
-        self._seen = BitSet(feature.rows)
-        self._shared_row = shared_row
+    def __init__(self, description: ClicksDescription, table: int) -> None:
+        self._feature = description.sparse[table]
+        self._seen = BitSet(self._feature.rows)
+        # `prepare criteo` gives both rare and unseen ids the row RARE.
+        self._has_rare = description.name == "criteo" and description.recipe.get("ids") == "contiguous"
         self._in_train = 0
         self._occurrences = Counter[str]()  # by split
         self._unseen = Counter[str]()
-        self._in_shared_row = Counter[str]()
+        self._rare = Counter[str]()
         self._large = Counter[str]()  # ids beyond FLOAT32_EXACT, in "train" and "held out"
         self._exact = Counter[str]()  # those of them that float32 holds exactly nevertheless
 
     def add_train(self, ids: np.ndarray) -> None:
-        """Add ids [per row, n]. Rounding shows in the first id of a row: MLPerf's multi-hot logs add random ones."""
+        """Add ids [per row, n]. Only the first id of a row shows rounding: MLPerf's multi-hot logs add random ones."""
         for number, column in enumerate(ids):
             new = self._seen.add(self._inside(column))
             self._in_train += len(new)
@@ -240,8 +219,8 @@ class _IdCounts:
         inside = self._inside(ids.ravel())
         self._occurrences[split] += len(inside)
         self._unseen[split] += int((~self._seen.has(inside)).sum())
-        if self._shared_row is not None:
-            self._in_shared_row[split] += int((inside == self._shared_row).sum())
+        if self._has_rare:
+            self._rare[split] += int((inside == RARE).sum())
         self._count_rounded("held out", self._inside(ids[0]))
 
     def _inside(self, ids: np.ndarray) -> np.ndarray:
@@ -257,8 +236,8 @@ class _IdCounts:
         totals = {split: total for split, total in self._occurrences.items() if total}
         unseen = {split: self._unseen[split] / total for split, total in totals.items()}
         unseen_or_rare: dict[str, float] = {}
-        if self._shared_row is not None and self._seen.has(np.array([self._shared_row]))[0]:
-            unseen_or_rare = {s: (self._unseen[s] + self._in_shared_row[s]) / total for s, total in totals.items()}
+        if self._has_rare and self._seen.has(np.array([RARE]))[0]:
+            unseen_or_rare = {s: (self._unseen[s] + self._rare[s]) / total for s, total in totals.items()}
         name = self._feature.name
         what = "are rare or do not occur in train" if unseen_or_rare else "do not occur in train"
         findings = [
@@ -286,7 +265,7 @@ _Table = tuple[TableReport, list[Finding]]
 
 
 def _not_counted(feature: SparseFeature) -> _Table:
-    text = f"{feature.name}: a table of {feature.rows:,} rows does not fit in the memory budget: its ids not counted"
+    text = f"{feature.name}: a table of {feature.rows:,} rows does not fit in the memory budget; ids were not counted"
     return TableReport(feature.name, feature.rows, None, {}, {}), [Finding("remark", text)]
 
 
@@ -312,19 +291,18 @@ class _Values:
         ]
 
 
-def _parts(dataset: Dataset, values: _Values) -> list[PartReport]:
-    dense = {
-        day: _dense_transform(StoredDay(dataset, day).take(slice(0, BLOCK_ROWS)).dense) for day in dataset.clicks.days
-    }
+def _part_reports(dataset: Dataset, values: _Values) -> list[PartReport]:
     rows = Counter[tuple[str, str]]()
     for split, ranges in dataset.clicks.splits.items():
         for part in ranges:
             rows[part.day, split] += part.stop - part.start
+    days = {day for day, _ in rows}
+    dense = {day: _dense_transform(StoredDay(dataset, day).take(slice(0, BLOCK_ROWS)).dense) for day in days}
     return [PartReport(day, split, n, values.clicks[day, split], dense[day]) for (day, split), n in rows.items()]
 
 
 def _dense_transform(dense: np.ndarray) -> str:
-    """Guess a of log(x+a): by far the most frequent count is 0, which also stands for missing, and it became log(a)."""
+    """Guess the transform log(x+a). The most frequent count x is 0, also used for missing values: it became log(a)."""
     numbers = np.exp(dense[dense < np.log(10_000)], dtype=np.float64)  # float32 is too coarse to judge larger ones
     nearest = np.rint(numbers)
     is_integer = (np.abs(numbers - nearest) < 0.02) & (nearest >= 1)
@@ -339,20 +317,17 @@ def _label_findings(rows: dict[str, int], parts: list[PartReport]) -> Iterator[F
     for split in rows:
         clicks = sum(part.clicks for part in parts if part.split == split)
         if split != UNLABELLED and clicks in (0, rows[split]):
-            fact = f"{split}: {'every' if clicks else 'no'} label is 1"
-            yield Finding("failure", f"{fact}: nothing can be learned or measured")
+            which = "every" if clicks else "no"
+            yield Finding("failure", f"{split}: {which} label is 1: nothing can be learned or measured")
 
 
 def _dense_findings(parts: list[PartReport]) -> list[Finding]:
-    days: dict[str, list[str]] = defaultdict(list)
+    days: dict[str, dict[str, None]] = defaultdict(dict)  # by transform, in order
     for part in parts:
-        if part.day not in days[part.dense]:
-            days[part.dense].append(part.day)
-    transforms = [
-        f"{transform} in {', '.join(in_days)}" for transform, in_days in days.items() if transform != _UNCLEAR
-    ]
-    if len(transforms) > 1:
-        fact = f"dense values were transformed in different ways: {'; '.join(transforms)}"
+        days[part.dense][part.day] = None
+    known = [f"{transform} in {', '.join(days[transform])}" for transform in days if transform != _UNCLEAR]
+    if len(known) > 1:
+        fact = f"dense values were transformed in different ways: {'; '.join(known)}"
         return [Finding("failure", f"{fact}. Prepare all days in one way")]
     remarks = {
         _NO_LOGARITHM: "dense values are not logarithms of whole numbers",

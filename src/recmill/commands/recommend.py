@@ -26,7 +26,6 @@ from recmill.data.names import Names
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.observe.progress import Progress
-from recmill.schema import HistoriesDescription
 
 if TYPE_CHECKING:
     import polars as pl
@@ -143,12 +142,11 @@ class _Recommender:
                 f"{self._run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend."
             )
         self._dataset = open_matching_dataset(self._config)
-        assert isinstance(self._dataset.description, HistoriesDescription)
         self._k = k
         self._include_seen = include_seen
         self._which = which
         self._fallback = fallback
-        self._num_items = self._dataset.description.num_items
+        self._num_items = self._dataset.histories.num_items
         self._items = checked_items(self._dataset)
         self._offsets = self._dataset.array("offsets.npy")
         self.items = Names(self._dataset.path / "items.parquet", "item")

@@ -1,7 +1,4 @@
-"""Find and describe values that cannot be trained on: bad ids, dense values, labels and items of histories.
-
-Training, `--verify`, `adopt` and `audit` all use this module.
-"""
+"""Find and describe values that cannot be trained on: bad ids, dense values, labels and items of histories."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,42 +15,41 @@ _ITEMS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class BadValues:
-    """The bad values of one kind in some rows of a file: how many there are, and the first one."""
+    """How many bad values of one kind some rows of a file hold, and the first of them."""
 
     kind: Literal["id", "dense", "label"]
     file: str
     count: int
     where: str  # row and column of the first one
     value: float
-    fact: str  # what is wrong with it
+    fact: str  # what is wrong with this value
 
     def __str__(self) -> str:
         return f"{self.file}: {self.where}: {self.fact}"
 
 
 class ClickChecks:
-    """Finds bad values in rows of one click log. Every training batch passes through it, so it must be fast."""
+    """Finds bad values in rows of one click log. Every training batch is checked, so it must be fast."""
 
     def __init__(self, description: ClicksDescription) -> None:
         self._description = description
-        # The first id that is too large, by column of ids; the largest uint64 for 64-bit hashes.
+        # The smallest id that is too large, by column of ids. uint64 cannot hold 2**64, the limit of 64-bit hashes.
         limits = np.array([min(feature.rows, 2**64 - 1) for feature in description.sparse], dtype=np.uint64)
         self._limits = np.repeat(limits, description.ids_per_row)
         self._limits_int32 = np.minimum(self._limits, 1 << 31).astype(np.uint32)
 
     def find(self, block: Block) -> list[BadValues]:
-        """Return the bad ids, dense values and labels of some rows."""
-        files = self._description.day_files(block.day)
+        dense_file, ids_file, labels_file = self._description.day_files(block.day)
         found = [
-            self._ids(block.rows.ids, self._description.sparse_file(block.day), block.numbers),
-            self._dense(block.rows.dense, files[0], block.numbers),
-            bad_labels(block.rows.labels, files[-1], block.numbers, block.split),
+            self._bad_ids(block.rows.ids, ids_file, block.numbers),
+            self._bad_dense(block.rows.dense, dense_file, block.numbers),
+            bad_labels(block.rows.labels, labels_file, block.numbers, block.split),
         ]
         return [bad for bad in found if bad]
 
-    def _ids(self, ids: np.ndarray, file: str, numbers: range | np.ndarray) -> BadValues | None:
-        # One unsigned comparison finds negative ids too; int32 is compared as it is, because a copy costs three times
-        # as much as the comparison.
+    def _bad_ids(self, ids: np.ndarray, file: str, numbers: range | np.ndarray) -> BadValues | None:
+        # Negative ids are large as unsigned numbers. int32 is not converted: that takes three times as long as the
+        # comparison.
         if ids.dtype == np.int32:
             is_bad = ids.view(np.uint32) >= self._limits_int32
         else:
@@ -61,14 +57,14 @@ class ClickChecks:
         if not is_bad.any():
             return None
         row, column = np.argwhere(is_bad)[0]
-        features = self._description.sparse
-        feature = features[int(np.searchsorted(np.cumsum(self._description.ids_per_row), column, side="right"))]
+        tables = np.repeat(np.arange(len(self._description.sparse)), self._description.ids_per_row)
+        feature = self._description.sparse[tables[column]]
         value = int(ids[row, column])
         where = f"row {numbers[row]:,}, column {feature.name}"
         fact = f"id {value} is not in 0..{feature.rows - 1} (table of {feature.rows:,} rows)"
         return BadValues("id", file, int(is_bad.sum()), where, value, fact)
 
-    def _dense(self, dense: np.ndarray, file: str, numbers: range | np.ndarray) -> BadValues | None:
+    def _bad_dense(self, dense: np.ndarray, file: str, numbers: range | np.ndarray) -> BadValues | None:
         is_finite = np.isfinite(dense)
         if is_finite.all():
             return None
@@ -79,7 +75,7 @@ class ClickChecks:
 
 
 def bad_labels(labels: np.ndarray, file: str, numbers: range | np.ndarray, split: str) -> BadValues | None:
-    """Find labels other than 0 and 1, or other than -1 in the unlabelled split."""
+    """Find labels other than 0 and 1; in the unlabelled split, other than -1."""
     is_good = labels == -1 if split == UNLABELLED else (labels == 0) | (labels == 1)
     if is_good.all():
         return None
@@ -90,10 +86,9 @@ def bad_labels(labels: np.ndarray, file: str, numbers: range | np.ndarray, split
 
 
 def value_problems(dataset: Dataset) -> list[str]:
-    """Read every row of every split, or every item of every history; describe the first bad value of each file."""
+    """Read all rows, or all histories, and describe the first bad value of each file."""
     if isinstance(dataset.description, HistoriesDescription):
-        problem = _bad_item(dataset.array("items.npy"), dataset.description.num_items)
-        return [problem] if problem else []
+        return _item_problems(dataset.array("items.npy"), dataset.description.num_items)
     checks = ClickChecks(dataset.clicks)
     problems: dict[str, str] = {}
     for block in split_blocks(dataset, dataset.clicks.splits):
@@ -103,23 +98,17 @@ def value_problems(dataset: Dataset) -> list[str]:
 
 
 def checked_items(dataset: Dataset) -> np.ndarray:
-    """Memory-map items.npy of histories after checking every item.
-
-    Popularity counts and samples of negatives need all items before the first batch, so they are checked together,
-    once per process; batches need no further check.
-    """
-    assert isinstance(dataset.description, HistoriesDescription)
-    items = dataset.array("items.npy")
-    if problem := _bad_item(items, dataset.description.num_items):
-        raise DataError(f"{dataset.path}/{problem}. {REMEDY}")
-    return items
+    """Check all items of the histories and return them, memory-mapped. Batches then need no checks."""
+    if problems := value_problems(dataset):
+        raise DataError(f"{dataset.path}/{problems[0]}. {REMEDY}")
+    return dataset.array("items.npy")
 
 
-def _bad_item(items: np.ndarray, num_items: int) -> str | None:
+def _item_problems(items: np.ndarray, num_items: int) -> list[str]:
     for start in range(0, len(items), _ITEMS_AT_ONCE):
         block = items[start : start + _ITEMS_AT_ONCE]
         is_bad = (block < 1) | (block > num_items)
         if is_bad.any():
             row = int(np.argmax(is_bad))
-            return f"items.npy: row {start + row}: item {block[row]} is not in 1..{num_items}"
-    return None
+            return [f"items.npy: row {start + row}: item {block[row]} is not in 1..{num_items}"]
+    return []

@@ -1,10 +1,9 @@
 """The rows of a prepared click log as arrays, whether they are stored as npy, npz (multi-hot) or Parquet."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -41,50 +40,31 @@ def concatenate(parts: Sequence[ClickRows]) -> ClickRows:
     )
 
 
-class BlockCache:
-    """The most recently used blocks that were decoded from Parquet files.
+# Returns up to BLOCK_ROWS rows of a Parquet file, from the given row on.
+DecodeBlock = Callable[[Path, int], ClickRows]
 
-    Threads may share it: training batches are prepared in one, and validation reads in another.
-    """
 
-    def __init__(self, max_blocks: int) -> None:
-        self._max_blocks = max_blocks
-        self._blocks: OrderedDict[tuple[Path, int], ClickRows] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, key: tuple[Path, int]) -> ClickRows | None:
-        with self._lock:
-            if key in self._blocks:
-                self._blocks.move_to_end(key)
-            return self._blocks.get(key)
-
-    def put(self, key: tuple[Path, int], block: ClickRows) -> None:
-        with self._lock:
-            self._blocks[key] = block
-            if len(self._blocks) > self._max_blocks:
-                self._blocks.popitem(last=False)
+def block_decoder(description: ClicksDescription, max_blocks: int) -> DecodeBlock:
+    """Return a thread-safe function that decodes blocks and keeps the `max_blocks` that were used last."""
+    return lru_cache(max_blocks)(partial(_decode, description))
 
 
 class StoredDay:
-    """Random access to the rows of one day. Ids become rows of their tables; values are not checked here.
+    """Random access to the rows of one day. Ids become rows of their tables; values are not checked here."""
 
-    Without a `cache` two blocks of a Parquet file are kept, which is enough to read it in order.
-    """
-
-    def __init__(self, dataset: Dataset, day: str, cache: BlockCache | None = None) -> None:
+    def __init__(self, dataset: Dataset, day: str, decode: DecodeBlock | None = None) -> None:
         description = dataset.clicks
-        self.rows = description.files[description.day_files(day)[-1]].rows
         self._dense_stored = description.dense_stored
         first_ids = np.array([feature.first_id for feature in description.sparse])
         self._first_ids = first_ids if first_ids.any() else None
         self._files: _NpyDay | _ParquetDay
         if description.layout == "parquet":
-            self._files = _ParquetDay(dataset.path / f"{day}.parquet", description, self.rows, cache or BlockCache(2))
+            self._files = _ParquetDay(dataset, day, decode or block_decoder(description, 2))  # 2: to read in order
         else:
-            self._files = _NpyDay(dataset, day, self.rows)
+            self._files = _NpyDay(dataset, day)
 
     def take(self, rows: np.ndarray | slice) -> ClickRows:
-        """Return the rows with these numbers, in this order. For a slice these may be views of read-only files."""
+        """Return the rows with these numbers, in this order. A slice may return views of read-only files."""
         stored = self._files.take(rows)
         dense, ids = stored.dense, stored.ids
         if self._dense_stored == "plus-one":
@@ -97,7 +77,7 @@ class StoredDay:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one split: those with these `numbers` in the files of a day."""
+    """Some rows of one split; `numbers` are their row numbers in the files of `day`."""
 
     split: str
     day: str
@@ -118,20 +98,21 @@ def split_blocks(dataset: Dataset, splits: Iterable[str]) -> Iterator[Block]:
 class _NpyDay:
     """A day in TorchRec's layout, memory-mapped."""
 
-    def __init__(self, dataset: Dataset, day: str, num_rows: int) -> None:
-        description = dataset.clicks
-        self._dense = dataset.array(f"{day}_dense.npy")
-        self._labels = dataset.array(f"{day}_labels.npy")
-        sparse_file = description.sparse_file(day)
-        if not description.multi_hot:
-            self._ids = [dataset.array(sparse_file)]
+    def __init__(self, dataset: Dataset, day: str) -> None:
+        dense_file, ids_file, labels_file = dataset.clicks.day_files(day)
+        self._dense = dataset.array(dense_file)
+        self._labels = dataset.array(labels_file)
+        sizes = dataset.clicks.multi_hot
+        if not sizes:
+            self._ids = [dataset.array(ids_file)]
             return
-        self._ids = npz_arrays(dataset.path / sparse_file)
+        self._ids = npz_arrays(dataset.path / ids_file)
+        num_rows = dataset.clicks.files[labels_file].rows
         found = [(array.shape, array.dtype.str[1:] in ("i4", "i8") and array.flags.c_contiguous) for array in self._ids]
-        if found != [((num_rows, size), True) for size in description.multi_hot]:
+        if found != [((num_rows, size), True) for size in sizes]:
             listed = ", ".join(f"{array.dtype} {list(array.shape)}" for array in self._ids)
-            expected = ", ".join(str([num_rows, size]) for size in description.multi_hot)
-            raise DataError(f"{dataset.path / sparse_file}: {listed}, expected i4 or i8 {expected}. Prepare it again.")
+            expected = ", ".join(str([num_rows, size]) for size in sizes)
+            raise DataError(f"{dataset.path / ids_file}: {listed}, expected i4 or i8 {expected}. Prepare it again.")
 
     def take(self, rows: np.ndarray | slice) -> ClickRows:
         ids = [_take(array, rows) for array in self._ids]
@@ -145,65 +126,58 @@ def _take(array: np.ndarray, rows: np.ndarray | slice) -> np.ndarray:
 
 
 class _ParquetDay:
-    """A Parquet file, decoded block by block."""
+    """A day in a Parquet file, decoded block by block."""
 
-    def __init__(self, path: Path, description: ClicksDescription, num_rows: int, cache: BlockCache) -> None:
+    def __init__(self, dataset: Dataset, day: str, decode: DecodeBlock) -> None:
         import polars as pl
 
-        self._path = path
-        self._num_rows = num_rows
-        self._dense = description.dense
-        self._sparse = [feature.name for feature in description.sparse]
-        self._columns = ["label", *self._dense, *self._sparse]
-        self._cache = cache
+        file = dataset.clicks.day_files(day)[0]
+        path = dataset.path / file
+        self._num_rows = dataset.clicks.files[file].rows
+        self._block = partial(decode, path)
         try:
             names = pl.read_parquet_schema(path)
         except (pl.exceptions.PolarsError, OSError) as error:
             raise DataError(f"{path}: not a Parquet file that can be read ({error}). Prepare it again.") from None
-        missing = [name for name in self._columns if name not in names]
-        if missing:
+        if missing := [name for name in _columns(dataset.clicks) if name not in names]:
             raise DataError(f"{path}: no column {', '.join(missing)}; it has {', '.join(names)}. Prepare it again.")
 
     def take(self, rows: np.ndarray | slice) -> ClickRows:
         if isinstance(rows, slice):
-            return self._range(*rows.indices(self._num_rows)[:2])
-        numbers = rows // BLOCK_ROWS
+            start, stop, _ = rows.indices(self._num_rows)
+            firsts = range(start - start % BLOCK_ROWS, stop, BLOCK_ROWS)
+            return concatenate([self._block(first)[max(start - first, 0) : stop - first] for first in firsts])
+        first_of_block = rows // BLOCK_ROWS * BLOCK_ROWS
         found = []
         positions = []
-        for number in np.unique(numbers):
-            chosen = np.flatnonzero(numbers == number)
-            found.append(self._block(int(number))[rows[chosen] - number * BLOCK_ROWS])
+        for first in np.unique(first_of_block).tolist():
+            chosen = np.flatnonzero(first_of_block == first)
+            found.append(self._block(first)[rows[chosen] - first])
             positions.append(chosen)
         if len(found) == 1:
             return found[0]
         return concatenate(found)[np.argsort(np.concatenate(positions), kind="stable")]
 
-    def _range(self, start: int, stop: int) -> ClickRows:
-        first_block = start // BLOCK_ROWS
-        blocks = ((n * BLOCK_ROWS, self._block(n)) for n in range(first_block, -(-stop // BLOCK_ROWS)))
-        return concatenate([block[max(start - first, 0) : stop - first] for first, block in blocks])
 
-    def _block(self, number: int) -> ClickRows:
-        key = (self._path, number)
-        block = self._cache.get(key)
-        if block is None:
-            block = self._decode(number)
-            self._cache.put(key, block)
-        return block
+def _columns(description: ClicksDescription) -> list[str]:
+    return ["label", *description.dense, *(feature.name for feature in description.sparse)]
 
-    def _decode(self, number: int) -> ClickRows:
-        import polars as pl
 
-        frame = pl.scan_parquet(self._path).slice(number * BLOCK_ROWS, BLOCK_ROWS).collect()
-        nulls = [name for name in self._columns if frame[name].null_count()]
-        if nulls:
-            row = number * BLOCK_ROWS + int(np.argmax(frame[nulls[0]].is_null().to_numpy()))
-            raise DataError(f"{self._path}: row {row:,}, column {nulls[0]}: no value. Prepare the dataset again.")
-        block = ClickRows(
-            dense=np.stack([frame[name].to_numpy() for name in self._dense], axis=1).astype(np.float32, copy=False),
-            ids=np.stack([frame[name].to_numpy() for name in self._sparse], axis=1),
-            labels=frame["label"].to_numpy().astype(np.int32),
-        )
-        for array in (block.dense, block.ids, block.labels):
-            array.flags.writeable = False
-        return block
+def _decode(description: ClicksDescription, path: Path, first_row: int) -> ClickRows:
+    import polars as pl
+
+    columns = pl.scan_parquet(path).select(_columns(description)).slice(first_row, BLOCK_ROWS).collect().get_columns()
+    for column in columns:
+        if column.null_count():
+            row = first_row + int(np.argmax(column.is_null().to_numpy()))
+            raise DataError(f"{path}: row {row:,}, column {column.name}: no value. Prepare the dataset again.")
+    labels, *features = [column.to_numpy() for column in columns]
+    num_dense = len(description.dense)
+    block = ClickRows(
+        dense=np.stack(features[:num_dense], axis=1).astype(np.float32, copy=False),
+        ids=np.stack(features[num_dense:], axis=1),
+        labels=labels.astype(np.int32),
+    )
+    for array in (block.dense, block.ids, block.labels):
+        array.flags.writeable = False
+    return block

@@ -1,4 +1,4 @@
-"""Prepared click logs -> this rank's CtrBatches, straight from the files."""
+"""Make this rank's batches of a prepared click log, straight from its files."""
 
 from collections.abc import Iterator
 from itertools import islice, pairwise
@@ -10,26 +10,28 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recmill import rng
 from recmill.batch import CtrBatch
 from recmill.data.checks import ClickChecks
-from recmill.data.click_rows import BLOCK_ROWS, Block, BlockCache, ClickRows, StoredDay, concatenate
+from recmill.data.click_rows import BLOCK_ROWS, Block, ClickRows, DecodeBlock, StoredDay, block_decoder, concatenate
 from recmill.data.multi_hot import MultiHot
-from recmill.data.share import Batching, Share, mixed_within_batches, num_batches
+from recmill.data.share import Batching, Share
 from recmill.errors import DataError
 from recmill.schema import MAX_TABLE_ROWS, Dataset
 
-_WINDOW_BLOCKS = 16  # blocks of Parquet that are shuffled together
-_CACHED_BLOCKS = 36  # two such windows, and the blocks that their edges cut
+_WINDOW_BLOCKS = 16  # blocks of Parquet that are shuffled together: a million rows
+_CACHED_BLOCKS = 36  # a batch reads from up to two windows, which may begin and end within a block
 
 
 class SplitRows:
-    """The rows of a split, numbered consecutively over its ranges of days. Every value is checked when it is read."""
+    """The rows of a split, numbered from 0 over all its ranges. Every value is checked when it is read."""
 
-    def __init__(self, dataset: Dataset, split: str, cache: BlockCache | None = None) -> None:
+    def __init__(self, dataset: Dataset, split: str, decode: DecodeBlock | None = None) -> None:
         self._path = dataset.path
         self._split = split
         self._checks = ClickChecks(dataset.clicks)
         self._ranges = dataset.clicks.splits[split]
         self._starts = np.cumsum([0, *(r.stop - r.start for r in self._ranges)])
-        days = {r.day: StoredDay(dataset, r.day, cache) for r in self._ranges}
+        # By range: a row's number in the files minus its number in the split.
+        self._shifts = [r.start - start for r, start in zip(self._ranges, self._starts[:-1].tolist(), strict=True)]
+        days = {r.day: StoredDay(dataset, r.day, decode) for r in self._ranges}
         self._days = [days[r.day] for r in self._ranges]
 
     def __len__(self) -> int:
@@ -38,14 +40,14 @@ class SplitRows:
     def take(self, rows: np.ndarray) -> ClickRows:
         """Return these rows, in this order. Consecutive rows may be views of read-only files."""
         if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-            return concatenate(self._between(int(rows[0]), int(rows[-1]) + 1))
+            return self._between(int(rows[0]), int(rows[-1]) + 1)
         which = np.searchsorted(self._starts, rows, side="right") - 1
         if len(self._ranges) == 1 or (which == which[0]).all():
-            return self._checked(int(which[0]), rows - self._starts[which[0]])
+            return self._checked(which[0], rows + self._shifts[which[0]])
         order = np.argsort(which.astype(np.uint16), kind="stable")
         ends = np.cumsum(np.bincount(which, minlength=len(self._ranges)))[:-1]
         parts = [
-            self._checked(index, rows[chosen] - self._starts[index])
+            self._checked(index, rows[chosen] + self._shifts[index])
             for index, chosen in enumerate(np.split(order, ends))
             if len(chosen)
         ]
@@ -53,36 +55,28 @@ class SplitRows:
         back[order] = np.arange(len(order))
         return concatenate(parts)[back]
 
-    def _between(self, start: int, stop: int) -> list[ClickRows]:
+    def _between(self, start: int, stop: int) -> ClickRows:
         parts = []
         for index, (first, end) in enumerate(pairwise(self._starts.tolist())):
             if start < end and stop > first:
-                parts.append(self._checked(index, slice(max(start, first) - first, min(stop, end) - first)))
-        return parts
+                shift = self._shifts[index]
+                parts.append(self._checked(index, range(max(start, first) + shift, min(stop, end) + shift)))
+        return concatenate(parts)
 
-    def _checked(self, index: int, rows: np.ndarray | slice) -> ClickRows:
-        """Return `rows` of one range, counted from its start.
-
-        For a bad id FBGEMM would silently train a wrong row, and which one depends on the number of ranks.
-        """
-        part = self._ranges[index]
-        numbers: range | np.ndarray
-        if isinstance(rows, slice):
-            rows = slice(rows.start + part.start, rows.stop + part.start)
-            numbers = range(rows.start, rows.stop)
-        else:
-            rows = numbers = rows + part.start
+    def _checked(self, index: int, numbers: range | np.ndarray) -> ClickRows:
+        """Return rows of a range by their numbers in the files. For bad ids FBGEMM would silently train wrong rows."""
+        rows = slice(numbers.start, numbers.stop) if isinstance(numbers, range) else numbers
         found = self._days[index].take(rows)
-        if bad := self._checks.find(Block(self._split, part.day, numbers, found)):
+        if bad := self._checks.find(Block(self._split, self._ranges[index].day, numbers, found)):
             remedy = " with the right table sizes" if bad[0].kind == "id" else ""
             raise DataError(f"{self._path}/{bad[0]}. Prepare the dataset again{remedy}.")
         return found
 
 
 class WindowedOrder:
-    """A permutation of range(size) for files that are decoded in blocks: few blocks are needed at a time.
+    """A permutation of range(size), given by the key, in which neighbours come from few blocks of Parquet files.
 
-    Blocks are permuted, then rows within windows of 16 blocks (a million rows). It depends on the key alone.
+    It permutes the blocks, then the rows within each window of _WINDOW_BLOCKS blocks.
     """
 
     def __init__(self, size: int, key: np.uint64) -> None:
@@ -108,8 +102,6 @@ class WindowedOrder:
 
 
 class ClickSource:
-    """This rank's batches of every split of a click log."""
-
     def __init__(self, dataset: Dataset, batching: Batching, multi_hot: MultiHot | None = None) -> None:
         description = dataset.clicks
         if huge := [feature.name for feature in description.sparse if feature.rows > MAX_TABLE_ROWS]:
@@ -124,36 +116,32 @@ class ClickSource:
         self._ids_per_row = multi_hot.sizes if multi_hot else description.ids_per_row
         self._permutation = WindowedOrder if description.layout == "parquet" else rng.Permutation
         self._layouts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._cache = BlockCache(_CACHED_BLOCKS)
-        self._train = SplitRows(dataset, "train", self._cache)
-        self.samples_per_epoch = batching.samples("train", len(self._train))
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return num_batches(self.samples_per_epoch, self._batching.train_batch_size)
+        self._decode = block_decoder(description, _CACHED_BLOCKS)
+        self._train = SplitRows(dataset, "train", self._decode)
+        self.samples_per_epoch = batching.num_used("train", len(self._train))
+        self.batches_per_epoch = batching.num_batches("train", self.samples_per_epoch)
 
     def train_batches(self, epoch: int, first: int) -> Iterator[CtrBatch]:
-        """Yield batch `first` of the epoch and all after it; their order depends on the seed and the epoch alone."""
+        """Yield batch `first` of the epoch and all later ones; their order depends on seed and epoch alone."""
         for share, rows in self._train_shares(epoch, first):
             yield self._batch(self._train, share, rows)
 
     def _train_shares(self, epoch: int, first: int) -> Iterator[tuple[Share, np.ndarray]]:
-        """Yield this rank's share of each batch, and the numbers of the rows at its positions."""
+        """Yield this rank's share of each batch, and the row at each of its positions."""
         batching = self._batching
         permutation = self._permutation(len(self._train), rng.stream_key(batching.seed, "order", epoch))
-        for share in batching.train_shares(self.samples_per_epoch, first):
+        for share in batching.shares("train", self.samples_per_epoch, first):
             rows = share.positions
             if batching.order == "shuffled":
                 rows = permutation(rows)
             elif batching.order == "batch":
-                key = (batching.seed, "within batch", epoch)
-                rows = mixed_within_batches(rows, self.samples_per_epoch, batching.train_batch_size, *key)
+                rows = batching.permuted_within_batch(rows, self.samples_per_epoch, epoch)
             yield share, rows
 
     def id_counts(self, epoch: int, batch: int) -> list[np.ndarray]:
-        """Count how often each stored id is in this rank's batches before that one: int64 [table rows] by feature.
+        """Count the stored ids in this rank's batches before (epoch, batch): int64 [table rows] by feature.
 
-        The batches are read again for it, so that neither prefetching nor an interruption can distort the counts.
+        The batches are read again, so neither prefetching nor an interruption can distort the counts.
         """
         counts = [np.zeros(feature.rows, dtype=np.int64) for feature in self._dataset.clicks.sparse]
         for earlier in range(epoch + 1):
@@ -165,7 +153,7 @@ class ClickSource:
         return counts
 
     def frequencies(self, counts: list[np.ndarray]) -> dict[str, np.ndarray]:
-        """Name the `id_counts` of all ranks: NAME.before as they are stored, NAME.after with their companions."""
+        """Name counts of stored ids: NAME.before as they are, NAME.after with the companions of each id."""
         assert self._multi_hot
         named: dict[str, np.ndarray] = {}
         for index, (name, count) in enumerate(zip(self._features, counts, strict=True)):
@@ -173,14 +161,14 @@ class ClickSource:
         return named
 
     def eval_batches(self, split: str) -> Iterator[CtrBatch]:
-        """Yield all batches of a split, in the order of the files."""
-        rows = SplitRows(self._dataset, split, self._cache)
-        for share in self._batching.eval_shares(self._batching.samples(split, len(rows))):
+        """Yield all batches of a split, in file order."""
+        rows = SplitRows(self._dataset, split, self._decode)
+        for share in self._batching.shares(split, self._batching.num_used(split, len(rows))):
             yield self._batch(rows, share, share.positions)
 
     def num_eval_batches(self, split: str) -> int:
         rows = sum(r.stop - r.start for r in self._dataset.clicks.splits[split])
-        return num_batches(self._batching.samples(split, rows), self._batching.eval_batch_size)
+        return self._batching.num_batches(split, self._batching.num_used(split, rows))
 
     def _batch(self, rows: SplitRows, share: Share, numbers: np.ndarray) -> CtrBatch:
         found = rows.take(numbers)
@@ -192,7 +180,7 @@ class ClickSource:
             lengths=lengths,
             offsets=offsets,
             stride=count,
-            length_per_key=[count * ids for ids in self._ids_per_row],  # would be summed up at every step otherwise
+            length_per_key=[count * ids for ids in self._ids_per_row],  # else TorchRec sums lengths at every step
         )
         dense = found.dense if found.dense.flags.writeable else found.dense.copy()
         labels = found.labels.astype(np.float32)
@@ -205,15 +193,14 @@ class ClickSource:
         if max(self._ids_per_row) == 1:
             values.reshape(-1, count)[:] = stored.T
             return values
-        ends = np.cumsum(self._ids_per_row)
-        for feature, (end, size) in enumerate(zip(ends, self._ids_per_row, strict=True)):
-            made = self._multi_hot
-            ids = made.of(feature, stored[:, feature]) if made else stored[:, end - size : end]
+        multi_hot = self._multi_hot
+        for feature, (end, size) in enumerate(zip(np.cumsum(self._ids_per_row), self._ids_per_row, strict=True)):
+            ids = multi_hot.of(feature, stored[:, feature]) if multi_hot else stored[:, end - size : end]
             values[(end - size) * count : end * count].reshape(count, size)[:] = ids
         return values
 
     def _layout(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (lengths, offsets) for a batch of `count` rows. They cost more than the ids, and few sizes occur."""
+        """Return (lengths, offsets) of a batch of `count` rows; kept, because making them takes longer than the ids."""
         if count not in self._layouts:
             lengths = np.repeat(np.array(self._ids_per_row, dtype=np.int32), count)
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -1,11 +1,10 @@
-"""Prepared histories -> this rank's batches of windows (training) or of history ends (ranking).
+"""Make this rank's batches of prepared histories: windows for training, the ends of histories for ranking.
 
-Windows, masks and order are computed while loading, from (seed, epoch, window): new in each epoch, and the same for
-any world size.
+Order and masks are computed from (seed, epoch, window): new in each epoch, and the same for any world size.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -14,11 +13,11 @@ import torch
 from recmill import rng
 from recmill.batch import HistoryInputs, RankingBatch, SequenceBatch
 from recmill.data.checks import checked_items
-from recmill.data.share import Batching, Share, mixed_within_batches, num_batches
+from recmill.data.share import Batching, Share
 from recmill.data.windows import WindowRules, ending_windows, packed, train_windows
 from recmill.errors import DataError
 from recmill.metrics.ranking import NUM_NEGATIVES, Negatives, sampled
-from recmill.schema import Dataset, HistoriesDescription
+from recmill.schema import Dataset
 
 # Counters of a window's random numbers; smaller ones are the positions of its items, counted from its end.
 _LAST_ONLY_COUNTER = 1 << 20
@@ -28,9 +27,15 @@ _SORTED_BATCHES = 32  # windows of this many batches are sorted by length togeth
 _COUNT_BLOCK_ITEMS = 1 << 24
 
 
-class HistorySource:
-    """Batches of every split for one rank."""
+class _Examples(NamedTuple):
+    tokens: np.ndarray
+    lengths: np.ndarray
+    queries: np.ndarray
+    query_rows: np.ndarray  # the row of each query
+    answers: np.ndarray
 
+
+class HistorySource:
     def __init__(
         self,
         dataset: Dataset,
@@ -40,31 +45,27 @@ class HistorySource:
         *,
         train_on_validation: bool = False,
     ) -> None:
-        assert isinstance(dataset.description, HistoriesDescription)
         self._batching = batching
         self._rules = window_rules
-        self._num_items = dataset.description.num_items
+        self._num_items = dataset.histories.num_items
         self._items = checked_items(dataset)
         self._offsets = np.asarray(dataset.array("offsets.npy"))
         self._held_out = 1 if train_on_validation else 2
         starts, lengths = train_windows(self._offsets, window_rules, self._held_out)
-        if window_rules.asks_next:  # a single item has no next one
-            long_enough = lengths > 1
-            starts, lengths = starts[long_enough], lengths[long_enough]
+        if window_rules.predicts_next:  # a single item has no next one
+            has_next = lengths > 1
+            starts, lengths = starts[has_next], lengths[has_next]
             if not len(starts):
                 raise DataError(f"{dataset.path}: no history has two items for training. Prepare longer ones.")
         self._starts = np.tile(starts, window_rules.copies)
         self._lengths = np.tile(lengths, window_rules.copies)
-        self.samples_per_epoch = batching.samples("train", len(self._starts))
+        self.samples_per_epoch = batching.num_used("train", len(self._starts))
+        self.batches_per_epoch = batching.num_batches("train", self.samples_per_epoch)
         self._negatives = [self._checked_negatives(dataset, protocol) for protocol in sampled(protocols)]
         self._drawn: dict[tuple[str, int], np.ndarray] = {}  # by split and user
 
-    @property
-    def batches_per_epoch(self) -> int:
-        return num_batches(self.samples_per_epoch, self._batching.train_batch_size)
-
     def window_facts(self) -> str:
-        """Describe the training windows, and the padding that rectangular batches of them would need."""
+        """Describe the training windows, and how much padding rectangular batches would need."""
         lengths = self._lengths[self._epoch_order(0)[: self.samples_per_epoch]]
         firsts = np.arange(0, len(lengths), self._batching.train_batch_size)
         padded = int((np.maximum.reduceat(lengths, firsts) * np.diff([*firsts, len(lengths)])).sum())
@@ -74,58 +75,56 @@ class HistorySource:
         )
 
     def train_batches(self, epoch: int, first: int) -> Iterator[SequenceBatch]:
-        """Yield batch `first` and all later ones; order and masks depend only on the seed and the epoch."""
+        """Yield batch `first` of the epoch and all later ones; order and masks depend on seed and epoch alone."""
         order = self._epoch_order(epoch)
-        for number, share in enumerate(self._batching.train_shares(self.samples_per_epoch, first), start=first):
+        for number, share in enumerate(self._batching.shares("train", self.samples_per_epoch, first), start=first):
             yield self._training_batch(epoch, number, order[share.positions], share)
 
     def num_eval_batches(self, split: str) -> int:
-        return num_batches(self._num_users(split), self._batching.eval_batch_size)
+        return self._batching.num_batches(split, self._num_users(split))
 
     def eval_batches(self, split: str) -> Iterator[RankingBatch]:
-        """Yield every user once. Histories of the test split include the validation item."""
-        for share in self._batching.eval_shares(self._num_users(split)):
+        """Yield every user once. In the test split, histories include the validation item."""
+        for share in self._batching.shares(split, self._num_users(split)):
             yield self._ranking_batch(split, share)
 
     def train_counts(self) -> np.ndarray:
-        """Return how often items 1, 2, ... occur in training: everywhere but in the held-out ends of histories."""
+        """Return how often items 1, 2, ... occur in histories, without the held-out items at their ends."""
         held_out = np.concatenate([self._offsets[1:] - from_end for from_end in range(1, self._held_out + 1)])
         return self._item_counts(self._items) - self._item_counts(self._items[held_out])
 
     def _num_users(self, split: str) -> int:
-        return self._batching.samples(split, len(self._offsets) - 1)
+        return self._batching.num_used(split, len(self._offsets) - 1)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        """Return the windows of an epoch. Batch k starts at position k * size; only the last one may be short."""
-        count, size, seed = len(self._starts), self._batching.train_batch_size, self._batching.seed
+        """Return the windows of an epoch: those of batch 0, of batch 1, ... Only the last batch may be incomplete."""
+        count = len(self._starts)
+        size = self._batching.train_batch_size
+        seed = self._batching.seed
         if self._batching.order == "file":
             return np.arange(count)
         if self._batching.order == "batch":
-            windows = self.samples_per_epoch
-            parts = [np.arange(start, min(start + size, windows)) for start in range(0, windows, size)]
-            return np.concatenate(
-                [mixed_within_batches(part, windows, size, seed, "within batch", epoch) for part in parts]
-            )
+            used = self.samples_per_epoch
+            batches = np.split(np.arange(used), range(size, used, size))
+            return np.concatenate([self._batching.permuted_within_batch(batch, used, epoch) for batch in batches])
         order = rng.Permutation(count, rng.stream_key(seed, "order", epoch))(np.arange(count))
-        block = size * _SORTED_BATCHES
-        for start in range(0, count, block):
-            windows_of_block = order[start : start + block]
-            by_length = np.argsort(self._lengths[windows_of_block], kind="stable")
-            order[start : start + block] = windows_of_block[by_length]
+        for start in range(0, count, size * _SORTED_BATCHES):
+            block = order[start : start + size * _SORTED_BATCHES]  # a view: it is sorted in place
+            block[:] = block[np.argsort(self._lengths[block], kind="stable")]
         num_full = count // size
         shuffled = rng.Permutation(num_full, rng.stream_key(seed, "batches", epoch))(np.arange(num_full))
         full = order[: num_full * size].reshape(num_full, size)[shuffled]
         return np.concatenate([full.reshape(-1), order[num_full * size :]])
 
     def _training_batch(self, epoch: int, number: int, windows: np.ndarray, share: Share) -> SequenceBatch:
-        seed, rules = self._batching.seed, self._rules
+        seed = self._batching.seed
         keys = rng.bits(rng.stream_key(seed, "window", epoch), windows)
         starts, lengths = self._starts[windows], self._lengths[windows]
-        if rules.asks_next:
+        if self._rules.predicts_next:
             made = self._next_item_examples(starts, lengths)
         else:
             made = self._masked_examples(starts, lengths, keys)
-        chances = rng.uniform(rng.stream_key(seed, "negatives", epoch, number), np.arange(rules.negatives))
+        chances = rng.uniform(rng.stream_key(seed, "negatives", epoch, number), np.arange(self._rules.negatives))
         return SequenceBatch(
             tokens_N=torch.from_numpy(made.tokens),
             lengths_B=torch.from_numpy(made.lengths),
@@ -136,8 +135,8 @@ class HistorySource:
             negatives_K=torch.from_numpy(1 + (chances * self._num_items).astype(np.int64)),
         )
 
-    def _next_item_examples(self, starts: np.ndarray, lengths: np.ndarray) -> "_Examples":
-        """Ask for the next item at every position: the last item is only an answer, the first one is none."""
+    def _next_item_examples(self, starts: np.ndarray, lengths: np.ndarray) -> _Examples:
+        """Query every item of a window but the last; the answers are all but the first."""
         tokens, rows, from_end = packed(self._items, starts, lengths)
         is_query = from_end > 0
         is_answer = from_end < (lengths - 1)[rows]
@@ -149,8 +148,8 @@ class HistorySource:
             answers=tokens[is_answer],
         )
 
-    def _masked_examples(self, starts: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> "_Examples":
-        """Mask items of each window, at least one, and ask for them."""
+    def _masked_examples(self, starts: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> _Examples:
+        """Mask at least one item of each window, and query the masked ones."""
         rules = self._rules
         last_only = rng.uniform(keys, np.full(len(keys), _LAST_ONLY_COUNTER)) < rules.last_only
         if rules.last_anywhere:
@@ -162,7 +161,8 @@ class HistorySource:
         masks_last = np.bincount(rows, weights=masked, minlength=len(keys)) == 0
         if rules.last_too:
             stops = starts + lengths
-            masks_last |= stops == self._offsets[np.searchsorted(self._offsets, stops)] - self._held_out
+            training_ends = self._offsets[np.searchsorted(self._offsets, stops)] - self._held_out
+            masks_last |= stops == training_ends
         masked[np.cumsum(lengths) - 1] |= masks_last
         queries = np.flatnonzero(masked)
         answers = tokens[queries]
@@ -170,7 +170,7 @@ class HistorySource:
         return _Examples(tokens, lengths, queries, rows[queries], answers)
 
     def _replacements(self, masked_items: np.ndarray, keys: np.ndarray, from_end: np.ndarray) -> np.ndarray:
-        """Return what the network sees instead: the mask, a random item, or the item itself."""
+        """Return what the network sees instead of masked items: the mask, a random item, or the item itself."""
         random, kept = self._rules.random, self._rules.kept
         seen = np.full(len(masked_items), self._num_items + 1)
         if random + kept:
@@ -185,17 +185,15 @@ class HistorySource:
         users = share.positions
         begins = self._offsets[users]
         targets = self._offsets[users + 1] - (1 if split == "test" else 2)
-        seen = [
-            np.asarray(self._items[begin:target], dtype=np.int64) for begin, target in zip(begins, targets, strict=True)
-        ]
+        seen_items, seen_rows, _ = packed(self._items, begins, targets - begins)
         inputs = ranking_inputs(self._items, begins, targets, self._rules, self._num_items)
         return RankingBatch(
             **inputs._asdict(),
             answers_M=torch.from_numpy(self._items[targets].astype(np.int64)),
             weights_M=torch.from_numpy(share.weights()),
             negatives_K=torch.empty(0, dtype=torch.int64),
-            seen_rows=torch.from_numpy(np.repeat(np.arange(len(users)), targets - begins)),
-            seen_items=torch.from_numpy(np.concatenate(seen)),
+            seen_rows=torch.from_numpy(seen_rows),
+            seen_items=torch.from_numpy(seen_items),
             negatives_BC=torch.from_numpy(self._negatives_of(split, users)),
         )
 
@@ -210,17 +208,17 @@ class HistorySource:
         return np.stack([self._drawn[split, user] for user in users.tolist()])
 
     def _item_counts(self, items: np.ndarray) -> np.ndarray:
-        """Return how often items 1, 2, ... occur; in blocks, because counting copies them."""
+        """Return how often items 1, 2, ... occur. They are counted in blocks, because np.bincount copies them."""
         counts = np.zeros(self._num_items + 1, np.int64)
         for start in range(0, len(items), _COUNT_BLOCK_ITEMS):
             counts += np.bincount(items[start : start + _COUNT_BLOCK_ITEMS], minlength=len(counts))
         return counts[1:]
 
     def _checked_negatives(self, dataset: Dataset, protocol: str) -> Negatives:
-        """Return the protocol's negatives; raise if a user has seen too many items."""
+        """Return a sampler of negatives; raise a DataError if a user has seen too many items for it."""
         negatives = Negatives(protocol, self._item_counts(self._items))
-        most_seen = np.diff(self._offsets)  # more than different items, if some repeat
-        for user in np.flatnonzero(most_seen > negatives.available - NUM_NEGATIVES).tolist():
+        lengths = np.diff(self._offsets)  # at least as many as different items
+        for user in np.flatnonzero(lengths > negatives.available - NUM_NEGATIVES).tolist():
             num_seen = len(np.unique(self._items[self._offsets[user] : self._offsets[user + 1]]))
             if negatives.available - num_seen < NUM_NEGATIVES:
                 names = pl.scan_parquet(dataset.path / "users.parquet").filter(pl.col("id") == user).collect()
@@ -232,21 +230,10 @@ class HistorySource:
         return negatives
 
 
-@dataclass(frozen=True)
-class _Examples:
-    """The arrays of a training batch; `query_rows` are the rows of its queries."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    queries: np.ndarray
-    query_rows: np.ndarray
-    answers: np.ndarray
-
-
 def ranking_inputs(
     items: np.ndarray, begins: np.ndarray, stops: np.ndarray, rules: WindowRules, num_items: int
 ) -> HistoryInputs:
-    """Return the network's arguments to score all items as the next one after each history items[begin:stop]."""
+    """Return the network's arguments to score every item as the one that follows each history items[begin:stop]."""
     tokens_N, lengths_B = ending_windows(items, begins, stops, rules, mask_token=num_items + 1)
     return HistoryInputs(
         tokens_N=torch.from_numpy(tokens_N),

@@ -13,7 +13,7 @@ _MAX_LISTED = 5
 
 
 class Names:
-    """The names of a prepared dataset's users or items. Row N belongs to the N-th smallest of our ids."""
+    """The names of a prepared dataset's users or items, in the order of our ids."""
 
     def __init__(self, file: Path, what: str) -> None:
         import polars as pl
@@ -25,15 +25,11 @@ class Names:
         self.titles: Any = names["title"] if "title" in names.columns else self.originals
 
     def find(self, names: str | Sequence[str | int], flag: str) -> list[int]:
-        """Return the row of each name, which is an original id or a title; raise a DataError that names `flag`.
-
-        A single string is split at commas, except where a known name has a comma in it.
-        """
-        rows_by_id = {name: [row] for row, name in enumerate(self.originals.to_list())}
+        """Return the row of each name (an original id or a title). A string is split at commas outside of names."""
         rows: dict[str, list[int]] = {}
         for row, title in enumerate(self.titles.to_list()):
             rows.setdefault(title, []).append(row)
-        rows |= rows_by_id
+        rows |= {name: [row] for row, name in enumerate(self.originals.to_list())}
         wanted = list(_parts(names, rows)) if isinstance(names, str) else [str(name) for name in names]
         if not wanted:
             raise DataError(f"{flag} is empty: name at least one {self._what}.")
@@ -50,8 +46,8 @@ class Names:
         columns = "column original_id" if self.titles is self.originals else "columns original_id and title"
         named = []
         for name in missing[:_MAX_LISTED]:
-            near = " or ".join(f"'{one}'" for one in _near(name, list(known)))
-            named.append(f"'{name}' (did you mean {near}?)" if near else f"'{name}'")
+            similar = " or ".join(f"'{other}'" for other in _similar(name, list(known)))
+            named.append(f"'{name}' (did you mean {similar}?)" if similar else f"'{name}'")
         more = " and more" if len(self.originals) > _MAX_SUGGESTED else ""
         return (
             f"{flag}: {len(missing)} {self._what}(s) are not in {self._file}, {columns}: {', '.join(named)}. "
@@ -60,7 +56,7 @@ class Names:
 
 
 def _parts(text: str, known: dict[str, list[int]]) -> Iterator[str]:
-    """Split at commas: yield the longest known name that comes next, or else the text before the next comma."""
+    """Split at commas: yield the longest known name that comes next, else the text before the next comma."""
     max_length = 1 + max((name.count(",") for name in known), default=0)
     words = text.split(",")
     while words:
@@ -73,15 +69,13 @@ def _parts(text: str, known: dict[str, list[int]]) -> Iterator[str]:
         words = words[length:]
 
 
-def _near(name: str, known: list[str]) -> list[str]:
+def _similar(name: str, known: list[str]) -> list[str]:
     """Return known names that contain this one, the shortest first, then names that look like it."""
     wanted = name.casefold()
-    by_fold = {one.casefold(): one for one in known}
-    containing = sorted((one for one in by_fold if wanted in one), key=len)
-    pool = (
-        list(by_fold)
-        if len(by_fold) <= _MAX_COMPARED
-        else [one for one in by_fold if one[:2] == wanted[:2]][:_MAX_COMPARED]
-    )
-    alike = difflib.get_close_matches(wanted, pool, n=_MAX_SUGGESTED, cutoff=0.6)
-    return [by_fold[one] for one in dict.fromkeys([*containing, *alike])][:_MAX_SUGGESTED]
+    by_fold = {other.casefold(): other for other in known}
+    containing = sorted((other for other in by_fold if wanted in other), key=len)
+    compared = list(by_fold)
+    if len(compared) > _MAX_COMPARED:
+        compared = [other for other in compared if other[:2] == wanted[:2]][:_MAX_COMPARED]
+    alike = difflib.get_close_matches(wanted, compared, n=_MAX_SUGGESTED)
+    return [by_fold[other] for other in dict.fromkeys([*containing, *alike])][:_MAX_SUGGESTED]

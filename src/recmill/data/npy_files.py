@@ -25,7 +25,7 @@ def npz_arrays(path: Path) -> list[np.ndarray]:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             if not archive.namelist():
                 raise ValueError("it is empty")
-            content = np.memmap(path, np.uint8, "r")  # shared by all members: each map keeps a file open
+            content = np.memmap(path, np.uint8, "r")  # one map for all members, because each keeps a file open
             for index in range(len(archive.namelist())):
                 member = archive.getinfo(f"{index}.npy")
                 if member.compress_type != zipfile.ZIP_STORED:

@@ -1,7 +1,7 @@
-"""Opening a prepared dataset: do the files agree with what `dataset.json` says of them?"""
+"""Open a prepared dataset and check that its files agree with its `dataset.json`."""
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -13,53 +13,41 @@ from recmill.data.checks import REMEDY, value_problems
 from recmill.data.npy_files import read_header
 from recmill.errors import DataError
 from recmill.files.digests import digest
-from recmill.schema import (
-    DESCRIPTION_FILE,
-    ClicksDescription,
-    Dataset,
-    Description,
-    HistoriesDescription,
-    RowRange,
-    from_json,
-)
+from recmill.schema import DESCRIPTION_FILE, Dataset, HistoriesDescription, from_json
 
 
 def open_dataset(path: str | Path, verify: Literal["sizes", "digests"] = "sizes") -> Dataset:
     """Open the prepared dataset in `path`, or raise a DataError that lists its problems.
 
     `sizes` checks what is cheap: the description, sizes and headers of files, splits, and lengths of histories.
-    `digests` also reads every byte and checks every value. Without it, values are checked by whoever reads them:
+    `digests` also reads every byte and checks every value. Without it, values are checked when they are read:
     click rows by `SplitRows` in every batch, items of histories once, by `checks.checked_items`.
     """
-    path = Path(path)
-    text = _description_text(path)
-    dataset = Dataset(path, _parsed(path, text), fingerprint=xxhash.xxh3_128_hexdigest(text))
-    checks: list[Callable[[Dataset], Iterable[str]]] = [_file_problems, _structure_problems, _length_problems]
+    dataset = _described(Path(path))
+    checks: list[Callable[[Dataset], Iterable[str]]] = [_click_problems]
+    if isinstance(dataset.description, HistoriesDescription):
+        checks = [_history_problems, _length_problems]
     if verify == "digests":
-        checks = [_file_problems, _digest_problems, _structure_problems, _length_problems, value_problems]
-    for check in checks:
+        checks = [_digest_problems, *checks, value_problems]
+    for check in (_file_problems, *checks):
         if problems := "".join(f"  {problem}\n" for problem in check(dataset)):
-            raise DataError(f"{path} is incomplete or corrupt:\n{problems}{REMEDY}")
+            raise DataError(f"{dataset.path} is incomplete or corrupt:\n{problems}{REMEDY}")
     return dataset
 
 
-def _description_text(path: Path) -> bytes:
+def _described(path: Path) -> Dataset:
     if path.exists() and not path.is_dir():
         raise DataError(f"{path} is a file: data.path is the directory of a prepared dataset.")
     if not path.is_dir():
         raise DataError(f"{path}: no such directory. Make the dataset first: recmill prepare NAME --output {path}.")
     try:
-        return (path / DESCRIPTION_FILE).read_bytes()
+        text = (path / DESCRIPTION_FILE).read_bytes()
+        return Dataset(path, from_json(text), fingerprint=xxhash.xxh3_128_hexdigest(text))
     except FileNotFoundError:
         raise DataError(
             f"{path}: no {DESCRIPTION_FILE}, so this is not a complete prepared dataset "
             f"(it is written last). Move it away, then prepare it again: recmill prepare NAME --output {path}."
         ) from None
-
-
-def _parsed(path: Path, text: bytes) -> Description:
-    try:
-        return from_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -86,21 +74,8 @@ def _digest_problems(dataset: Dataset) -> Iterator[str]:
             yield f"{name}: its content changed (xxh3 {found}, expected {info.xxh3})"
 
 
-def _structure_problems(dataset: Dataset) -> Iterator[str]:
-    if isinstance(dataset.description, HistoriesDescription):
-        yield from _history_file_problems(dataset, dataset.description)
-        return
-    ranges = [part for ranges in dataset.clicks.splits.values() for part in ranges]
-    yield from _description_problems(dataset.clicks, ranges)
-    last_rows: dict[str, int] = {}
-    for part in ranges:
-        last_rows[part.day] = max(part.stop, last_rows.get(part.day, 0))
-    for day, last_row in last_rows.items():
-        yield from _day_problems(dataset, day, last_row)
-
-
 def _npy_problems(dataset: Dataset, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Iterator[str]:
-    """Compare the header of an npy file with what the description says of it."""
+    """Check the number of rows that the description lists for an npy file, and the header of the file."""
     info = dataset.description.files.get(name)
     if info is None:
         yield f"{name}: not listed in {DESCRIPTION_FILE}"
@@ -118,8 +93,9 @@ def _npy_problems(dataset: Dataset, name: str, shape: tuple[int, ...], dtypes: t
         yield f"{name}: {dtype} {list(found_shape)}, expected {' or '.join(dtypes)} {list(shape)}"
 
 
-def _description_problems(description: ClicksDescription, ranges: list[RowRange]) -> Iterator[str]:
-    """Check what the description says by itself: feature names, and ranges that are not empty and do not overlap."""
+def _click_problems(dataset: Dataset) -> Iterator[str]:
+    """Check the description by itself, then the headers of the files."""
+    description = dataset.clicks
     if not description.splits.get("train"):
         yield f"{DESCRIPTION_FILE}: no rows for split train"
     if len(description.ids_per_row) != len(description.sparse):
@@ -127,35 +103,41 @@ def _description_problems(description: ClicksDescription, ranges: list[RowRange]
     names = [*description.dense, *(feature.name for feature in description.sparse)]
     for name in sorted({n for n in names if names.count(n) > 1 or "." in n or not n}):
         yield f"{DESCRIPTION_FILE}: feature name '{name}' occurs twice, is empty or has a dot in it"
-    in_order = sorted(ranges, key=lambda part: (part.day, part.start, part.stop))
-    for part in in_order:
+    ranges = sorted(chain(*description.splits.values()), key=lambda part: (part.day, part.start, part.stop))
+    for part in ranges:
         if part.start >= part.stop:
-            yield f"{DESCRIPTION_FILE}: {part.day}: rows {part.start} to {part.stop} are no rows"
-    for part, following in pairwise(in_order):
+            yield f"{DESCRIPTION_FILE}: {part.day}: the range of rows {part.start} to {part.stop} is empty"
+    for part, following in pairwise(ranges):
         if part.day == following.day and following.start < part.stop:
             yield f"{DESCRIPTION_FILE}: {part.day}: row {following.start:,} is in two splits, or twice in one"
+    used_rows: dict[str, int] = {}
+    for part in chain(*description.splits.values()):
+        used_rows[part.day] = max(part.stop, used_rows.get(part.day, 0))
+    for day, used in used_rows.items():
+        yield from _day_problems(dataset, day, used)
 
 
-def _day_problems(dataset: Dataset, day: str, last_row: int) -> Iterator[str]:
-    """Check the files of a day whose splits end at `last_row`."""
+def _day_problems(dataset: Dataset, day: str, used_rows: int) -> Iterator[str]:
     description = dataset.clicks
-    info = description.files.get(description.day_files(day)[-1])
-    rows = info.rows if info else last_row
-    if last_row > rows:
-        yield f"{day}: a split ends at row {last_row:,} but there are {rows:,}"
+    files = description.day_files(day)
+    info = description.files.get(files[-1])
+    rows = info.rows if info else used_rows
+    if used_rows > rows:
+        yield f"{day}: a split ends at row {used_rows:,} but there are {rows:,}"
     expected = {  # multi-hot ids and the columns of Parquet are checked when they are read
         f"{day}_dense.npy": ((rows, len(description.dense)), ("f4",)),
         f"{day}_sparse.npy": ((rows, len(description.sparse)), ("i4", "i8")),
         f"{day}_labels.npy": ((rows, 1), ("i4",)),
     }
-    for name in description.day_files(day):
+    for name in dict.fromkeys(files):
         if name in expected:
             yield from _npy_problems(dataset, name, *expected[name])
         elif name not in description.files:
             yield f"{name}: not listed in {DESCRIPTION_FILE}"
 
 
-def _history_file_problems(dataset: Dataset, description: HistoriesDescription) -> Iterator[str]:
+def _history_problems(dataset: Dataset) -> Iterator[str]:
+    description = dataset.histories
     yield from _npy_problems(dataset, "items.npy", (description.num_interactions,), ("i4",))
     yield from _npy_problems(dataset, "offsets.npy", (description.num_users + 1,), ("i8",))
     if description.has_timestamps:
@@ -166,12 +148,10 @@ def _history_file_problems(dataset: Dataset, description: HistoriesDescription) 
 
 
 def _length_problems(dataset: Dataset) -> Iterator[str]:
-    """Check that histories are long enough and cover all items."""
-    if not isinstance(dataset.description, HistoriesDescription):
-        return
+    """Check that each history is long enough, and that together they hold all interactions."""
     offsets = dataset.array("offsets.npy")
     lengths = np.diff(offsets)
-    num_interactions = dataset.description.num_interactions
+    num_interactions = dataset.histories.num_interactions
     if offsets[0] != 0 or offsets[-1] != num_interactions:
         yield f"offsets.npy: goes from {offsets[0]} to {offsets[-1]}, expected 0 to {num_interactions}"
     elif lengths.min() < 3:

@@ -4,8 +4,6 @@ import numpy as np
 
 from recmill.data.click_rows import BLOCK_ROWS, ClickRows
 
-_FILTER_BITS_PER_ROW = 16
-
 
 class BitSet:
     """A set of numbers below `size`, one bit each."""
@@ -37,14 +35,14 @@ def row_hashes(rows: ClickRows, ids: np.ndarray) -> np.ndarray:
 
 
 class SeenRows:
-    """Which of the rows with these hashes were seen. Sorts `hashes` in place."""
+    """Remembers which of the rows with these hashes were seen. Sorts `hashes` in place."""
 
     def __init__(self, hashes: np.ndarray) -> None:
         hashes.sort()
         self._hashes = hashes
         self._is_seen = np.zeros(len(hashes), dtype=bool)  # of equal hashes only the first one is marked
-        # Most rows are looked for in vain: a filter of a few bits answers that faster than a search in sorted hashes.
-        self._filter = BitSet(_FILTER_BITS_PER_ROW * len(hashes) + 1)
+        # Most rows are not found: a filter of 16 bits per hash says so faster than a search in the sorted hashes.
+        self._filter = BitSet(16 * len(hashes) + 1)
         for start in range(0, len(hashes), BLOCK_ROWS):
             self._filter.add(self._bit(hashes[start : start + BLOCK_ROWS]))
 
@@ -60,5 +58,5 @@ class SeenRows:
         self._is_seen[positions[self._hashes[positions] == hashes]] = True
 
     def num_marked(self, hashes: np.ndarray) -> int:
-        """Count how many of these were marked; all must be among the hashes of the constructor."""
+        """Count the marked ones of `hashes`, which must all be among those of the constructor."""
         return int(self._is_seen[np.searchsorted(self._hashes, np.sort(hashes))].sum())

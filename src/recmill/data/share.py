@@ -1,7 +1,7 @@
-"""Which rows of a global batch belong to this rank. It depends on sizes alone, so ranks agree without communication."""
+"""Divide global batches among ranks. The result depends on sizes alone, so ranks agree without communication."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -10,42 +10,21 @@ from recmill import rng
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's positions in the global order. Those after the first `num_real` are fillers that must weigh nothing.
+    """This rank's positions of a global batch. Those after the first `num_real` are fillers of weight 0.
 
-    Every rank gets the same number of positions, because row-wise sharded tables exchange blocks of equal size.
+    Fillers give every rank equally many positions: row-wise sharded tables exchange blocks of equal size.
     """
 
     positions: np.ndarray
     num_real: int
 
     def weights(self) -> np.ndarray:
-        """Return float32 weights: 1 for real rows, 0 for fillers."""
         return (np.arange(len(self.positions)) < self.num_real).astype(np.float32)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How many global batches of each split are used (0: all), and whether an incomplete last training batch is."""
-
-    train: int = 0
-    val: int = 0
-    test: int = 0
-    drop_last: bool = False
-
-    def samples(self, split: str, samples: int, global_batch_size: int) -> int:
-        """Return how many of a split's samples are used: always the first ones in its order."""
-        if split == "train" and self.drop_last:
-            samples -= samples % global_batch_size
-        limit = getattr(self, split)
-        return min(samples, limit * global_batch_size) if limit else samples
-
-
-EVERYTHING = Limits()
-
-
-@dataclass(frozen=True)
 class Batching:
-    """How samples become the batches of one rank. Batch sizes are global: over all ranks."""
+    """How samples become the batches of rank `rank` of `size`. Batch sizes are those of global batches."""
 
     order: str
     seed: int
@@ -53,39 +32,37 @@ class Batching:
     eval_batch_size: int
     rank: int
     size: int
-    limits: Limits = EVERYTHING
+    max_batches: dict[str, int] = field(default_factory=dict)  # by split; 0 or no entry: all
+    drop_last: bool = False  # leave out an incomplete last training batch
 
-    def samples(self, split: str, samples: int) -> int:
-        """Return how many of a split's samples are used."""
-        batch_size = self.train_batch_size if split == "train" else self.eval_batch_size
-        return self.limits.samples(split, samples, batch_size)
+    def num_used(self, split: str, num_samples: int) -> int:
+        """Return how many of a split's samples are used: always the first ones in its order."""
+        batch_size = self._batch_size(split)
+        if split == "train" and self.drop_last:
+            num_samples -= num_samples % batch_size
+        limit = self.max_batches.get(split)
+        return min(num_samples, limit * batch_size) if limit else num_samples
 
-    def train_shares(self, samples: int, first: int) -> Iterator[Share]:
-        return shares(samples, self.train_batch_size, first, self.rank, self.size)
+    def num_batches(self, split: str, num_used: int) -> int:
+        return -(-num_used // self._batch_size(split))
 
-    def eval_shares(self, samples: int) -> Iterator[Share]:
-        return shares(samples, self.eval_batch_size, 0, self.rank, self.size)
+    def shares(self, split: str, num_used: int, first: int = 0) -> Iterator[Share]:
+        """Yield this rank's share of batch `first` of a split and of all later ones."""
+        batch_size = self._batch_size(split)
+        for start in range(first * batch_size, num_used, batch_size):
+            count = min(batch_size, num_used - start)
+            low = start + count * self.rank // self.size
+            high = start + count * (self.rank + 1) // self.size
+            fillers = -(-count // self.size) - (high - low)
+            yield Share(np.concatenate([np.arange(low, high), np.full(fillers, start)]), num_real=high - low)
 
+    def permuted_within_batch(self, positions: np.ndarray, num_used: int, epoch: int) -> np.ndarray:
+        """Permute positions of one global training batch within it."""
+        batch = int(positions[0]) // self.train_batch_size
+        start = batch * self.train_batch_size
+        count = min(self.train_batch_size, num_used - start)
+        key = rng.stream_key(self.seed, "within batch", epoch, batch)
+        return rng.Permutation(count, key)(positions - start) + start
 
-def mixed_within_batches(positions: np.ndarray, samples: int, global_batch_size: int, *key: int | str) -> np.ndarray:
-    """Permute positions of one global batch within it; the permutation depends on the key and the batch alone."""
-    batch = int(positions[0]) // global_batch_size
-    start = batch * global_batch_size
-    count = min(global_batch_size, samples - start)
-    return rng.Permutation(count, rng.stream_key(*key, batch))(positions - start) + start
-
-
-def num_batches(samples: int, global_batch_size: int) -> int:
-    """Return the number of batches; the last one may be incomplete."""
-    return -(-samples // global_batch_size)
-
-
-def shares(samples: int, global_batch_size: int, first: int, rank: int, size: int) -> Iterator[Share]:
-    """Yield this rank's share of batch `first`, `first + 1`, ...: the same number of batches on every rank."""
-    for batch in range(first, num_batches(samples, global_batch_size)):
-        start = batch * global_batch_size
-        count = min(global_batch_size, samples - start)
-        low = start + count * rank // size
-        high = start + count * (rank + 1) // size
-        fillers = -(-count // size) - (high - low)
-        yield Share(np.concatenate([np.arange(low, high), np.full(fillers, start)]), num_real=high - low)
+    def _batch_size(self, split: str) -> int:
+        return self.train_batch_size if split == "train" else self.eval_batch_size

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy_format
 
-from recmill.data.companions import companions
+from recmill.data.multi_hot import companions
 from recmill.datasets.writing import NpyWriter
 
 

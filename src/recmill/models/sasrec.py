@@ -51,7 +51,7 @@ def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]
 
 def window_rules(config: Config) -> WindowRules:
     negatives = config.num_negatives if config.loss == "gbce" else 0
-    return replace(sliding_window(config), asks_next=True, negatives=negatives)
+    return replace(sliding_window(config), predicts_next=True, negatives=negatives)
 
 
 def build(config: Config, description: HistoriesDescription, device: "torch.device") -> "nn.Module":
