@@ -12,8 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 
-class _OnDevice(Pipelineable):
-    """A batch whose fields are all tensors, or move between devices like tensors."""
+class _TensorBatch(Pipelineable):
+    """A batch whose fields are tensors, or have the methods with which tensors change devices."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         if device.type == "cpu":
@@ -30,7 +30,7 @@ class _OnDevice(Pipelineable):
 
 
 @dataclass
-class CtrBatch(_OnDevice):
+class CtrBatch(_TensorBatch):
     """Rows of a click log. A row of weight 0 is a filler for a rank with fewer rows and must count nowhere."""
 
     dense_BF: Tensor
@@ -45,7 +45,7 @@ class CtrBatch(_OnDevice):
         return float(self.weights_B.sum())
 
     def to_proxy_tuple(self, network: Any) -> tuple[Any, ...]:
-        """Tell TorchRec's pipeline which field each argument of the network's forward() is."""
+        """Return for TorchRec's pipeline which field each argument of the network's forward() is."""
         from recmill.tables.torchrec_internals import pipeline_inputs
 
         return pipeline_inputs("dense_BF", "sparse")
@@ -65,7 +65,7 @@ class HistoryInputs(NamedTuple):
 
 
 @dataclass
-class SequenceBatch(_OnDevice):
+class SequenceBatch(_TensorBatch):
     """Histories with the items that the network must predict at `queries_M`.
 
     Queries of weight 0 belong to fillers, as in `CtrBatch`. `negatives_K` are the same on every rank, and empty

@@ -238,11 +238,12 @@ def train_command(config: str, run: str, **options: Any) -> None:
     Exits with 0 when training is complete. When it is stopped by a signal, it saves and exits with 75 (SIGTERM,
     SIGUSR1, SIGUSR2) or 130 (Ctrl-C).
     """
+    from recmill.commands.results import results
     from recmill.commands.train import train
 
-    results = train(config, run, **options)
+    train(config, run, **options)
     if process_environment().rank == 0:
-        printed.print_results([results.report])
+        printed.print_results(results(run))
 
 
 @commands.command("evaluate", cls=_Command)

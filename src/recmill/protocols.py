@@ -1,4 +1,4 @@
-"""The seams between training and what plugs into it: models, tasks, batch sources.
+"""The protocols of what plugs into training: models, tasks, batch sources.
 
 Models and tasks are modules, with these functions at module level. Arguments of type `Any` are the plug-in's own: a
 model gets the `Config` that it declares, a task the batches of its models and the metrics that it made.
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
 class ModelModule(Protocol):
     """A model: its config keys, its tables, and its network, which knows nothing of ranks.
 
-    To add one: a file in `models/` that does not import torch at once, and a line in `registry.MODELS`.
+    To add one: a file in `models/` that imports torch inside functions only, and a line in `registry.MODELS`.
     Covered by tests/contracts/test_models.py.
     """
 
     TASK: str  # a name in registry.TASKS
-    KIND: Literal["clicks", "histories"]  # of dataset
+    KIND: Literal["clicks", "histories"]  # the kind of dataset that it learns from
     Config: "type[Section]"
 
     def tables(self, config: Any, description: Any) -> "list[TableSpec]": ...
 
     def build(self, config: Any, description: Any, device: "torch.device") -> "nn.Module":
         """Build the network, which takes `Batch.inputs()`, with its tables on `device` and its layers in memory."""
-        ...
 
 
 @runtime_checkable
@@ -52,11 +51,9 @@ class Batch(Protocol):
 
     def inputs(self) -> tuple[Any, ...]:
         """Return the arguments of the network."""
-        ...
 
     def weight(self) -> float:
         """Return the number of samples (clicks) or queries (histories), without fillers."""
-        ...
 
     def to(self, device: "torch.device", non_blocking: bool = False) -> Self: ...
 
@@ -76,11 +73,9 @@ class BatchSource(Protocol):
 
     def train_batches(self, epoch: int, first: int) -> Iterator[Batch]:
         """Yield batch `first` of the epoch and all later ones, in an order that depends only on seed and epoch."""
-        ...
 
     def eval_batches(self, split: str) -> Iterator[Batch]:
         """Yield every sample of the split exactly once."""
-        ...
 
     def num_eval_batches(self, split: str) -> int: ...
 
@@ -90,7 +85,6 @@ class Metrics(Protocol):
 
     def compute(self, world: "World") -> "Values":
         """Return the values over all ranks. All ranks take part and get the same values."""
-        ...
 
 
 @runtime_checkable
@@ -102,14 +96,11 @@ class TaskModule(Protocol):
 
     def loss_sum(self, network: "Callable[..., Tensor]", batch: Any) -> "Tensor":
         """Run the network and return the sum of this rank's losses; the caller divides by the global weight."""
-        ...
 
     def new_metrics(self, section: "EvalSection") -> Metrics: ...
 
     def update(self, metrics: Any, outputs: "Tensor", batch: Any) -> None:
         """Add an evaluation batch to the metrics."""
-        ...
 
     def headline(self, values: "Values") -> float | None:
         """Return the value that chooses the best checkpoint, higher is better; None if it is undefined."""
-        ...

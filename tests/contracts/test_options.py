@@ -14,7 +14,7 @@ from recmill.config import Section
     ("options", "functions", "extra"),
     [
         (train.Options, [train.train], set[str]()),
-        (evaluate.Options, [evaluate.evaluate, evaluate._checked_ranking], set[str]()),
+        (evaluate.Options, [evaluate.evaluate], set[str]()),
         (recommend.Options, [recommend.recommend, recommend.recommend_all], {"is_for_all"}),  # chooses the function
     ],
     ids=["train", "evaluate", "recommend"],

@@ -44,7 +44,7 @@ def losses_here(config: Config, run: Path, **train: Any) -> list[float]:
     values = config | {"train": config["train"] | train}
     run.mkdir(exist_ok=True)
     with joined_world("cpu") as world:
-        work(world, load_config(values).as_dict(), str(run), start={}, stop=StopRequest())
+        work(world, load_config(values).as_dict(), {"run": str(run)}, StopRequest())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["split"] == "train"]
 

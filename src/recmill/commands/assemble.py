@@ -1,4 +1,4 @@
-"""Config -> the parts that train, evaluate and recommend work with."""
+"""Open and build, from a config, the parts that train, evaluate and recommend work with."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from recmill.checkpoints.format import Checkpoint, Origin
     from recmill.data.clicks import ClickSource
     from recmill.data.histories import HistorySource
-    from recmill.data.multi_hot import MultiHot
     from recmill.tables.sharding import DistributedModelParallel
     from recmill.world import World
 
@@ -89,7 +88,7 @@ def _check_multi_hot(config: Config, dataset: Dataset) -> None:
 
 
 def _check_table_names(config: Config, tables: list[TableSpec]) -> None:
-    """Check the tables that [sharding.tables] names, each by its own name or by that of its feature."""
+    """Check the keys of [sharding.tables]: each is the name of a table or of its feature."""
     known = {name for table in tables for name in (table.name, table.feature)}
     names = config.settings.sharding.tables
     problems = [f"'sharding.tables': {registry.unknown('table', n, known)}" for n in names if n not in known]
@@ -119,31 +118,24 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
     )
     if isinstance(dataset.description, ClicksDescription):
         from recmill.data.clicks import ClickSource
+        from recmill.data.multi_hot import MultiHot
 
-        return ClickSource(dataset, batching, _multi_hot(config, dataset.description))
+        section = data.multi_hot
+        if not section.sizes:
+            return ClickSource(dataset, batching)
+        rows = [feature.rows for feature in dataset.description.sparse]
+        multi_hot = MultiHot(rows, section.ids_per_row(rows), section.distribution, section.seed)
+        return ClickSource(dataset, batching, multi_hot)
     from recmill.data.histories import HistorySource
 
+    protocols: list[str] = list(settings.eval.protocols)
     return HistorySource(
-        dataset,
-        batching,
-        window_rules(config),
-        list(settings.eval.protocols),
-        train_on_validation=data.train_on_validation,
+        dataset, batching, window_rules(config), protocols, train_on_validation=data.train_on_validation
     )
 
 
-def _multi_hot(config: Config, description: ClicksDescription) -> "MultiHot | None":
-    from recmill.data.multi_hot import MultiHot
-
-    section = config.settings.data.multi_hot
-    if not section.sizes:
-        return None
-    rows = [feature.rows for feature in description.sparse]
-    return MultiHot(rows, section.ids_per_row(rows), section.distribution, section.seed)
-
-
 def build_sharded(config: Config, dataset: Dataset, world: "World") -> "DistributedModelParallel":
-    """Build the model with its tables sharded over the ranks, their rows not yet set. All ranks take part."""
+    """Build the model with its tables sharded over the ranks, before their rows have values. All ranks take part."""
     import torch
 
     from recmill.kernels.library import load_library
@@ -162,16 +154,16 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> "Distribu
         batch_size_per_rank=-(-settings.train.global_batch_size // world.size),
         ids_per_row=_ids_per_row(config, dataset, tables),
     )
-    use_ours = settings.train.kernels == "auto" and world.device.type == "cpu"
-    return shard(network, request, settings.optim.tables, world, load_library() if use_ours else None)
+    kernels = load_library() if settings.train.kernels == "auto" and world.device.type == "cpu" else None
+    return shard(network, request, settings.optim.tables, world, kernels)
 
 
 def _ids_per_row(config: Config, dataset: Dataset, tables: list[TableSpec]) -> dict[str, int]:
-    """Return by feature how many ids a row has at most."""
+    """Return for each feature how many ids a row has at most."""
     if dataset.description.kind == "histories":
         return {table.feature: window_rules(config).max_length for table in tables}
     features = dataset.description.sparse
-    ids_per_row = dataset.description.multi_hot or [1] * len(features)
+    ids_per_row = dataset.description.ids_per_row
     if config.settings.data.multi_hot.sizes:
         ids_per_row = config.settings.data.multi_hot.ids_per_row([feature.rows for feature in features])
     return {feature.name: ids for feature, ids in zip(features, ids_per_row, strict=True)}

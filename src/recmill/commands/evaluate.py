@@ -3,21 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from recmill import registry
-from recmill.commands.assemble import (
-    build_sharded,
-    build_source,
-    check_which,
-    open_matching_dataset,
-    open_trained_run,
-    task_module,
-    trained_checkpoint,
-)
-from recmill.commands.options import Fallback, Procs, Verify, Which
+from recmill.commands import assemble
+from recmill.commands.options import Fallback, Procs, Verify, Which, flag
 from recmill.config import Config
 from recmill.config.sections import RankingProtocol, Section
 from recmill.errors import ConfigError
@@ -33,36 +23,16 @@ Split = Literal["val", "test"]
 
 
 class Options(Section):
-    """The flags of `recmill evaluate RUN`."""
-
-    split: Split = Field("test", description="What to evaluate on.")
+    split: Split = flag("test", "What to evaluate on.")
     checkpoint: Which = "newest"
     fallback: Fallback = False
-    protocols: list[str] | None = Field(
-        None,
-        description="How sequence models rank targets: full, pop100, uni100, with commas.  [default: the run's]",
-        json_schema_extra={"flags": ["--protocol"]},
+    protocols: list[str] | None = flag(
+        None, "How sequence models rank targets: full, pop100, uni100, with commas.  [default: the run's]", "--protocol"
     )
-    ks: list[int] | None = Field(
-        None,
-        description="Cut-offs of ranking metrics, like 1,5,10.  [default: the run's]",
-        json_schema_extra={"flags": ["--k"]},
-    )
-    bootstrap: int = Field(
-        0,
-        description="95 % intervals of ranking metrics, from N resamples of the users.",
-        json_schema_extra={"metavar": "N"},
-    )
+    ks: list[int] | None = flag(None, "Cut-offs of ranking metrics, like 1,5,10.  [default: the run's]", "--k")
+    bootstrap: int = flag(0, "95 % intervals of ranking metrics, from N resamples of the users.", metavar="N")
     procs: Procs = 1
     verify: Verify = False
-
-
-class Ranking(TypedDict, total=False):
-    """How sequence models are ranked, where it differs from the run's config."""
-
-    protocols: Sequence[str] | None
-    ks: Sequence[int] | None
-    bootstrap: int
 
 
 def evaluate(
@@ -73,7 +43,9 @@ def evaluate(
     verify: bool = False,
     checkpoint: Which = "newest",
     fallback: bool = False,
-    **ranking: Unpack[Ranking],
+    protocols: Sequence[str] | None = None,
+    ks: Sequence[int] | None = None,
+    bootstrap: int = 0,
 ) -> dict[str, Any]:
     """Return {"auroc": 0.79, "logloss": ...}, the same values for any number of processes.
 
@@ -82,13 +54,20 @@ def evaluate(
     popularity reaches. For them, `protocols` and `ks` replace the run's, and `bootstrap=N` computes 95 % intervals from
     N resamples of the users, from "low/full/ndcg@10" to "high/full/ndcg@10".
     """
-    check_which(checkpoint)
+    assemble.check_which(checkpoint)
     if split not in get_args(Split):
         raise ConfigError(f"split '{split}': evaluate 'val' or 'test'.")
-    directory, config = open_trained_run(run)
-    dataset = open_matching_dataset(config, "digests" if verify else "sizes")
-    checked = _checked_ranking(config, dataset, **ranking)
-    options = Options(split=split, checkpoint=checkpoint, fallback=fallback, **checked)
+    directory, config = assemble.open_trained_run(run)
+    dataset = assemble.open_matching_dataset(config, "digests" if verify else "sizes")
+    options = Options(
+        split=split,
+        checkpoint=checkpoint,
+        fallback=fallback,
+        protocols=list(protocols) if protocols else None,
+        ks=[int(k) for k in ks] if ks else None,
+        bootstrap=int(bootstrap),
+    )
+    _check_ranking(config, dataset, options)
     device = config.settings.train.device
     if is_launched_with(procs):
         from recmill.world import joined_world
@@ -99,43 +78,32 @@ def evaluate(
     return run_job("evaluate", arguments, procs)
 
 
-def _checked_ranking(
-    config: Config,
-    dataset: Dataset,
-    protocols: Sequence[str] | None = None,
-    ks: Sequence[int] | None = None,
-    bootstrap: int = 0,
-) -> dict[str, Any]:
-    """Return the arguments as fields of Options; raise if the run's model cannot be evaluated with them."""
+def _check_ranking(config: Config, dataset: Dataset, options: Options) -> None:
+    """Raise ConfigError if the run's model cannot be ranked as the options say."""
     if dataset.description.kind != "histories":
-        for flag, value in (("--protocol", protocols), ("--k", ks), ("--bootstrap", bootstrap)):
+        for name, value in (("protocol", options.protocols), ("k", options.ks), ("bootstrap", options.bootstrap)):
             if value:
-                raise ConfigError(f"{flag} is for sequence models, and '{config.model_name}' is none. Leave it out.")
-        return {}
+                raise ConfigError(f"--{name} is for sequence models, and '{config.model_name}' is none. Leave it out.")
+        return
     known = get_args(RankingProtocol)
-    for protocol in protocols or []:
+    for protocol in options.protocols or []:
         if protocol not in known:
             raise ConfigError(f"--protocol: {registry.unknown('protocol', protocol, known)}")
-    for k in ks or []:
+    for k in options.ks or []:
         if not 1 <= k <= dataset.description.num_items:
             raise ConfigError(f"--k {k}: give cut-offs of 1 to {dataset.description.num_items}, the number of items.")
-    if bootstrap < 0:
-        raise ConfigError(f"--bootstrap {bootstrap}: give 1 or more resamples, or 0 for no intervals.")
-    return {
-        "protocols": list(protocols) if protocols else None,
-        "ks": [int(k) for k in ks] if ks else None,
-        "bootstrap": int(bootstrap),
-    }
+    if options.bootstrap < 0:
+        raise ConfigError(f"--bootstrap {options.bootstrap}: give 1 or more resamples, or 0 for no intervals.")
 
 
 def work(world: "World", run: str, options: dict[str, Any]) -> Values:
     """Evaluate in one of the launcher's processes."""
-    directory, config = open_trained_run(run)
-    return _evaluate(world, directory, config, open_matching_dataset(config), Options(**options))
+    directory, config = assemble.open_trained_run(run)
+    return _evaluate(world, directory, config, assemble.open_matching_dataset(config), Options(**options))
 
 
 def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Dataset, options: Options) -> Values:
-    from recmill.checkpoints import loading as checkpoint
+    from recmill.checkpoints.loading import load
     from recmill.data.histories import HistorySource
     from recmill.launch.watchdog import Heartbeat
     from recmill.tasks import next_item
@@ -144,15 +112,15 @@ def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Datase
     from recmill.training.precision import set_tf32
 
     set_tf32(config.settings.train)
-    found = trained_checkpoint(run, options.checkpoint, dataset, world, options.fallback)
+    found = assemble.trained_checkpoint(run, options.checkpoint, dataset, world, options.fallback)
     ranking = {"protocols": options.protocols, "ks": options.ks}
     section = config.settings.eval.model_copy(update={key: value for key, value in ranking.items() if value})
     config = replace(config, settings=config.settings.model_copy(update={"eval": section}))
-    source = build_source(config, dataset, world.rank, world.size)
-    model = build_sharded(config, dataset, world)
-    checkpoint.load(found, model)
-    parts = Parts(model, task_module(config), source, world, config.settings.data.prefetch, Heartbeat())
+    source = assemble.build_source(config, dataset, world.rank, world.size)
+    model = assemble.build_sharded(config, dataset, world)
+    load(found, model)
+    parts = Parts(model, assemble.task_module(config), source, world, config.settings.data.prefetch, Heartbeat())
+    metrics = parts.task.new_metrics(section)
     if isinstance(source, HistorySource):
         metrics = next_item.new_metrics(section, options.bootstrap, source.train_counts())
-        return evaluate_split(parts, options.split, metrics)
-    return evaluate_split(parts, options.split, parts.task.new_metrics(section))
+    return evaluate_split(parts, options.split, metrics)

@@ -1,6 +1,6 @@
-"""Flags that several commands have, as field types of their Options."""
+"""How commands declare flags as fields of their Options, and the flags that several of them have."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -8,3 +8,9 @@ Procs = Annotated[PositiveInt, Field(description="Processes on this machine.")]
 Verify = Annotated[bool, Field(description="Check every byte of the dataset before starting.")]
 Which = Annotated[Literal["newest", "best"], Field(description="best: by validation, if checkpoint.keep_best was set.")]
 Fallback = Annotated[bool, Field(description="If the newest checkpoint is corrupt, use the newest that is not.")]
+
+
+def flag(default: Any, help: str, *names: str, metavar: str | None = None) -> Any:
+    """Declare a flag with its default (... if it is required) and, if the field's name is not its own, its names."""
+    extra: dict[str, Any] = {"metavar": metavar, **({"flags": [*names]} if names else {})}
+    return Field(default, description=help, json_schema_extra=extra)

@@ -5,21 +5,14 @@ Shape letters: B histories, V items, K recommended items.
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field
 
-from recmill.commands.assemble import (
-    check_which,
-    model_module,
-    open_matching_dataset,
-    open_trained_run,
-    trained_checkpoint,
-    window_rules,
-)
-from recmill.commands.options import Fallback, Which
+from recmill.commands import assemble
+from recmill.commands.options import Fallback, Which, flag
 from recmill.config.sections import Section
 from recmill.data.checks import checked_items
 from recmill.data.names import Names
@@ -40,16 +33,12 @@ _SCORES_AT_ONCE = 1 << 24  # histories times items
 
 
 class Options(Section):
-    """The flags of `recmill recommend RUN`."""
-
-    history: str | None = Field(None, description="Original ids or titles of items, oldest first, separated by commas.")
-    users: str | None = Field(None, description="Original ids of users of the dataset, separated by commas.")
-    is_for_all: bool = Field(
-        False, description="Every user of the dataset; needs --output.", json_schema_extra={"flags": ["--all"]}
-    )
-    output: str | None = Field(None, description="Parquet file to write: user, rank, item, title, score.")
-    k: int = Field(10, description="How many items.")
-    include_seen: bool = Field(False, description="Include items that are in the history already.")
+    history: str | None = flag(None, "Original ids or titles of items, oldest first, separated by commas.")
+    users: str | None = flag(None, "Original ids of users of the dataset, separated by commas.")
+    is_for_all: bool = flag(False, "Every user of the dataset; needs --output.", "--all")
+    output: str | None = flag(None, "Parquet file to write: user, rank, item, title, score.")
+    k: int = flag(10, "How many items.")
+    include_seen: bool = flag(False, "Include items that are in the history already.")
     checkpoint: Which = "newest"
     fallback: Fallback = False
 
@@ -75,13 +64,13 @@ def recommend(
     model = _Recommender(run, k, include_seen, checkpoint, fallback)
     if history is not None:
         seen = np.array(model.items.find(history, "--history")) + 1
-        model.check_left(seen, "outside this history")
+        model.check_enough_left(seen, "outside this history")
         return model.best(["given"], [seen]).drop("user", "rank").to_dicts()
     assert users is not None
     names = model.users()
     rows = list(dict.fromkeys(names.find(users, "--users")))
     for row in rows:
-        model.check_left(model.history(row), f"that user {names.originals[row]} has not seen")
+        model.check_enough_left(model.history(row), f"that user {names.originals[row]} has not seen")
     return [line for _, frame in model.best_of_users(names.originals, rows) for line in frame.to_dicts()]
 
 
@@ -132,16 +121,16 @@ def recommend_all(
 
 
 class _Recommender:
-    """A run's model on CPU, unsharded. The network is loaded at the first use, after all checks of the arguments."""
+    """A run's model on CPU, unsharded. The network is loaded when it is first used, after all arguments are checked."""
 
     def __init__(self, run: str | Path, k: int, include_seen: bool, which: str, fallback: bool) -> None:
-        check_which(which)
-        self._run, self._config = open_trained_run(run)
-        if model_module(self._config).KIND != "histories":
+        assemble.check_which(which)
+        self._run, self._config = assemble.open_trained_run(run)
+        if assemble.model_module(self._config).KIND != "histories":
             raise ConfigError(
                 f"{self._run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend."
             )
-        self._dataset = open_matching_dataset(self._config)
+        self._dataset = assemble.open_matching_dataset(self._config)
         self._k = k
         self._include_seen = include_seen
         self._which = which
@@ -151,7 +140,6 @@ class _Recommender:
         self._offsets = self._dataset.array("offsets.npy")
         self.items = Names(self._dataset.path / "items.parquet", "item")
         self._batch_size = max(1, min(_HISTORIES_AT_ONCE, _SCORES_AT_ONCE // self._num_items))
-        self._network: nn.Module | None = None
         if not 1 <= k <= self._num_items:
             raise ConfigError(f"--k {k}: there are {self._num_items} items; ask for 1 to {self._num_items}.")
 
@@ -162,11 +150,11 @@ class _Recommender:
         """Return all items of a user, including those of validation and test."""
         return np.asarray(self._items[self._offsets[user] : self._offsets[user + 1]], dtype=np.int64)
 
-    def check_left(self, seen: np.ndarray, whose: str) -> None:
+    def check_enough_left(self, seen: np.ndarray, where: str) -> None:
         left = self._num_items - len(np.unique(seen))
         if not self._include_seen and self._k > left:
             raise ConfigError(
-                f"--k {self._k}: {left} items are left {whose}. Ask for no more, or include seen ones: --include-seen."
+                f"--k {self._k}: {left} items are left {where}. Ask for no more, or include seen ones: --include-seen."
             )
 
     def best_of_users(self, names: "pl.Series", rows: Sequence[int]) -> "Iterator[tuple[int, pl.DataFrame]]":
@@ -178,52 +166,47 @@ class _Recommender:
     def best(self, names: "Sequence[str] | pl.Series", histories: list[np.ndarray]) -> "pl.DataFrame":
         """Return user, rank, item, title and score of each history's best items; fewer than K if fewer are left."""
         import polars as pl
+        import torch
 
-        best_scores, best_items = self._top(histories)
-        rows, ranks = np.isfinite(best_scores).nonzero()
-        items = best_items[rows, ranks]
+        with torch.no_grad():
+            scores_BV = self._network(*self.network_inputs(histories))
+        if not self._include_seen:
+            rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
+            scores_BV[torch.from_numpy(rows), torch.from_numpy(np.concatenate(histories) - 1)] = float("-inf")
+        best = scores_BV.topk(self._k)
+        scores_BK = best.values.numpy()
+        rows, ranks = np.isfinite(scores_BK).nonzero()
+        items = best.indices.numpy()[rows, ranks]  # item ids minus 1
         return pl.DataFrame(
             {
                 "user": pl.Series(names, dtype=pl.String).gather(rows),
                 "rank": (ranks + 1).astype(np.int32),
                 "item": self.items.originals.gather(items),
                 "title": self.items.titles.gather(items),
-                "score": best_scores[rows, ranks],
+                "score": scores_BK[rows, ranks],
             }
         )
 
-    def _top(self, histories: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return scores and item ids minus 1 of the best items, [B, K]; -inf for seen items."""
-        import torch
-
-        network = self._network = self._network or self._load()
-        with torch.no_grad():
-            scores_BV = network(*self.network_inputs(histories))
-        if not self._include_seen:
-            rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
-            scores_BV[torch.from_numpy(rows), torch.from_numpy(np.concatenate(histories) - 1)] = float("-inf")
-        best = scores_BV.topk(self._k)
-        return best.values.numpy(), best.indices.numpy()
-
     def network_inputs(self, histories: list[np.ndarray]) -> "HistoryInputs":
-        """Return what evaluation would give the network after these histories."""
+        """Return the network's arguments for these histories, as in evaluation."""
         from recmill.data.histories import ranking_inputs
 
         lengths = np.array([len(history) for history in histories])
         stops = np.cumsum(lengths)
         items = np.concatenate(histories)
-        return ranking_inputs(items, stops - lengths, stops, window_rules(self._config), self._num_items)
+        return ranking_inputs(items, stops - lengths, stops, assemble.window_rules(self._config), self._num_items)
 
-    def _load(self) -> "nn.Module":
+    @cached_property
+    def _network(self) -> "nn.Module":
         import torch
 
-        from recmill.checkpoints import loading as checkpoint
+        from recmill.checkpoints.loading import load
         from recmill.observe.log import quiet_libraries
         from recmill.world import World
 
         quiet_libraries()
         alone = World(0, 1, 0, 1, torch.device("cpu"))
-        found = trained_checkpoint(self._run, self._which, self._dataset, alone, self._fallback)
-        network = model_module(self._config).build(self._config.model, self._dataset.description, alone.device)
-        checkpoint.load(found, network)
+        found = assemble.trained_checkpoint(self._run, self._which, self._dataset, alone, self._fallback)
+        network = assemble.model_module(self._config).build(self._config.model, self._dataset.description, alone.device)
+        load(found, network)
         return network.eval()

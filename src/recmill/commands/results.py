@@ -32,7 +32,7 @@ def _report(path: str | Path, split: str) -> RunReport:
             f"Train to the end: recmill train {run.config_file} --run {path}."
         )
     values = values_of_split(run, run.read_results(), split)
-    return RunReport(str(path), config.model_name, state, values, _best_reachable(config.settings.data.path, split))
+    return RunReport(str(path), config.model_name, state, values, best_of_run(path, split))
 
 
 def values_of_split(run: RunDirectory, results: dict[str, Values], split: str) -> Values:
@@ -47,11 +47,7 @@ def values_of_split(run: RunDirectory, results: dict[str, Values], split: str) -
 def best_of_run(run: str | Path, split: str) -> dict[str, float]:
     """Return the best metrics that the run's data allows; empty if they are unknown."""
     _, config = open_run(run)
-    return _best_reachable(config.settings.data.path, split)
-
-
-def _best_reachable(data: str, split: str) -> dict[str, float]:
     try:
-        return open_dataset(data).description.truth.get(split, {})
+        return open_dataset(config.settings.data.path).description.truth.get(split, {})
     except DataError:  # the dataset is no longer there
         return {}

@@ -5,25 +5,14 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from recmill.commands.assemble import (
-    build_sharded,
-    build_source,
-    check_same_config,
-    check_same_data,
-    open_matching_dataset,
-    open_trained_run,
-    table_specs,
-    task_module,
-)
-from recmill.commands.options import Fallback, Procs, Verify
-from recmill.commands.results import RunReport, values_of_split
+from recmill.commands import assemble
+from recmill.commands.options import Fallback, Procs, Verify, flag
+from recmill.commands.results import values_of_split
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.config.sections import Section, TrainSection
 from recmill.environment import process_environment
@@ -38,58 +27,26 @@ from recmill.launch.watchdog import Hang, Heartbeat, Watch, watching
 from recmill.metrics.binary import Values
 from recmill.observe.provenance import environment, versions
 from recmill.observe.run_dir import RunDirectory, State
+from recmill.protocols import BatchSource
 from recmill.schema import Dataset
 from recmill.tables.spec import VALUE_BYTES, TableSpec
 
 if TYPE_CHECKING:
     from recmill.checkpoints.format import Position
-    from recmill.data.clicks import ClickSource
-    from recmill.data.histories import HistorySource
     from recmill.world import World
 
 log = logging.getLogger(__name__)
 
 
 class Options(Section):
-    """The flags of `recmill train CONFIG`."""
-
-    run: str = Field(
-        description="Run directory; an interrupted run resumes from its newest checkpoint.",
-        json_schema_extra={"flags": ["--run", "--run-dir"]},  # torchrun takes '--run' for its own '--run-path'
-    )
+    # --run-dir as well, because torchrun takes '--run' for its own '--run-path'
+    run: str = flag(..., "Run directory; an interrupted run resumes from its newest checkpoint.", "--run", "--run-dir")
     procs: Procs = 1
-    overrides: list[str] = Field(
-        [],
-        description="Change a config key, like optim.dense.lr=0.02.",
-        json_schema_extra={"flags": ["--set"], "metavar": "KEY=VALUE"},
-    )
-    init_from: str | None = Field(
-        None,
-        description="A new run starts from the newest checkpoint of this one.",
-        json_schema_extra={"metavar": "RUN"},
-    )
-    allow_partial: bool = Field(
-        False, description="With --init-from: take the tables and layers that have the same size."
-    )
+    overrides: list[str] = flag([], "Change a config key, like optim.dense.lr=0.02.", "--set", metavar="KEY=VALUE")
+    init_from: str | None = flag(None, "A new run starts from the newest checkpoint of this one.", metavar="RUN")
+    allow_partial: bool = flag(False, "With --init-from: take the tables and layers that have the same size.")
     fallback: Fallback = False
     verify: Verify = False
-
-
-class TrainResults(dict[str, dict[str, Any]]):
-    """The final metrics by split; `report` is how the run is shown beside others."""
-
-    def __init__(self, values: dict[str, dict[str, Any]], report: RunReport) -> None:
-        super().__init__(values)
-        self.report = report
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where training starts if the run has no checkpoint of its own, and whether it may skip a corrupt one."""
-
-    init_from: str | None = None
-    allow_partial: bool = False
-    fallback: bool = False
 
 
 def train(
@@ -102,7 +59,7 @@ def train(
     init_from: str | Path | None = None,
     allow_partial: bool = False,
     fallback: bool = False,
-) -> TrainResults:
+) -> dict[str, Values]:
     """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ...}}.
 
     A run that a signal stops raises `recmill.errors.Preempted` or, on Ctrl-C, `Interrupted`.
@@ -116,24 +73,25 @@ def train(
         raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
     directory = RunDirectory(Path(run).absolute())
     saved = _saved_config(directory)
-    if saved is not None:
-        _check_same_run(directory, saved, checked)
-    dataset = open_matching_dataset(checked, "digests" if verify else "sizes")
+    if saved is not None and (changed := differences(saved, checked)):
+        facts = "\n  ".join([f"{directory.path} was started with another config:", *changed])
+        raise ConfigError(f"{facts}\nChoose another --run, or train from its own config.toml.")
+    dataset = assemble.open_matching_dataset(checked, "digests" if verify else "sizes")
     if saved == checked and _is_finished(directory, dataset):
         log.info("%s is finished: nothing to do", directory.path)
         results = directory.read_results()
     else:
-        earlier = None if init_from is None else str(open_trained_run(init_from)[0].path.absolute())
-        results = _launch(checked, directory, dataset, Start(earlier, allow_partial, fallback), procs)
+        earlier = None if init_from is None else str(assemble.open_trained_run(init_from)[0].path.absolute())
+        options = Options(run=str(directory.path), init_from=earlier, allow_partial=allow_partial, fallback=fallback)
+        results = _launch(checked, dataset, options, procs)
     if stopped := results.get("stopped"):
         step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
         raise stop_error(name, f"Stopped at step {step:,} by {name}, which rank {rank} received.")
-    values = values_of_split(directory, results, "test")
-    best = dataset.description.truth.get("test", {})
-    return TrainResults(results, RunReport(str(run), checked.model_name, "done", values, best))
+    values_of_split(directory, results, "test")  # raises if there are none
+    return results
 
 
-def _launch(config: Config, run: RunDirectory, dataset: Dataset, start: Start, procs: int) -> dict[str, Any]:
+def _launch(config: Config, dataset: Dataset, options: Options, procs: int) -> dict[str, Any]:
     """Train in this process, if a launcher started it, or in `procs` new ones."""
     section = config.settings.train
     wait_seconds = 3 * section.hang_seconds  # a hang is reported with its stacks before a collective times out
@@ -143,12 +101,12 @@ def _launch(config: Config, run: RunDirectory, dataset: Dataset, start: Start, p
             from recmill.world import joined_world
 
             with joined_world(section.device, wait_seconds) as world:
-                return _watched(world, config, run, start, stop, dataset)
+                return _train_watched(world, config, options, stop, dataset)
+    run = RunDirectory(options.run)
     run.path.mkdir(parents=True, exist_ok=True)
     arguments = {
         "config": config.as_dict(),
-        "run": str(run.path),
-        "start": asdict(start),
+        "options": options.model_dump(),
         "device": section.device,
         "wait_seconds": wait_seconds,
         "stop_signals": section.stop_signals,
@@ -163,21 +121,22 @@ def _launch(config: Config, run: RunDirectory, dataset: Dataset, start: Start, p
 
 
 def _precision_environment(section: TrainSection, procs: int) -> dict[str, str]:
-    """Return what workers need to use train.precision on this CPU: oneDNN reads its variable when a process starts."""
+    """Return the variables that workers must be started with to use train.precision on this CPU."""
     if section.precision == "float32" or section.device == "cuda":
         return {}
     return worker_environment(probe(section.precision, threads_per_process(procs)))
 
 
-def work(world: "World", config: dict[str, Any], run: str, start: dict[str, Any], stop: StopRequest) -> dict[str, Any]:
+def work(world: "World", config: dict[str, Any], options: dict[str, Any], stop: StopRequest) -> dict[str, Any]:
     """Train in one of the launcher's processes."""
-    return _watched(world, load_config(config), RunDirectory(run), Start(**start), stop)
+    return _train_watched(world, load_config(config), Options(**options), stop)
 
 
-def _watched(
-    world: "World", config: Config, run: RunDirectory, start: Start, stop: StopRequest, dataset: Dataset | None = None
+def _train_watched(
+    world: "World", config: Config, options: Options, stop: StopRequest, dataset: Dataset | None = None
 ) -> dict[str, Any]:
     """Train with the run directory locked and a watchdog; write to status.json how it ends."""
+    run = RunDirectory(options.run)
     reach("train.begin")
 
     def on_hang(hang: Hang) -> None:
@@ -187,10 +146,10 @@ def _watched(
 
     heartbeat = Heartbeat()
     watch = Watch(world.rank, config.settings.train.hang_seconds, run.path, process_environment().job)
-    with run.locked() if world.is_main else nullcontext():
+    with run.locked() if world.is_main else contextlib.nullcontext():
         try:
             with watching(heartbeat, watch, on_hang):
-                return _work(world, config, run, start, dataset, stop, heartbeat)
+                return _train(world, config, run, options, dataset, stop, heartbeat)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and stop.signal:
                 error = stop_error(stop.signal, f"Ended at once by a signal after {stop.signal}.")
@@ -199,18 +158,18 @@ def _watched(
             raise error
 
 
-def _work(
+def _train(
     world: "World",
     config: Config,
     run: RunDirectory,
-    start: Start,
+    options: Options,
     dataset: Dataset | None,
     stop: StopRequest,
     heartbeat: Heartbeat,
 ) -> dict[str, Any]:
     """Train from an empty or interrupted run directory to its results, or to {"stopped": ...}. All ranks take part."""
-    from recmill.checkpoints import loading as checkpoint
     from recmill.checkpoints.format import Origin, Position
+    from recmill.checkpoints.loading import find_checkpoint, load
     from recmill.checkpoints.saver import Saver
     from recmill.kernels.library import load_library
     from recmill.observe.log import log_to_file
@@ -227,16 +186,16 @@ def _work(
     heartbeat.beat("starting")
     settings = config.settings
     if world.device.type == "cpu" and settings.train.kernels == "auto":
-        threading.Thread(target=load_library).start()  # the first time it compiles, while the rest is loaded
+        threading.Thread(target=load_library).start()  # compiles at first use, while the rest is built
     world.broadcast(None)  # rank 0 holds the lock: now the others may log
     log_to_file(run.path, world.rank)
     set_tf32(settings.train)
-    dataset = dataset or open_matching_dataset(config)
-    source = build_source(config, dataset, world.rank, world.size)
-    tables = table_specs(config, dataset)
-    model = build_sharded(config, dataset, world)
+    dataset = dataset or assemble.open_matching_dataset(config)
+    source = assemble.build_source(config, dataset, world.rank, world.size)
+    tables = assemble.table_specs(config, dataset)
+    model = assemble.build_sharded(config, dataset, world)
     optimizer = build_optimizer(model, settings.optim)
-    parts = Parts(model, task_module(config), source, world, settings.data.prefetch, heartbeat)
+    parts = Parts(model, assemble.task_module(config), source, world, settings.data.prefetch, heartbeat)
     placed = placements(model.plan, tables, settings.optim.tables.name)
     if world.is_main:
         _log_facts(world, config, dataset, tables, source)
@@ -252,39 +211,32 @@ def _work(
         world_size=world.size,
         versions=versions(),
     )
-
-    def on_block() -> None:
-        heartbeat.beat("reading a checkpoint")
-
-    found = checkpoint.find_checkpoint(
-        run.checkpoints, "newest", world, start.fallback, set_aside_newer=True, on_block=on_block
-    )
+    beat = partial(heartbeat.beat, "reading a checkpoint")
+    find = partial(find_checkpoint, which="newest", world=world, fallback=options.fallback, on_block=beat)
+    found = find(run.checkpoints, set_aside_newer=True)
     position = found.position if found else Position()
     if found:
-        check_same_data(found, dataset)
-        check_same_config(found, origin)
-    earlier = None
-    if start.init_from and not found:
-        others = RunDirectory(start.init_from).checkpoints
-        earlier = checkpoint.find_checkpoint(others, "newest", world, start.fallback, on_block=on_block)
+        assemble.check_same_data(found, dataset)
+        assemble.check_same_config(found, origin)
+    earlier = find(RunDirectory(options.init_from).checkpoints) if options.init_from and not found else None
     _check_steps(total_steps(settings.train, source.batches_per_epoch), position, config, run, dataset)
 
-    # Write what this run is, and load or initialize the model
+    # Describe the run in its directory, and load or initialize the model
     if world.is_main:
-        run.write_status("running", step=position.step)  # first: with this file the directory counts as a run
+        run.write_status("running", step=position.step)  # first: this file makes the directory a run directory
         write_text(run.config_file, to_toml(config))
         write_json(run.path / "env.json", environment(world.size, str(world.device)))
         write_json(run.path / "sharding.json", [asdict(table) for table in placed])
         run.results_file.unlink(missing_ok=True)
         run.forget_metrics_after(position.step if found else -1)
     if found:
-        checkpoint.load(found, model, optimizer)
-        optimizer.set_optimizer_step(position.step)  # fused Adam needs FBGEMM's step count, which is in no state
+        load(found, model, optimizer)
+        optimizer.set_optimizer_step(position.step)  # FBGEMM's Adam needs its step count, which no checkpoint holds
         log.info("resuming from step %s: %s", f"{position.step:,}", found.path)
     else:
         fill_tables(model, tables, settings.train.seed)
         if earlier:
-            checkpoint.load(earlier, model, optimizer, start.allow_partial)
+            load(earlier, model, optimizer, options.allow_partial)
             log.info("starting from step %s of another run: %s", f"{earlier.position.step:,}", earlier.path)
     heartbeat.beat("loaded", position.step)
     reach("train.loaded")
@@ -310,15 +262,13 @@ def _work(
     if settings.eval.before_training and not position.step:
         evaluate("val", position)
     sections = Sections(settings.train, settings.optim, settings.eval, settings.checkpoint)
-    fitted = fit(parts, optimizer, sections, position, run, saver, stop, validate)
-    at = fitted.position
-    if by := fitted.stopped_by:
+    at, signal = fit(parts, optimizer, sections, position, run, saver, stop, validate)
+    restarts = process_environment().attempt
+    if signal:
         if world.is_main:
-            run.write_status(
-                by.state, step=at.step, rank=by.rank, reason=by.name, restarts=process_environment().attempt
-            )
-            log.info("stopped at step %s by %s on rank %d", f"{at.step:,}", by.name, by.rank)
-        return {"stopped": {"step": at.step, "rank": by.rank, "signal": by.name}}
+            run.write_status(signal.state, step=at.step, rank=signal.rank, reason=signal.name, restarts=restarts)
+            log.info("stopped at step %s by %s on rank %d", f"{at.step:,}", signal.name, signal.rank)
+        return {"stopped": {"step": at.step, "rank": signal.rank, "signal": signal.name}}
     reach("train.end")
 
     # Test and write the results
@@ -328,15 +278,16 @@ def _work(
     if world.is_main:
         write_json(run.results_file, results)
         end = early_end(at, settings.eval) or "all steps done"
-        facts = {
-            "end": end,
-            "best_step": at.best_step,
-            "best": at.best,
-            "seconds": round(time.monotonic() - started, 1),
-            "restarts": process_environment().attempt,
-            "dataset": dataset.fingerprint,
-        }
-        run.write_status("done", step=at.step, **facts)
+        run.write_status(
+            "done",
+            step=at.step,
+            end=end,
+            best_step=at.best_step,
+            best=at.best,
+            seconds=round(time.monotonic() - started, 1),
+            restarts=restarts,
+            dataset=dataset.fingerprint,
+        )
         log.info("finished at step %s: %s", f"{at.step:,}", end)
     return results
 
@@ -354,9 +305,7 @@ def _check_steps(num_steps: int, position: "Position", config: Config, run: RunD
         )
 
 
-def _log_facts(
-    world: "World", config: Config, dataset: Dataset, tables: list[TableSpec], source: "ClickSource | HistorySource"
-) -> None:
+def _log_facts(world: "World", config: Config, dataset: Dataset, tables: list[TableSpec], source: BatchSource) -> None:
     from recmill.data.histories import HistorySource
 
     rows = sum(table.rows for table in tables)
@@ -369,9 +318,7 @@ def _log_facts(
     if isinstance(source, HistorySource) and source.batches_per_epoch:
         log.info("%s", source.window_facts())
     if config.settings.data.train_on_validation:
-        log.warning(
-            "validation items are trained on: validation metrics measure memorization here; use the test metrics"
-        )
+        log.warning("validation items are trained on: validation metrics measure memorization; use the test metrics")
 
 
 def _short(values: Values) -> str:
@@ -379,9 +326,7 @@ def _short(values: Values) -> str:
     return "  ".join(shown)
 
 
-def _write_frequencies(
-    run: RunDirectory, source: "ClickSource | HistorySource", at: "Position", world: "World"
-) -> None:
+def _write_frequencies(run: RunDirectory, source: BatchSource, at: "Position", world: "World") -> None:
     """Write how often each id was trained on, by feature, before and after multi-hot ids were added."""
     import numpy as np
 
@@ -407,15 +352,6 @@ def _saved_config(run: RunDirectory) -> Config | None:
     return load_config(run.config_file) if run.config_file.is_file() and run.has_checkpoint() else None
 
 
-def _check_same_run(run: RunDirectory, saved: Config, config: Config) -> None:
-    if changed := differences(saved, config):
-        raise ConfigError(
-            f"{run.path} was started with another config:\n"
-            + "\n".join(f"  {line}" for line in changed)
-            + "\nChoose another --run, or train from its own config.toml."
-        )
-
-
 def _is_finished(run: RunDirectory, dataset: Dataset) -> bool:
     status = run.read_status()
     is_done = status.get("state") == "done" and status.get("dataset") == dataset.fingerprint
@@ -423,15 +359,13 @@ def _is_finished(run: RunDirectory, dataset: Dataset) -> bool:
 
 
 def _write_end(run: RunDirectory, error: BaseException) -> None:
-    """Write the error to status.json, unless the run had ended before this attempt."""
+    """Write the error to status.json, unless the file says already that the run is done or was stopped."""
     with contextlib.suppress(UserError, OSError):  # for example a full disk: the error itself matters more
         before = run.read_status()
         if before.get("state") in ("done", "preempted", "interrupted"):
             return
-        state: State = "failed"
-        if isinstance(error, Preempted):
-            state = "preempted"
-        elif isinstance(error, Interrupted | KeyboardInterrupt):
+        state: State = "preempted" if isinstance(error, Preempted) else "failed"
+        if isinstance(error, Interrupted | KeyboardInterrupt):
             state = "interrupted"
         reason = getattr(error, "signal", "") or str(error)
         restarts = max(getattr(error, "restarts", 0), process_environment().attempt)

@@ -1,4 +1,1 @@
-"""Models: each module declares its Config, its embedding tables and how to build its network. No torch at import.
-
-The functions of a model are those of `recmill.protocols.ModelModule`.
-"""
+"""Models: each module has the functions of `recmill.protocols.ModelModule`, and imports torch only to build."""

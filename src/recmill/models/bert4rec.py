@@ -8,8 +8,9 @@ weights.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
+from recmill.config.sections import key
 from recmill.data.windows import WindowRules
 from recmill.models.sequence_model import KIND, TASK, SequenceModelConfig, item_table, network, sliding_window
 from recmill.schema import HistoriesDescription
@@ -23,23 +24,19 @@ __all__ = ["KIND", "TASK", "Config", "build", "tables", "window_rules"]
 
 
 class Config(SequenceModelConfig):
-    mask_prob: float = Field(0.2, gt=0.0, le=1.0, description="Share of a window's items that are masked.")
-    mask_last_only: float = Field(
-        0.1, ge=0.0, le=1.0, description="Share of windows in which only the last item is masked, as in evaluation."
+    mask_prob: float = key(0.2, "Share of a window's items that are masked.", gt=0.0, le=1.0)
+    mask_last_only: float = key(
+        0.1, "Share of windows in which only the last item is masked, as in evaluation.", ge=0.0, le=1.0
     )
-    mask_last_anywhere: bool = Field(
-        False, description="Shorten these windows to a random length first, so that any item can be the last."
+    mask_last_anywhere: bool = key(
+        False, "Shorten these windows to a random length first, so that any item can be the last."
     )
-    mask_last_too: bool = Field(
-        False, description="In the other windows, always mask a history's last training item as well."
+    mask_last_too: bool = key(False, "In the other windows, always mask a history's last training item as well.")
+    mask_random: float = key(
+        0.0, "Share of masked items that are replaced by a random item instead of the mask.", ge=0.0, le=1.0
     )
-    mask_random: float = Field(
-        0.0, ge=0.0, le=1.0, description="Share of masked items that are replaced by a random item instead of the mask."
-    )
-    mask_keep: float = Field(
-        0.0, ge=0.0, le=1.0, description="Share of masked items that stay visible, and are still predicted."
-    )
-    dupe_factor: PositiveInt = Field(1, description="Copies of each window in an epoch, each with its own masks.")
+    mask_keep: float = key(0.0, "Share of masked items that stay visible, and are still predicted.", ge=0.0, le=1.0)
+    dupe_factor: PositiveInt = key(1, "Copies of each window in an epoch, each with its own masks.")
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -54,7 +51,7 @@ class Config(SequenceModelConfig):
 
 
 def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]:
-    """One table: padding (row 0), the items, the mask (last row)."""
+    """Return one table: row 0 is padding, then come the items, then the mask."""
     return item_table(config, description.num_items + 2)
 
 
@@ -72,4 +69,5 @@ def window_rules(config: Config) -> WindowRules:
 
 
 def build(config: Config, description: HistoriesDescription, device: "torch.device") -> "nn.Module":
-    return network(config, tables(config, description)[0], description, device, attention="bidirectional")
+    (table,) = tables(config, description)
+    return network(config, table, description, device, attention="bidirectional")

@@ -1,26 +1,24 @@
-"""What all click models share: config keys and tables, and MLPs below and above an interaction. Not a model itself."""
+"""Config keys and tables that all click models share. Not a model itself."""
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
-from recmill.config.sections import Section
+from recmill.config.sections import Section, key
 from recmill.schema import ClicksDescription
 from recmill.tables.spec import TableSpec
 
 TASK = "ctr"
-KIND = "clicks"  # of the dataset
+KIND = "clicks"
 
 
 class ClickModelConfig(Section):
-    embedding_dim: PositiveInt = Field(16, multiple_of=4, description="Width of every table; a multiple of 4.")
-    table_init_scale: PositiveFloat = Field(
-        1.0, description="Table rows start uniform in +-scale / sqrt(rows); use less than 1 for few samples."
+    embedding_dim: PositiveInt = key(16, "Width of every table; a multiple of 4.", multiple_of=4)
+    table_init_scale: PositiveFloat = key(
+        1.0, "Table rows start uniform in +-scale / sqrt(rows); use less than 1 for few samples."
     )
-    bottom_mlp: list[PositiveInt] = Field(
-        [64, 16], min_length=1, description="Layer widths over the dense features; the last equals embedding_dim."
+    bottom_mlp: list[PositiveInt] = key(
+        [64, 16], "Layer widths over the dense features; the last equals embedding_dim.", min_length=1
     )
-    top_mlp: list[PositiveInt] = Field(
-        [64, 32], min_length=1, description="Layer widths over the interactions, before the logit."
-    )
+    top_mlp: list[PositiveInt] = key([64, 32], "Layer widths over the interactions, before the logit.", min_length=1)
 
     def contradictions(self) -> list[str]:
         if self.bottom_mlp[-1] == self.embedding_dim:
@@ -33,8 +31,8 @@ class ClickModelConfig(Section):
 
 def tables(config: ClickModelConfig, description: ClicksDescription) -> list[TableSpec]:
     """Return one table per sparse feature, by default uniform in +-sqrt(1 / rows) as in the original DLRM."""
-    bounds = [config.table_init_scale * feature.rows**-0.5 for feature in description.sparse]
+    scale = config.table_init_scale
     return [
-        TableSpec(f"table_{feature.name}", feature.name, feature.rows, config.embedding_dim, bound)
-        for feature, bound in zip(description.sparse, bounds, strict=True)
+        TableSpec(f"table_{f.name}", f.name, f.rows, config.embedding_dim, init_bound=scale * f.rows**-0.5)
+        for f in description.sparse
     ]

@@ -1,13 +1,14 @@
 """DLRM: click-through rate from dense and sparse features (Naumov et al., 2019).
 
 As in TorchRec's version, layers start with torch's initialization unless `init` says otherwise. With
-`interaction_itself` the products are ordered by rows of the upper triangle; OneFlow orders them by the lower one.
+`interaction_itself` the products come in the order of the upper triangle's rows; OneFlow uses the lower triangle.
 """
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
+from recmill.config.sections import key
 from recmill.models.click_model import KIND, TASK, ClickModelConfig, tables
 from recmill.schema import ClicksDescription
 
@@ -19,24 +20,21 @@ __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
 
 class Config(ClickModelConfig):
-    interaction_itself: bool = Field(False, description="Include the dot product of each vector with itself.")
-    init: Literal["torch", "dlrm"] = Field(
-        "torch", description="Initial layer weights: torch's default (TorchRec), or normal (original DLRM, OneFlow)."
+    interaction_itself: bool = key(False, "Include the dot product of each vector with itself.")
+    init: Literal["torch", "dlrm"] = key(
+        "torch", "Initial layer weights: torch's default (TorchRec), or normal (original DLRM, OneFlow)."
     )
-    pad_to_multiple_of: PositiveInt = Field(
-        16, description="Pad the input of both MLPs with zeros to a multiple of this; faster, with the same result."
+    pad_to_multiple_of: PositiveInt = key(
+        16, "Pad the input of both MLPs with zeros to a multiple of this; faster, with the same result."
     )
 
 
 def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
-    """Build the network with its tables on `device` ('meta' declares them only) and its layers in memory."""
     from recmill.nn.click_network import ClickNetwork, DenseLayers
     from recmill.nn.interactions import DotInteraction
 
-    interaction = DotInteraction(
-        len(description.sparse) + 1, config.embedding_dim, config.interaction_itself, config.pad_to_multiple_of
-    )
-    layers = DenseLayers(
-        len(description.dense), config.bottom_mlp, config.top_mlp, config.init, config.pad_to_multiple_of
-    )
+    num_vectors = len(description.sparse) + 1  # the dense features become one as well
+    padding = config.pad_to_multiple_of
+    interaction = DotInteraction(num_vectors, config.embedding_dim, config.interaction_itself, padding)
+    layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp, config.init, padding)
     return ClickNetwork(tables(config, description), layers, interaction, device)

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
+from recmill.config.sections import key
 from recmill.models.click_model import KIND, TASK, ClickModelConfig, tables
 from recmill.schema import ClicksDescription
 
@@ -15,31 +16,25 @@ __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
 
 class Config(ClickModelConfig):
-    branch1_mlp: list[PositiveInt] = Field(
-        [128, 128], min_length=1, description="Layer widths over all vectors; the last is a multiple of embedding_dim."
+    branch1_mlp: list[PositiveInt] = key(
+        [128, 128], "Layer widths over all vectors; the last is a multiple of embedding_dim.", min_length=1
     )
-    branch2_mlp: list[PositiveInt] = Field(
-        [128, 128], min_length=1, description="The same for the other factor of the dot products."
-    )
+    branch2_mlp: list[PositiveInt] = key([128, 128], "The same for the other factor of the dot products.", min_length=1)
 
     def contradictions(self) -> list[str]:
-        problems = super().contradictions()
-        for key, sizes in (("branch1_mlp", self.branch1_mlp), ("branch2_mlp", self.branch2_mlp)):
-            if sizes[-1] % self.embedding_dim:
-                problems.append(
-                    f"model.{key} ends with {sizes[-1]}, which is not a multiple of model.embedding_dim = "
-                    f"{self.embedding_dim}. Make it one: it is split into vectors of that width."
-                )
-        return problems
+        return super().contradictions() + [
+            f"model.{name} ends with {sizes[-1]}, which is not a multiple of model.embedding_dim = "
+            f"{self.embedding_dim}. Make it one: it is split into vectors of that width."
+            for name, sizes in (("branch1_mlp", self.branch1_mlp), ("branch2_mlp", self.branch2_mlp))
+            if sizes[-1] % self.embedding_dim
+        ]
 
 
 def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
-    """Build the network with its tables on `device` ('meta' declares them only) and its layers in memory."""
     from recmill.nn.click_network import ClickNetwork, DenseLayers
     from recmill.nn.interactions import ProjectionInteraction
 
-    interaction = ProjectionInteraction(
-        len(description.sparse) + 1, config.embedding_dim, config.branch1_mlp, config.branch2_mlp
-    )
+    num_vectors = len(description.sparse) + 1  # the dense features become one as well
+    interaction = ProjectionInteraction(num_vectors, config.embedding_dim, config.branch1_mlp, config.branch2_mlp)
     layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp)
     return ClickNetwork(tables(config, description), layers, interaction, device)

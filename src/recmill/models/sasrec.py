@@ -8,8 +8,9 @@ width in the feed-forward layers, no dropout of attention weights.
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
+from recmill.config.sections import key
 from recmill.data.windows import WindowRules
 from recmill.models.sequence_model import KIND, TASK, SequenceModelConfig, item_table, network, sliding_window
 from recmill.schema import HistoriesDescription
@@ -23,13 +24,11 @@ __all__ = ["KIND", "TASK", "Config", "build", "tables", "window_rules"]
 
 
 class Config(SequenceModelConfig):
-    loss: Literal["softmax", "gbce"] = Field(
-        "softmax", description="Cross-entropy over the catalogue, or gBCE over the target and sampled negatives."
+    loss: Literal["softmax", "gbce"] = key(
+        "softmax", "Cross-entropy over the catalogue, or gBCE over the target and sampled negatives."
     )
-    num_negatives: PositiveInt = Field(
-        256, description="Random items that every target of a batch is compared with (gbce)."
-    )
-    gbce_t: float = Field(0.75, ge=0.0, le=1.0, description="Calibration: 0 is plain binary cross-entropy (gbce).")
+    num_negatives: PositiveInt = key(256, "Random items that every target of a batch is compared with (gbce).")
+    gbce_t: float = key(0.75, "Calibration: 0 is plain binary cross-entropy (gbce).", ge=0.0, le=1.0)
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -45,7 +44,7 @@ class Config(SequenceModelConfig):
 
 
 def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]:
-    """One table: padding (row 0), the items."""
+    """Return one table: row 0 is padding, then come the items."""
     return item_table(config, description.num_items + 1)
 
 
@@ -55,12 +54,7 @@ def window_rules(config: Config) -> WindowRules:
 
 
 def build(config: Config, description: HistoriesDescription, device: "torch.device") -> "nn.Module":
-    loss = {"name": "gbce", "negatives": config.num_negatives, "calibration": config.gbce_t}
-    return network(
-        config,
-        tables(config, description)[0],
-        description,
-        device,
-        attention="causal",
-        **(loss if config.loss == "gbce" else {}),
-    )
+    (table,) = tables(config, description)
+    gbce = {"name": "gbce", "negatives": config.num_negatives, "calibration": config.gbce_t}
+    loss = gbce if config.loss == "gbce" else {}
+    return network(config, table, description, device, attention="causal", **loss)

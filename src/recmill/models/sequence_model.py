@@ -1,10 +1,10 @@
-"""What all sequence models share: config keys, the item table, windows and the network. Not a model itself."""
+"""Config keys, item table, windows and network that all sequence models share. Not a model itself."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
-from recmill.config.sections import Section
+from recmill.config.sections import Section, key
 from recmill.data.windows import WindowRules
 from recmill.schema import HistoriesDescription
 from recmill.tables.spec import TableSpec
@@ -14,29 +14,26 @@ if TYPE_CHECKING:
     from torch import nn
 
 TASK = "next_item"
-KIND = "histories"  # of the dataset
+KIND = "histories"
 
 
 class SequenceModelConfig(Section):
-    embedding_dim: PositiveInt = Field(64, multiple_of=4, description="Width of items and layers; a multiple of 4.")
-    num_layers: PositiveInt = Field(2, description="Transformer blocks.")
-    num_heads: PositiveInt = Field(2, description="Attention heads; embedding_dim is a multiple of it.")
-    max_length: int = Field(50, ge=2, description="Most recent items of a history that the model sees at once.")
-    dropout: float = Field(0.1, ge=0.0, lt=1.0, description="Share of activations that are dropped in training.")
-    head: Literal["linear", "tied"] = Field(
-        "linear", description="Output weights of an item: a separate linear layer, or the item's row of the table."
+    embedding_dim: PositiveInt = key(64, "Width of items and layers; a multiple of 4.", multiple_of=4)
+    num_layers: PositiveInt = key(2, "Transformer blocks.")
+    num_heads: PositiveInt = key(2, "Attention heads; embedding_dim is a multiple of it.")
+    max_length: int = key(50, "Most recent items of a history that the model sees at once.", ge=2)
+    dropout: float = key(0.1, "Share of activations that are dropped in training.", ge=0.0, lt=1.0)
+    head: Literal["linear", "tied"] = key(
+        "linear", "Output weights of an item: a separate linear layer, or the item's row of the table."
     )
-    label_smoothing: float = Field(
-        0.0, ge=0.0, lt=1.0, description="Share of a target's probability that is spread evenly over all items."
+    label_smoothing: float = key(
+        0.0, "Share of a target's probability that is spread evenly over all items.", ge=0.0, lt=1.0
     )
-    norm: Literal["place", "window"] = Field(
-        "place",
-        description="Layer normalization of each position, or of all positions of a window (TorchRec's example).",
+    norm: Literal["place", "window"] = key(
+        "place", "Layer normalization of each position, or of all positions of a window (TorchRec's example)."
     )
-    sliding_step: int | float = Field(
-        0,
-        ge=0,
-        description="Items between the windows of a long history; below 1: a share of max_length; 0: no overlap.",
+    sliding_step: int | float = key(
+        0, "Items between the windows of a long history; below 1: a share of max_length; 0: no overlap.", ge=0
     )
 
     def contradictions(self) -> list[str]:
@@ -74,11 +71,10 @@ def network(
     table: TableSpec,
     description: HistoriesDescription,
     device: "torch.device",
-    *,
     attention: Literal["causal", "bidirectional"],
-    **loss: Any,
+    **loss_fields: Any,
 ) -> "nn.Module":
-    """Tables on `device` ('meta': only declared), all else in memory. `loss`: fields of `nn.losses.Loss`."""
+    """Build the network with its table on `device`; `loss_fields` are those of `nn.losses.Loss`."""
     from recmill.nn.losses import Loss
     from recmill.nn.sequences import ItemTransformer
     from recmill.nn.transformer import TransformerShape
@@ -86,5 +82,5 @@ def network(
     shape = TransformerShape(
         config.max_length, config.num_layers, config.num_heads, config.dropout, attention, config.norm
     )
-    own_loss = Loss(smoothing=config.label_smoothing, **loss)
-    return ItemTransformer(table, description.num_items, shape, device, config.head, own_loss)
+    loss = Loss(smoothing=config.label_smoothing, **loss_fields)
+    return ItemTransformer(table, description.num_items, shape, device, config.head, loss)

@@ -3,7 +3,7 @@
 Shape letters: B users, V items, C candidates.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -34,16 +34,23 @@ def headline(values: Values) -> float | None:
 
 
 def update(metrics: RankingMetrics, logits_BV: Tensor, batch: RankingBatch) -> None:
-    is_real = batch.weights_M > 0
+    """Rank the targets by the model and, if `metrics` has the baseline, the same targets by popularity."""
+    is_real_B = (batch.weights_M > 0).cpu().numpy()
+    answers_B = batch.answers_M.cpu().numpy()
     answers_B1 = batch.answers_M[:, None] - 1
     target_B1 = logits_BV.gather(1, answers_B1)
-    for protocol, negatives_BC in _negatives(metrics, batch):
+    popularity, of_popularity = metrics.popularity, metrics.of_popularity
+    names = sampled(metrics.protocols)
+    for protocol, negatives_BC in zip(names, batch.negatives_BC.chunk(max(len(names), 1), dim=1), strict=False):
         others_BC = logits_BV.gather(1, negatives_BC - 1)
-        metrics.update(protocol, (~(others_BC < target_B1)).sum(1)[is_real].cpu().numpy())
+        metrics.update(protocol, (~(others_BC < target_B1)).sum(1).cpu().numpy()[is_real_B])
+        if popularity and of_popularity:
+            of_popularity.update(protocol, popularity.ranks_among(answers_B, negatives_BC.cpu().numpy())[is_real_B])
     if "full" in metrics.protocols:
-        metrics.update("full", full_ranks(logits_BV, target_B1, answers_B1, batch)[is_real].cpu().numpy())
-    if metrics.popularity and metrics.of_popularity:
-        _rank_by_popularity(metrics.popularity, metrics.of_popularity, batch)
+        metrics.update("full", full_ranks(logits_BV, target_B1, answers_B1, batch).cpu().numpy()[is_real_B])
+        if popularity and of_popularity:
+            seen = batch.seen_rows.cpu().numpy(), batch.seen_items.cpu().numpy()
+            of_popularity.update("full", popularity.full_ranks(answers_B, *seen)[is_real_B])
 
 
 def full_ranks(logits_BV: Tensor, target_B1: Tensor, answers_B1: Tensor, batch: RankingBatch) -> Tensor:
@@ -52,20 +59,3 @@ def full_ranks(logits_BV: Tensor, target_B1: Tensor, answers_B1: Tensor, batch: 
     beats_BV[batch.seen_rows, batch.seen_items - 1] = False
     beats_BV.scatter_(1, answers_B1, torch.zeros_like(answers_B1, dtype=torch.bool))
     return beats_BV.sum(1)
-
-
-def _rank_by_popularity(popularity: Popularity, metrics: RankingMetrics, batch: RankingBatch) -> None:
-    """Rank the same targets among the same candidates by popularity."""
-    is_real = (batch.weights_M > 0).cpu().numpy()
-    answers = batch.answers_M.cpu().numpy()
-    for protocol, negatives_BC in _negatives(metrics, batch):
-        metrics.update(protocol, popularity.ranks_among(answers, negatives_BC.cpu().numpy())[is_real])
-    if "full" in metrics.protocols:
-        ranks = popularity.full_ranks(answers, batch.seen_rows.cpu().numpy(), batch.seen_items.cpu().numpy())
-        metrics.update("full", ranks[is_real])
-
-
-def _negatives(metrics: RankingMetrics, batch: RankingBatch) -> Iterator[tuple[str, Tensor]]:
-    """Yield each sampled protocol with its candidates."""
-    names = sampled(metrics.protocols)
-    return zip(names, batch.negatives_BC.chunk(max(len(names), 1), dim=1), strict=False)

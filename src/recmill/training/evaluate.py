@@ -12,7 +12,7 @@ from recmill.training.prefetch import pinned, prefetched
 
 @torch.no_grad()
 def evaluate_split(parts: Parts, split: str, metrics: Metrics) -> Values:
-    """Fill `metrics`, newly made by the task, and return its values. All ranks take part and get the same values."""
+    """Update `metrics`, which must be new, and return its values. All ranks take part and get the same values."""
     model, task, source, world = parts.model, parts.task, parts.source, parts.world
     was_training = model.training
     model.eval()

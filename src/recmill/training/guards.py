@@ -1,4 +1,4 @@
-"""Checks that the model is still sound: finite numbers, and equal replicas on every rank."""
+"""Checks of a model in training: all numbers are finite, and replicas are equal on every rank."""
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from recmill.world import World
 
 
 def first_bad_tensor(model: nn.Module) -> str | None:
-    """Name the first parameter or gradient on this rank that is not finite."""
+    """Return the name of the first parameter or gradient on this rank that is not finite, if there is one."""
     for name, parameter in model.named_parameters():
         if not is_finite(parameter.detach()):
             return f"parameter {name}"
@@ -25,8 +25,7 @@ def check_replicas(model: nn.Module, step: int, world: World) -> None:
     """Raise if a parameter that is replicated on every rank differs between ranks in any bit. All ranks take part."""
     if world.size == 1:
         return
-    replicas = {key: value for key, value in model.state_dict().items() if not is_sharded(value)}
-    digests = {key: _digest(value) for key, value in replicas.items()}
+    digests = {key: _digest(value) for key, value in model.state_dict().items() if not is_sharded(value)}
     by_rank: list[dict[str, str]] = [{}] * world.size
     dist.all_gather_object(by_rank, digests)
     for key in digests:

@@ -39,12 +39,6 @@ class Sections:
     checkpoint: CheckpointSection
 
 
-@dataclass(frozen=True)
-class Fitted:
-    position: Position
-    stopped_by: ReceivedSignal | None  # the same on all ranks
-
-
 def fit(
     parts: Parts,
     optimizer: CombinedOptimizer,
@@ -54,8 +48,11 @@ def fit(
     saver: Saver,
     stop: StopRequest,
     validate: Callable[[Position], Position],
-) -> Fitted:
-    """Train from `start` to the last step, until `eval` ends it early or a stop is requested; validate and save."""
+) -> tuple[Position, ReceivedSignal | None]:
+    """Train from `start` to the last step, or until `eval` ends it early or a stop is requested; validate and save.
+
+    Return the last position and the signal that requested the stop, if one did. All ranks take part.
+    """
     model, source, world = parts.model, parts.source, parts.world
     train, checkpoint = sections.train, sections.checkpoint
     position = start
@@ -65,13 +62,11 @@ def fit(
     is_validation_due = partial(_is_validation_due, sections.eval)
     meter = Meter(model, world, start)
     timer = _SaveTimer(checkpoint.every_minutes)
-    progress = Progress(
-        "training", num_steps, unit="samples", world=world, done=start.step, per_item=train.global_batch_size
-    )
+    progress = Progress("training", num_steps, "samples", world, done=start.step, per_item=train.global_batch_size)
     model.train()
     if checkpoint.at_start and not start.step:
         saver.save(start)
-        saver.handle_failure()  # fails now if this run cannot be saved
+        saver.handle_failure()  # raise now if this run cannot be saved
     all_batches = pinned(_batches_from(source, start), world.device)
     with progress, prefetched(all_batches, parts.prefetch) as batches:
         step = Step(parts, optimizer, train, sections.optim.dense, start)
@@ -85,8 +80,7 @@ def fit(
             reach("train.step", position.step)
             batch = next(batches)
             # One small reduction: the loss is a mean over the *global* batch; all ranks stop, fail or save together.
-            is_save_time = world.is_main and timer.is_due()
-            flags = [float(stop.is_set), float(saver.has_failed), float(is_save_time)]
+            flags = [float(stop.is_set), float(saver.has_failed), float(world.is_main and timer.is_due())]
             weight, stops, failed, saves = world.sum([batch.weight(), *flags])
             if failed:
                 saver.handle_failure()
@@ -97,7 +91,7 @@ def fit(
                     saver.save(meter.recorded_in(position))
                 saved_step = position.step
             rates = set_learning_rates(optimizer, sections.optim, position.step)
-            # Gradients are averaged over ranks: the number of ranks over the global weight makes that a global mean.
+            # Gradients are averaged over ranks, so this factor makes them those of the global batch's mean loss.
             loss_sum = take_step(batch, world.size / weight)
             samples = min(train.global_batch_size, source.samples_per_epoch - position.batch * train.global_batch_size)
             position = step.recorded_in(_next(position, source.batches_per_epoch))
@@ -136,7 +130,8 @@ def fit(
         saver.finish()
         (stops,) = world.sum([float(stop.is_set)])
         parts.heartbeat.beat("ending", position.step)
-        return Fitted(position, stopped_by=_first_signal(stop, world) if stops else None)
+        signal = _first_signal(stop, world) if stops else None
+        return position, signal
 
 
 def total_steps(train: TrainSection, batches_per_epoch: int) -> int:
@@ -145,7 +140,7 @@ def total_steps(train: TrainSection, batches_per_epoch: int) -> int:
 
 
 def early_end(position: Position, section: EvalSection) -> str | None:
-    """Say why training ends early, if it does. Only `position` decides, so a resumed run ends at the same step."""
+    """Return why training ends early, if it does. Only `position` decides, so a resumed run ends at the same step."""
     if section.target_auroc and position.best is not None and position.best >= section.target_auroc:
         return f"validation reached auroc {position.best:.5f}, eval.target_auroc is {section.target_auroc}"
     if section.patience and position.worse_evals >= section.patience:
@@ -156,20 +151,20 @@ def early_end(position: Position, section: EvalSection) -> str | None:
 def _first_signal(stop: StopRequest, world: World) -> ReceivedSignal:
     """Return the earliest signal that any rank received. All ranks take part."""
     by_rank = world.gather(stop.received_by(world.rank))
-    return world.broadcast(min(signal for signal in by_rank if signal) if by_rank else ReceivedSignal(0.0, 0, ""))
+    no_signal = ReceivedSignal(0.0, 0, "")  # ranks other than 0 know none, and get rank 0's
+    return world.broadcast(min(signal for signal in by_rank if signal) if by_rank else no_signal)
 
 
 def _batches_from(source: BatchSource, position: Position) -> Iterator[Batch]:
     """Yield the batches from `position` on, epoch after epoch, without end."""
-    yield from source.train_batches(position.epoch, position.batch)
-    for epoch in itertools.count(position.epoch + 1):
-        yield from source.train_batches(epoch, 0)
+    for epoch in itertools.count(position.epoch):
+        yield from source.train_batches(epoch, position.batch if epoch == position.epoch else 0)
 
 
 def _stretches(
     batches: Iterator[Batch], position: Position, per_epoch: int, num_steps: int, is_pause: Callable[[Position], bool]
 ) -> Iterator[Iterator[Batch]]:
-    """Yield one iterator up to each validation and to the end, where no batch may be in flight."""
+    """Yield one iterator of batches up to each validation, and one up to the end: no batch may be in flight there."""
 
     def stretch() -> Iterator[Batch]:
         nonlocal position
@@ -184,14 +179,12 @@ def _stretches(
 
 
 def _next(position: Position, batches_per_epoch: int) -> Position:
-    step = position.step + 1
-    if position.batch + 1 < batches_per_epoch:
-        return replace(position, step=step, batch=position.batch + 1)
-    return replace(position, step=step, epoch=position.epoch + 1, batch=0)
+    finished_epochs, batch = divmod(position.batch + 1, batches_per_epoch)
+    return replace(position, step=position.step + 1, epoch=position.epoch + finished_epochs, batch=batch)
 
 
 def _is_due(every_steps: int, position: Position) -> bool:
-    """Return whether a period of `every_steps` ends here; 0 means after each epoch."""
+    """Return whether a period of `every_steps` ends at `position`; 0 means after each epoch."""
     return position.step % every_steps == 0 if every_steps else position.batch == 0
 
 
@@ -200,7 +193,7 @@ def _is_validation_due(section: EvalSection, position: Position) -> bool:
 
 
 class _SaveTimer:
-    """Save timer; rank 0 decides for all ranks."""
+    """When to save by time. Rank 0 decides for all ranks."""
 
     def __init__(self, minutes: float) -> None:
         self._seconds = minutes * 60
@@ -217,7 +210,7 @@ def _report(values: dict[str, float], position: Position, world: World, run: Run
     if world.is_main:
         run.append_metrics({"step": position.step, "epoch": position.epoch, "split": "train", **values})
         rate = human_rate(values["samples_per_s"])
-        extra = {"file_only": progress.is_shown}  # on a terminal the progress bar shows the same
         text = f"step {position.step:,}  loss {values['loss']:.4f}  {rate} samples/s  lr {values['lr']:.3g}"
+        extra = {"file_only": progress.is_shown}  # on a terminal the progress bar shows the same
         log.info("%s, tables %.3g", text, values["lr_tables"], extra=extra)
     progress.advance(1, note=f"loss {values['loss']:.4f}")

@@ -16,7 +16,7 @@ from recmill.world import World
 
 
 class Meter:
-    """Adds up losses and samples. The loss stays on its device, not summed over ranks, until it is needed."""
+    """Sums losses and samples. Each rank keeps its own loss, on its device, until the sum over ranks is needed."""
 
     def __init__(self, model: nn.Module, world: World, start: Position) -> None:
         self._model = model
@@ -61,19 +61,16 @@ class Meter:
         return replace(position, loss_sum=self._finite_loss(position), loss_weight=self._weight)
 
     def _finite_loss(self, position: Position) -> float:
-        (loss,) = self._world.sum([float(self._loss)])
-        if not math.isfinite(loss):
-            raise self._not_finite(position)
-        return self._earlier_loss + loss
-
-    def _not_finite(self, position: Position) -> UserError:
-        """Find out which step, rank and tensor came first. All ranks take part."""
+        """Return the loss of all ranks; if it is not finite, raise and name the first such step, rank and tensor."""
         world = self._world
+        (loss,) = world.sum([float(self._loss)])
+        if math.isfinite(loss):
+            return self._earlier_loss + loss
         step = position.step - self._steps + int(self._finite_steps) + 1
         name = first_bad_tensor(self._model)
         by_rank = world.gather((step, name is None, world.rank, name or "the loss itself"))
         step, _, rank, name = world.broadcast(min(by_rank) if by_rank else (step, True, 0, ""))
-        return UserError(
+        raise UserError(
             f"The loss is no longer a finite number from step {step:,} on, first on rank {rank}. The first tensor "
             f"there that is not finite after step {position.step:,}: {name}. The checkpoints on disk are older. "
             "Train again with lower optim.dense.lr and optim.tables.lr, into another --run."

@@ -1,4 +1,4 @@
-"""What training and evaluation work on."""
+"""What training and evaluation work on: a model, its task and its data, on this rank."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,6 @@ from recmill.world import World
 
 @dataclass(frozen=True)
 class Parts:
-    """A model, its task and its data, on this rank."""
-
     model: nn.Module  # sharded
     task: TaskModule
     source: BatchSource

@@ -1,4 +1,4 @@
-"""Mixed precision: which types the hardware is fast at, and loss scaling, so that float16 gradients do not vanish."""
+"""Mixed precision: which dtypes the hardware is fast at, and loss scaling for float16."""
 
 import logging
 from dataclasses import replace
@@ -19,10 +19,8 @@ from recmill.world import World
 
 log = logging.getLogger(__name__)
 
-# The defaults of torch's GradScaler.
+# The defaults of torch's GradScaler, which halves and doubles the scale as well.
 _FIRST_SCALE = 2.0**16
-_GROWTH = 2.0
-_BACKOFF = 0.5
 _STEPS_TO_GROW = 2000
 
 
@@ -32,10 +30,7 @@ def set_tf32(train: TrainSection) -> None:
 
 
 def usable_dtype(train: TrainSection, world: World) -> torch.dtype:
-    """Return the dtype of the config, or float32 if it does not work or is not faster on every machine of the job.
-
-    All ranks take part and get the same. One log line says why.
-    """
+    """Return the config's dtype, or float32 if it fails or is slower on any machine; log why. All ranks take part."""
     if world.is_main and train.tf32 and world.device.type != "cuda":
         log.info("train.tf32 is off: only GPUs have it")
     if train.precision == "float32":
@@ -50,7 +45,7 @@ def usable_dtype(train: TrainSection, world: World) -> torch.dtype:
 
 
 def _verdict(precision: Dtype, world: World) -> tuple[bool, str]:
-    """Return whether this rank's hardware should be used with it, and why."""
+    """Return whether this rank's hardware should compute in `precision`, and why."""
     if world.device.type == "cuda":
         is_slow = precision == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False)
         return not is_slow, f"{torch.cuda.get_device_name(world.device)} {'only emulates' if is_slow else 'has'} it"
@@ -71,10 +66,10 @@ class LossScale:
         self._is_static = setting > 0
         self.value = setting or start.loss_scale or _FIRST_SCALE
         self._steps = start.steps_at_scale
-        self._outputs: list[tuple[Tensor, Tensor]] = []  # of the tables, and the copies that the dense layers see
+        self._outputs: list[tuple[Tensor, Tensor]] = []  # the tables' outputs, and the copies that dense layers see
         for module in model.modules():
             if isinstance(module, ShardedModule):
-                module.register_forward_hook(self._watch)
+                module.register_forward_hook(self._on_forward)
 
     def recorded_in(self, position: Position) -> Position:
         return replace(position, loss_scale=self.value, steps_at_scale=self._steps)
@@ -83,13 +78,14 @@ class LossScale:
         """Unscale gradients and continue backward into the tables; False if they overflowed. All ranks take part."""
         outputs, self._outputs = self._outputs, []
         gradients = [weight.grad for weight in dense if weight.grad is not None]
-        gradients += [seen.grad for _, seen in outputs if seen.grad is not None]
+        gradients += [copy.grad for _, copy in outputs if copy.grad is not None]
         largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
         (bad_ranks,) = world.sum([float(not torch.isfinite(largest))])
         if not bad_ranks:
             for gradient in gradients:
                 gradient.div_(self.value)
-            torch.autograd.backward([out for out, _ in outputs], [_gradient(seen) for _, seen in outputs])
+            of_outputs = [torch.zeros_like(copy) if copy.grad is None else copy.grad for _, copy in outputs]
+            torch.autograd.backward([output for output, _ in outputs], of_outputs)
         self._adapt(int(bad_ranks), world)
         return not bad_ranks
 
@@ -100,35 +96,32 @@ class LossScale:
                 f"{self.value:g}. The checkpoints on disk are older. Use a smaller one, or 0, into another --run."
             )
         if bad_ranks:
-            self.value *= _BACKOFF
+            self.value /= 2
             self._steps = 0
             if world.is_main:
                 log.info("float16 gradients overflowed: step skipped, loss scale now %g", self.value)
             return
         self._steps += 1
         if self._steps == _STEPS_TO_GROW and not self._is_static:
-            self.value *= _GROWTH
+            self.value *= 2
             self._steps = 0
 
-    def _watch(self, tables: nn.Module, inputs: object, output: Any) -> Any:
+    def _on_forward(self, tables: nn.Module, inputs: object, output: Any) -> Any:
+        """Replace the output of the tables with copies, now or once the ranks have exchanged it."""
         if not torch.is_grad_enabled():
             return output
         if isinstance(output, KeyedTensor):
-            return self._detached(output)
-        when_ready(output, self._detached)
+            return self._with_copies(output)
+        when_ready(output, self._with_copies)
         return output
 
-    def _detached(self, output: Any) -> Any:
+    def _with_copies(self, output: Any) -> Any:
         if isinstance(output, KeyedTensor):
-            return KeyedTensor(output.keys(), output.length_per_key(), self._seen(output.values()))
-        return {name: JaggedTensor(self._seen(rows.values()), lengths=rows.lengths()) for name, rows in output.items()}
+            return KeyedTensor(output.keys(), output.length_per_key(), self._copy(output.values()))
+        return {name: JaggedTensor(self._copy(rows.values()), lengths=rows.lengths()) for name, rows in output.items()}
 
-    def _seen(self, output: Tensor) -> Tensor:
+    def _copy(self, output: Tensor) -> Tensor:
         """Return a detached copy of a table's output for the dense layers, and remember both."""
-        seen = output.detach().requires_grad_()
-        self._outputs.append((output, seen))
-        return seen
-
-
-def _gradient(seen: Tensor) -> Tensor:
-    return torch.zeros_like(seen) if seen.grad is None else seen.grad
+        copy = output.detach().requires_grad_()
+        self._outputs.append((output, copy))
+        return copy

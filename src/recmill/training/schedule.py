@@ -2,24 +2,20 @@
 
 from recmill.config.sections import Schedule
 
-_MLPERF_LOWEST = 1e-7
-
 
 def learning_rate(schedule: Schedule, base: float, step: int) -> float:
-    """Return the rate of the step after `step` finished ones; `base` is the optimizer's own rate."""
-    if schedule.name == "mlperf":
-        return _mlperf(schedule, base, step + 1)
-    if schedule.name == "oneflow":
-        return _oneflow(schedule, base, step)
-    if schedule.name == "linear":
-        return _linear(schedule, base, step)
+    """Return the learning rate when `step` steps are finished; `base` is the optimizer's own rate."""
+    if schedule.name == "constant":
+        return base
     if schedule.name == "step":
         return base * schedule.gamma ** (step // schedule.step_size)
-    return base
+    if schedule.name == "mlperf":
+        return _mlperf(schedule, base, step + 1)
+    return _linear_or_oneflow(schedule, base, step)
 
 
 def _mlperf(schedule: Schedule, base: float, count: int) -> float:
-    """Follow the DLRM reference's LRPolicyScheduler. W warmup steps, S decay start, D decay steps; first `count` is 1.
+    """Follow the DLRM reference's LRPolicyScheduler: W warmup steps, S decay start, D decay steps; counts from 1.
 
     count < W:            base * (1 - (W - count) / W)
     S <= count < S + D:   max(1e-7, base * ((D - (count - S)) / D)^2)
@@ -34,29 +30,21 @@ def _mlperf(schedule: Schedule, base: float, count: int) -> float:
     if count < start:
         return base * (1 - 1 / warmup) if warmup > 1 else base
     decayed = min(count, start + steps - 1) - start
-    return max(_MLPERF_LOWEST, schedule.end_lr, base * ((steps - decayed) / steps) ** 2)
+    return max(1e-7, schedule.end_lr, base * ((steps - decayed) / steps) ** 2)
 
 
-def _oneflow(schedule: Schedule, base: float, step: int) -> float:
-    """Follow OneFlow: LinearLR from 0, then PolynomialLR of power 2 from milestone S on. The first `step` is 0.
+def _linear_or_oneflow(schedule: Schedule, base: float, step: int) -> float:
+    """Rise to `base` in W steps, from step S on fall to end_lr in D steps. The first `step` is 0.
 
-    step < W:   base * step / W          (the first step changes nothing)
-    step < S:   base
-    then:       (base - end_lr) * (1 - min(step - S, D) / D)^2 + end_lr
+    linear:   base * (step + 1) / W;  the fall is a line
+    oneflow:  base * step / W, so the first step changes nothing (LinearLR);  the fall is quadratic (PolynomialLR)
     """
+    is_linear = schedule.name == "linear"
     if step < schedule.warmup_steps:
-        return base * step / schedule.warmup_steps
+        return base * (step + is_linear) / schedule.warmup_steps
     if step < schedule.decay_start_step or not schedule.decay_steps:
         return base
     decayed = min(step - schedule.decay_start_step, schedule.decay_steps)
+    if is_linear:
+        return base + (schedule.end_lr - base) * decayed / schedule.decay_steps
     return (base - schedule.end_lr) * (1 - decayed / schedule.decay_steps) ** 2 + schedule.end_lr
-
-
-def _linear(schedule: Schedule, base: float, step: int) -> float:
-    """Rise to `base` in W steps, beginning with base / W; from milestone S on fall to end_lr in D steps."""
-    if step < schedule.warmup_steps:
-        return base * (step + 1) / schedule.warmup_steps
-    if step < schedule.decay_start_step or not schedule.decay_steps:
-        return base
-    decayed = min(step - schedule.decay_start_step, schedule.decay_steps)
-    return base + (schedule.end_lr - base) * decayed / schedule.decay_steps

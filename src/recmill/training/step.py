@@ -1,4 +1,4 @@
-"""One training step: forward, backward, update. On GPUs the following batches are transferred meanwhile."""
+"""One training step: forward, backward, update. GPUs receive the following batches meanwhile."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,6 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recmill.checkpoints.format import Position
 from recmill.config.sections import DenseOptim, TrainSection
 from recmill.protocols import Batch
-from recmill.training.optim import clip_dense_gradients, dense_parameters
 from recmill.training.parts import Parts
 from recmill.training.precision import LossScale, usable_dtype
 
@@ -27,10 +26,10 @@ class Step:
         self._task = parts.task
         self._world = parts.world
         self._optimizer = optimizer
-        self._dense = dense
+        self._dense_parameters = list(dict(optimizer.optimizers)["dense"].params.values())
+        self._clip_norm = dense.clip_grad_norm
         self._dtype = usable_dtype(train, parts.world)
-        is_scaled = self._dtype == torch.float16
-        self._scale = LossScale(parts.model, train.loss_scale, start) if is_scaled else None
+        self._scale = LossScale(parts.model, train.loss_scale, start) if self._dtype == torch.float16 else None
         self.factor = 1.0
 
     def __call__(self, batch: Batch, factor: float) -> Tensor:
@@ -58,10 +57,11 @@ class Step:
         self._optimizer.zero_grad()
 
     def step(self) -> None:
-        if self._scale and not self._scale.finish_backward(dense_parameters(self._optimizer), self._world):
-            self._optimizer.zero_grad()  # the overflowed gradients must not be reported as a bad model
+        if self._scale and not self._scale.finish_backward(self._dense_parameters, self._world):
+            self._optimizer.zero_grad()  # or `first_bad_tensor` would report the overflowed gradients
             return
-        clip_dense_gradients(self._optimizer, self._dense)
+        if self._clip_norm:  # gradients are averaged already, so all ranks do the same
+            nn.utils.clip_grad_norm_(self._dense_parameters, self._clip_norm)
         self._optimizer.step()
 
     def _outputs(self, *inputs: object) -> Tensor:
@@ -72,15 +72,14 @@ class Step:
 
 
 def can_overlap(model: nn.Module, device: torch.device) -> bool:
-    """Return whether ids can be sent ahead: on GPUs, except in sequence models, which list ids inside the network."""
-    bags = (module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection))
-    return device.type == "cuda" and any(bags)
+    """Return whether ids can be sent ahead: on GPUs, except in sequence models, whose network makes the list of ids."""
+    return device.type == "cuda" and any(isinstance(m, ShardedEmbeddingBagCollection) for m in model.modules())
 
 
 class OverlappedStep:
-    """While a batch is computed, send the next one's ids to the ranks with their rows and copy the one after.
+    """Like `Step`, but meanwhile sends the next batch's ids to the ranks with their rows, and copies the one after.
 
-    `stretches` yields the same batches as the calls, as one iterator up to each point where no batch may be in flight.
+    `stretches` yields the batches of the calls as several iterators: where one ends, no batch may be in flight.
     """
 
     def __init__(self, step: Step, stretches: Iterator[Iterator[Batch]]) -> None:
