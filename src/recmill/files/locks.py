@@ -3,12 +3,12 @@
 import fcntl
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from recmill.errors import ResourceError
+from recmill.files.timestamps import utc_now
 
 
 @contextmanager
@@ -24,7 +24,6 @@ def exclusive_lock(path: Path, in_use: Callable[[str], str]) -> Iterator[None]:
             file.seek(0)
             raise ResourceError(in_use(file.read().strip() or "another process")) from None
         file.truncate(0)
-        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}")
         file.flush()
         yield
