@@ -63,7 +63,7 @@ def test_an_error_at_any_failpoint_is_reported_and_the_earlier_checkpoint_stays(
     saver.finish()
     monkeypatch.setenv(VARIABLE, f"{place}:{action}")
     monkeypatch.setattr(failpoints, "_failures", None)
-    facts = {"raise": "asked for by RECMILL_FAIL", "nospace": "No space left on device", "eio": "Input/output error"}
+    facts = {"raise": "requested by RECMILL_FAIL", "nospace": "No space left on device", "eio": "Input/output error"}
     with pytest.raises((UserError, RuntimeError, OSError), match=facts[action]) as caught:
         saver.save(Position(step=2))
         saver.finish()
@@ -100,7 +100,7 @@ def test_a_defect_is_not_reported_as_a_user_s_error(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(failpoints, "_failures", None)
     saver = new_saver(tmp_path, nn.Linear(2, 2), on_error="continue")
     saver.save(Position(step=1))
-    with pytest.raises(RuntimeError, match=r"rank 0 could not save:\n(?s:.)*asked for by RECMILL_FAIL"):
+    with pytest.raises(RuntimeError, match=r"rank 0 could not save:\n(?s:.)*requested by RECMILL_FAIL"):
         saver.handle_failure()
 
 
