@@ -162,7 +162,7 @@ def test_wrong_products_do_not_pass(bad: float, monkeypatch: pytest.MonkeyPatch)
     [
         ("sigill", "is killed by SIGILL", True),
         ("kill", "is killed by SIGKILL", False),
-        ("raise", "fails (asked for by RECMILL_FAIL at probe.all_features)", True),
+        ("raise", "fails (requested by RECMILL_FAIL at probe.all_features)", True),
     ],
 )
 def test_a_child_that_dies_or_fails_is_reported(
