@@ -14,20 +14,20 @@ from typing import Any
 import click
 from annotated_types import Gt
 
-from recmill import __version__, registry
+import recmill  # imports each command at its first use
+from recmill import registry
 from recmill.environment import process_environment
 from recmill.errors import as_user_error
+from recmill.launch.failures import WorkerError
 from recmill.launch.local import leave
 from recmill.observe import printed
 
 _DEBUG = "--debug"  # accepted anywhere on the command line
-_AS_JSON = "as_json"
-_SHOW_TRACEBACK = f"\nRun again with {_DEBUG} to see the traceback."
 
 
 def main() -> None:
     """Run a command and exit with 0 or the exit code of its error; print one message, and a traceback with --debug."""
-    gc.set_threshold(200_000, 20, 20)  # imports create many objects that stay: scanning them cost 0.2 s per command
+    gc.set_threshold(200_000, 20, 20)  # scanning the many objects that imports create took 0.2 s per command
     code = _run([argument for argument in sys.argv[1:] if argument != _DEBUG])
     if process_environment().is_launched:
         leave(code)
@@ -50,15 +50,14 @@ def _run(arguments: list[str]) -> int:
         return 141
     except Exception as error:
         if _DEBUG in sys.argv:
-            _print_error("".join([*getattr(error, "__notes__", []), getattr(error, "traceback", "")]))
             _print_error("".join(traceback.format_exception(error)))
         known = as_user_error(error)
         if known is None:
-            _print_error(
-                f"recmill: internal error; please report it with {_DEBUG} output: {type(error).__name__}: {error}"
-            )
+            name = type(error).__name__
+            _print_error(f"recmill: internal error; please report it with {_DEBUG} output: {name}: {error}")
             return 1
-        _print_error(f"recmill: {known.kind}: {known}{_SHOW_TRACEBACK if hasattr(error, 'traceback') else ''}")
+        hint = f"\nRun again with {_DEBUG} to see the traceback." if isinstance(error, WorkerError) else ""
+        _print_error(f"recmill: {known.kind}: {known}{hint}")
         return known.exit_code
 
 
@@ -68,15 +67,14 @@ def _print_error(text: str) -> None:
 
 
 class _Command(click.Command):
-    """A command whose flags are the fields of `Options` in its module, which is imported when the command is used."""
+    """A command that also has the fields of `Options` in its module as flags. The module is imported for them."""
 
     _has_flags = False
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         if not self._has_flags:
-            options = importlib.import_module(f"recmill.commands.{self.name}").Options
-            self.params += _flags(options)
-            self.params.sort(key=lambda parameter: parameter.name == _AS_JSON)  # --json comes last in the help
+            self.params += _flags(importlib.import_module(f"recmill.commands.{self.name}").Options)
+            self.params.sort(key=lambda parameter: parameter.name == "as_json")  # --json comes last in the help
             self._has_flags = True
         return super().get_params(ctx)
 
@@ -88,21 +86,20 @@ class _Datasets(click.Group):
         return sorted(registry.DATASETS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        module = registry.load(registry.DATASETS, cmd_name, "dataset")
-        output = click.Option(
-            ["--output"], required=True, help="Directory to write; it appears when the dataset is complete."
-        )
-        overwrite = click.Option(["--overwrite"], is_flag=True, help="Replace an existing dataset.")
-
-        def body(output: str, overwrite: bool, **values: Any) -> None:
-            from recmill.commands.prepare import prepare
-
+        def prepare(output: str, **values: Any) -> None:
             given = {name: value for name, value in values.items() if value is not None}
-            printed.print_dataset(prepare(cmd_name, output, overwrite=overwrite, **given))
+            printed.print_dataset(recmill.prepare(cmd_name, output, **given))
 
-        flags = [output, *_flags(module.Options), overwrite]
+        module = registry.load(registry.DATASETS, cmd_name, "dataset")
+        flags: list[click.Parameter] = [
+            click.Option(
+                ["--output"], required=True, help="Directory to write; it appears when the dataset is complete."
+            ),
+            *_flags(module.Options),
+            click.Option(["--overwrite"], is_flag=True, help="Replace an existing dataset."),
+        ]
         summary = (module.__doc__ or "").strip().splitlines()[0]
-        return click.Command(cmd_name, callback=body, params=list(flags), help=module.__doc__, short_help=summary)
+        return click.Command(cmd_name, callback=prepare, params=flags, help=module.__doc__, short_help=summary)
 
 
 def _flags(options: Any) -> list[click.Option]:
@@ -110,10 +107,10 @@ def _flags(options: Any) -> list[click.Option]:
 
 
 def _option(name: str, field: Any) -> click.Option:
-    """Return the flag of a field of an `Options` class; a field that may be None is a flag that may be left out.
+    """Return the flag of a field of an `Options` class.
 
-    The values of a list are separated by commas, except for `list[str]` without None: that flag may be repeated. The
-    field's `json_schema_extra` may hold other "flags" than the field's name, and a "metavar".
+    The values of a list are separated by commas, but a flag of type `list[str]` is repeated. The field's
+    `json_schema_extra` may hold other "flags" than the field's name, and a "metavar".
     """
     extra = field.json_schema_extra or {}
     kind = _without_none(field.annotation)
@@ -161,7 +158,7 @@ class _CommaList(click.ParamType):
             self.fail(f"{value!r}: expected integers separated by commas, like 10,1000,50000.", param, ctx)
 
 
-_json = click.option("--json", _AS_JSON, is_flag=True, help="Print JSON.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def _print(report: Any, as_json: bool, print_text: Callable[[Any], None]) -> None:
@@ -173,7 +170,7 @@ def _print(report: Any, as_json: bool, print_text: Callable[[Any], None]) -> Non
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(_DEBUG, is_flag=True, help="Show tracebacks; accepted anywhere on the command line.")
-@click.version_option(__version__, prog_name="recmill")
+@click.version_option(recmill.__version__, prog_name="recmill")
 def commands(debug: bool) -> None:
     """Train recommenders with very large embedding tables, from a laptop to a cluster."""
     from recmill.observe.log import set_up_console
@@ -181,9 +178,7 @@ def commands(debug: bool) -> None:
     set_up_console()
 
 
-@commands.group("prepare", cls=_Datasets)
-def prepare_command() -> None:
-    """Make a prepared dataset."""
+commands.add_command(_Datasets("prepare", help="Make a prepared dataset."))
 
 
 @commands.command("download", cls=_Command)
@@ -191,9 +186,7 @@ def prepare_command() -> None:
 @click.option("--output", required=True, type=click.Path(), help="Directory to write to: VARIANT/ or a file.")
 def download_command(name: str, output: str, **options: Any) -> None:
     """Download public raw data and verify it: MovieLens or Goodreads. Mind their terms of use."""
-    from recmill.commands.download import download
-
-    print(download(name, output, **options))
+    print(recmill.download(name, output, **options))
 
 
 @commands.command("split", cls=_Command)
@@ -201,18 +194,14 @@ def download_command(name: str, output: str, **options: Any) -> None:
 @click.option("--output", required=True, type=click.Path(), help="Directory to write; it appears when it is complete.")
 def split_command(input: str, output: str, **options: Any) -> None:
     """Split one raw log into parts, to be prepared like the days of a large one."""
-    from recmill.commands.split import split
-
-    split(input, output, **options)
+    recmill.split(input, output, **options)
 
 
 @commands.command("adopt", cls=_Command)
 @click.argument("directory", type=click.Path())
 def adopt_command(directory: str, **options: Any) -> None:
     """Describe the npy files of TorchRec's or MLPerf's scripts in DIRECTORY as a prepared dataset."""
-    from recmill.commands.adopt import adopt
-
-    printed.print_dataset(adopt(directory, **options))
+    printed.print_dataset(recmill.adopt(directory, **options))
 
 
 @commands.command("audit", cls=_Command)
@@ -220,13 +209,9 @@ def adopt_command(directory: str, **options: Any) -> None:
 @_json
 def audit_command(dataset: str, as_json: bool, **options: Any) -> int:
     """Report what in the click log DATASET would make results wrong. Exits with 3 if anything would, otherwise 0."""
-    from recmill.commands.audit import audit
-
-    report = audit(dataset, **options)
-    if as_json:
-        print(json.dumps({**asdict(report), "failures": report.num_failures}))
-    else:
-        printed.print_audit(report)
+    report = recmill.audit(dataset, **options)
+    facts = {**asdict(report), "failures": report.num_failures}
+    _print(facts, as_json, lambda _: printed.print_audit(report))
     return 3 if report.num_failures else 0
 
 
@@ -238,12 +223,9 @@ def train_command(config: str, run: str, **options: Any) -> None:
     Exits with 0 when training is complete. When it is stopped by a signal, it saves and exits with 75 (SIGTERM,
     SIGUSR1, SIGUSR2) or 130 (Ctrl-C).
     """
-    from recmill.commands.results import results
-    from recmill.commands.train import train
-
-    train(config, run, **options)
+    results = recmill.train(config, run, **options)
     if process_environment().rank == 0:
-        printed.print_results(results(run))
+        printed.print_results([results.report])
 
 
 @commands.command("evaluate", cls=_Command)
@@ -251,10 +233,9 @@ def train_command(config: str, run: str, **options: Any) -> None:
 @_json
 def evaluate_command(run: str, split: Any, as_json: bool, **options: Any) -> None:
     """Evaluate the newest or best checkpoint of RUN; sequence models are compared with ranking by popularity."""
-    from recmill.commands.evaluate import evaluate
     from recmill.commands.results import best_of_run
 
-    values = evaluate(run, split=split, **options)
+    values = recmill.evaluate(run, split=split, **options)
     if process_environment().rank == 0:
         _print(values, as_json, lambda values: printed.print_values(split, values, best_of_run(run, split)))
 
@@ -272,21 +253,18 @@ def recommend_command(
     **options: Any,
 ) -> None:
     """Recommend the K items that RUN's model ranks first: after a history, for users of its dataset, or for all."""
-    from recmill.commands.recommend import recommend, recommend_all
-
     if (history is not None) + (users is not None) + is_for_all != 1:
         raise click.UsageError("Give exactly one of --history, --users and --all.")
     if is_for_all != (output is not None):
         raise click.UsageError("--all and --output go together: the items of all users are written to a file.")
     if output is not None:
-        _print(recommend_all(run, output, **options), as_json, printed.print_written_recommendations)
+        _print(recmill.recommend_all(run, output, **options), as_json, printed.print_written_recommendations)
     else:
-        _print(recommend(run, history, users=users, **options), as_json, printed.print_recommendations)
+        _print(recmill.recommend(run, history, users=users, **options), as_json, printed.print_recommendations)
 
 
-@commands.group("checkpoint")
-def checkpoint_group() -> None:
-    """List, verify or inspect the checkpoints of a run."""
+checkpoint_group = click.Group("checkpoint", help="List, verify or inspect the checkpoints of a run.")
+commands.add_command(checkpoint_group)
 
 
 @checkpoint_group.command("list")
@@ -317,7 +295,7 @@ def checkpoint_inspect_command(run: str, step: int | None, as_json: bool) -> Non
 
 
 def _print_checkpoints(run: str, as_json: bool, digests: bool) -> bool:
-    """Return whether all are complete."""
+    """Print the checkpoints of a run, and return whether all are complete."""
     from recmill.commands.checkpoint import list_checkpoints
 
     found = list_checkpoints(run, digests=digests)

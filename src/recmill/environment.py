@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from recmill.errors import ConfigError
 
@@ -16,10 +15,10 @@ _TORCHRUN_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """What a launcher told this process.
+    """This process among those of its job.
 
-    `job` is the directory that a worker shares with our own launcher, whose process id is `launcher`. `attempt` counts
-    restarts of the job.
+    `is_launched`: a launcher started it. `attempt` counts restarts of the job. Our own launcher has the process id
+    `launcher` and shares the directory `job` with its workers.
     """
 
     is_launched: bool
@@ -28,7 +27,6 @@ class ProcessEnvironment:
     local_rank: int
     local_size: int
     attempt: int
-    launched_by: Literal["recmill", "torchrun", "other"]
     job: Path | None
     launcher: int | None
 
@@ -37,9 +35,6 @@ def process_environment() -> ProcessEnvironment:
     """Read which process of which job this is; a process that nobody launched is rank 0 of 1."""
     rank = _number("RANK", 0)
     size = _number("WORLD_SIZE", 1)
-    launched_by: Literal["recmill", "torchrun", "other"] = "recmill" if _JOB in os.environ else "other"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        launched_by = "torchrun"
     return ProcessEnvironment(
         is_launched="RANK" in os.environ and "WORLD_SIZE" in os.environ,
         rank=rank,
@@ -47,7 +42,6 @@ def process_environment() -> ProcessEnvironment:
         local_rank=_number("LOCAL_RANK", rank),
         local_size=_number("LOCAL_WORLD_SIZE", size),
         attempt=_number(_TORCHRUN_ATTEMPT, _number(_ATTEMPT, 0)),
-        launched_by=launched_by,
         job=Path(os.environ[_JOB]) if _JOB in os.environ else None,
         launcher=_number(_LAUNCHER, 0) or None,
     )
@@ -55,20 +49,20 @@ def process_environment() -> ProcessEnvironment:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the processes of a job meet.
+    """Where the processes of a job meet: the address of a key-value store.
 
-    `descriptor`: the listening socket that our launcher bound for rank 0. `prefix` keeps the keys of a restarted job
-    apart from those of its predecessor in the store that torchrun's agent holds.
+    `is_server`: this process holds the store, on the socket `descriptor` if our launcher has bound one. `prefix` keeps
+    the keys of each attempt apart in a store that torchrun's agent holds.
     """
 
     host: str
     port: int
+    is_server: bool
     descriptor: int | None
     prefix: str | None
 
 
 def rendezvous() -> Rendezvous:
-    """Read where the processes of this job meet."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ConfigError(
@@ -76,17 +70,24 @@ def rendezvous() -> Rendezvous:
                 "other. Set it to rank 0's address or port, or start them with torchrun or `recmill train --procs`."
             )
     attempt = os.environ.get(_TORCHRUN_ATTEMPT)
+    agent_is_server = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    descriptor = _number(_STORE_DESCRIPTOR, 0) if _STORE_DESCRIPTOR in os.environ else None
     return Rendezvous(
         host=os.environ["MASTER_ADDR"],
         port=_number("MASTER_PORT", 0),
-        descriptor=_number(_STORE_DESCRIPTOR, 0) if _STORE_DESCRIPTOR in os.environ else None,
+        is_server=descriptor is not None or (_number("RANK", 0) == 0 and not agent_is_server),
+        descriptor=descriptor,
         prefix=None if attempt is None else f"recmill/{attempt}",
     )
 
 
-def worker_environment(procs: int, job: Path, attempt: int, port: int) -> dict[str, str]:
-    """Return what our launcher adds to the environment of every worker; rank 0 also gets `store_descriptor`."""
+def launched_environment(
+    rank: int, procs: int, job: Path, attempt: int, port: int, store_descriptor: int
+) -> dict[str, str]:
+    """Return what our launcher adds to the environment of a worker. Rank 0 inherits the store's listening socket."""
     return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(procs),
         "LOCAL_WORLD_SIZE": str(procs),
         "MASTER_ADDR": "127.0.0.1",
@@ -95,13 +96,8 @@ def worker_environment(procs: int, job: Path, attempt: int, port: int) -> dict[s
         _JOB: str(job),
         _LAUNCHER: str(os.getpid()),
         _ATTEMPT: str(attempt),
+        **({_STORE_DESCRIPTOR: str(store_descriptor)} if rank == 0 else {}),
     }
-
-
-def rank_environment(rank: int, store_descriptor: int) -> dict[str, str]:
-    """Return what differs between workers: their ranks, and rank 0's listening socket."""
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    return own | {_STORE_DESCRIPTOR: str(store_descriptor)} if rank == 0 else own
 
 
 def _number(name: str, default: int) -> int:

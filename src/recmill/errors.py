@@ -4,20 +4,20 @@ import errno
 
 
 class UserError(Exception):
-    """An error whose message says where it is and which value is wrong, and how to fix it."""
+    """An error whose message names the place, the wrong value, and a remedy."""
 
     exit_code = 1
     kind = "error"
     rank: int | None = None  # of the process in which it happened, if known
-    restarts = 0  # how often the job had been restarted by then
+    restarts = 0  # of the job, before this error
+    signal = ""  # that stopped the run, if one did
 
 
-class Preempted(UserError):  # noqa: N818 - an end, not an error
+class Preempted(UserError):  # noqa: N818 - the run ended as it should
     """A scheduler's signal stopped the run; its progress is saved, and it can be resumed."""
 
     exit_code = 75
     kind = "preempted"
-    signal = ""
 
 
 class Interrupted(UserError):  # noqa: N818
@@ -25,7 +25,6 @@ class Interrupted(UserError):  # noqa: N818
 
     exit_code = 130
     kind = "interrupted"
-    signal = ""
 
 
 class ConfigError(UserError):
@@ -53,7 +52,7 @@ class ResourceError(UserError):
 _KINDS = (UserError, ConfigError, DataError, CheckpointError, ResourceError, Preempted, Interrupted)
 KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in _KINDS}
 
-_OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory")
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory")  # as torch says it
 _REMEDIES = {
     errno.EACCES: "Choose a directory that you may write to, or change its permissions.",
     errno.EPERM: "Choose a directory that you may write to, or change its permissions.",
@@ -75,6 +74,6 @@ def as_user_error(error: BaseException) -> UserError | None:
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         path = f"{error.filename}: " if error.filename else ""
         return ResourceError(f"{path}{error.strerror}. {_REMEDIES[error.errno]}")
-    if isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
+    if isinstance(error, MemoryError) or any(message in str(error) for message in _OUT_OF_MEMORY):
         return ResourceError(f"Out of memory ({error}). {_REMEDIES[errno.ENOMEM]}")
     return None

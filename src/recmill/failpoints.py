@@ -1,18 +1,18 @@
-"""Points where a test may make this process die, fail or hang, or find the disk full; off unless RECMILL_FAIL is set.
+"""Points where a test can make this process die, fail, hang, or find the disk full, with the variable RECMILL_FAIL:
 
     RECMILL_FAIL="ckpt.before_rename@rank=1:kill, train.step@step=7@attempt=0:raise"
 
-Each entry is a point, conditions and an action. Conditions: `rank`, `step`, `hit` (the N-th time this process reaches
-the point, from 1) and `attempt` (restarts of the job so far). Actions: kill, sigill (as a CPU that lacks an instruction
-does), raise, hang, nospace, eio.
+Each entry is a point, conditions and an action. Conditions: `rank`, `step`, `hit` (the N-th time that this process
+reaches the point, from 1) and `attempt` (restarts of the job so far). Actions: kill, sigill (as on a CPU that lacks an
+instruction), raise, hang, nospace, eio.
 """
 
 import errno
 import os
 import signal
 import time
-from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from recmill.environment import process_environment
 from recmill.errors import ConfigError
@@ -48,13 +48,18 @@ _ACTIONS = (*_SIGNALS, "raise", "hang", *_ERRORS)
 _CONDITIONS = ("rank", "step", "hit", "attempt")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Failure:
     point: str
     conditions: dict[str, int]
     action: str
+    hits: int = 0  # how often this process has reached the point
 
-    def happen(self) -> None:
+    def happen_if_due(self, step: int | None) -> None:
+        process = process_environment()
+        now = {"rank": process.rank, "step": step, "hit": self.hits, "attempt": process.attempt}
+        if any(now[name] != value for name, value in self.conditions.items()):
+            return
         if self.action in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[self.action])
         if self.action == "hang":
@@ -65,34 +70,20 @@ class _Failure:
         raise OSError(number, os.strerror(number))
 
 
-class Failpoints:
-    """The failures that RECMILL_FAIL describes, and how often this process reached each point."""
-
-    def __init__(self, text: str) -> None:
-        self._failures = _parse(text)
-        self._hits: Counter[str] = Counter()
-
-    def reach(self, point: str, step: int | None = None) -> None:
-        if not self._failures:
-            return
-        assert point in POINTS, point
-        self._hits[point] += 1
-        process = process_environment()
-        now = {"rank": process.rank, "step": step, "hit": self._hits[point], "attempt": process.attempt}
-        for failure in self._failures:
-            if failure.point == point and all(now[key] == value for key, value in failure.conditions.items()):
-                failure.happen()
-
-
-_active: Failpoints | None = None  # of this process; made when the first point is reached
+@cache
+def active_failures() -> list[_Failure]:
+    """Return the failures of this process, which also count how often their points were reached."""
+    return _parse(os.environ.get(VARIABLE, ""))
 
 
 def reach(point: str, step: int | None = None) -> None:
-    """Note that this process is at `point`, and fail here if a test wants that."""
-    global _active
-    if _active is None:
-        _active = Failpoints(os.environ.get(VARIABLE, ""))
-    _active.reach(point, step)
+    """Fail here if RECMILL_FAIL says so."""
+    assert point in POINTS, point
+    failures_here = [failure for failure in active_failures() if failure.point == point]
+    for failure in failures_here:
+        failure.hits += 1
+    for failure in failures_here:
+        failure.happen_if_due(step)
 
 
 def _parse(text: str) -> list[_Failure]:

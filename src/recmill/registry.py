@@ -1,4 +1,4 @@
-"""All plug-ins: their names and modules, which are imported on first use. A new one is a file and a line here."""
+"""All plug-ins by name. Their modules are imported on first use; a new plug-in is a file and a line here."""
 
 import difflib
 import importlib
@@ -24,24 +24,19 @@ DATASETS = {
     "random-clicks": "recmill.datasets.synthetic.random_clicks",
     "random-histories": "recmill.datasets.synthetic.random_histories",
 }
-STORES = {
-    "device_mem": "recmill.tables.stores.device_mem",
-}
-TASKS = {
-    "ctr": "recmill.tasks.ctr",
-    "next_item": "recmill.tasks.next_item",
-}
+STORES = {"device_mem": "recmill.tables.stores.device_mem"}
+TASKS = {"ctr": "recmill.tasks.ctr", "next_item": "recmill.tasks.next_item"}
 
 
 def load(registry: Mapping[str, str], name: str, what: str) -> ModuleType:
-    """Import the plug-in `name`; `what` says in an error what kind of plug-in it is."""
+    """Import the plug-in `name`; `what` is its kind, for the error message."""
     if name not in registry:
         raise ConfigError(unknown(what, name, registry))
     return importlib.import_module(registry[name])
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """Say that `name` is unknown, which known name it resembles, and which there are."""
+    """Return a message with the unknown name, the known name that it resembles, and all known names."""
     names = sorted(known)
     near = nearest(name, names)
     hint = f"Did you mean '{near}'? " if near else ""
@@ -49,7 +44,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` resembles most, if any does. Of keys like a.b, the last parts are compared."""
+    """Return the known name that `name` resembles most, if any; of keys like a.b, the last parts are compared."""
     by_last_part = {full.rpartition(".")[2]: full for full in sorted(known)}
     near = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1, cutoff=0.6)
     return by_last_part[near[0]] if near else None

@@ -1,7 +1,4 @@
-"""Which process of a run this is, and the few collectives that are not about tables.
-
-`rank` is the global rank, `local_rank` the rank on this machine. Everything else receives a `World`.
-"""
+"""`World`: which process of a run this is, and the few collectives that are not about tables."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +20,7 @@ _TIMEOUT = timedelta(minutes=30)  # rank 0 may digest a large checkpoint while t
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, and this one among them. In every method all ranks take part."""
+    """This process among those of a run. `rank` is global; all ranks take part in every method."""
 
     rank: int
     size: int
@@ -69,7 +66,7 @@ class World:
         """Send 1-D array i to rank i; return what each rank sent here, in rank order."""
         if self.size == 1:
             return parts
-        sizes = [len(part) for part in parts]
+        sizes = list(map(len, parts))
         received_sizes = self.exchange_numbers(sizes)
         sent = torch.from_numpy(np.concatenate(parts))
         received = torch.empty(sum(received_sizes), dtype=sent.dtype)
@@ -85,7 +82,7 @@ class World:
 
 @contextmanager
 def joined_world(device: str, wait_seconds: float = 0.0) -> Iterator[World]:
-    """Join the process group within the block; for a process that lives on afterwards."""
+    """Join the process group within the block, in a process that continues afterwards."""
     world = join_world(device, wait_seconds)
     try:
         yield world
@@ -103,51 +100,36 @@ def finish_together(world: World) -> None:
 def join_world(device: str, wait_seconds: float = 0.0) -> World:
     """Join the process group that the environment describes: torchrun's, our launcher's, or a group of one.
 
-    Collectives wait at least `wait_seconds` for the other ranks.
+    Collectives wait for the other ranks at least `wait_seconds`.
     """
+    own = process_environment()
+    world = World(own.rank, own.size, own.local_rank, own.local_size, _device(device, own.local_rank))
     timeout = max(_TIMEOUT, timedelta(seconds=wait_seconds))
-    world = _read_environment(_resolve_device(device))
+    backend = "gloo"
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=_store(world, timeout), rank=world.rank, world_size=world.size, timeout=timeout
-    )
+        backend = "cpu:gloo,cuda:nccl"
+    store = _store(world.size, timeout)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     return world
 
 
-def _resolve_device(device: str) -> str:
-    if device == "cuda" and not torch.cuda.is_available():
+def _device(device: str, local_rank: int) -> torch.device:
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", local_rank)
+    if device == "cuda":
         raise ConfigError(
             "train.device = 'cuda', but torch sees no GPU here. Use 'auto' or 'cpu'; see: recmill doctor."
         )
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
+    return torch.device("cpu")
 
 
-def _read_environment(device_type: str) -> World:
-    process = process_environment()
-    device = torch.device("cuda", process.local_rank) if device_type == "cuda" else torch.device("cpu")
-    return World(process.rank, process.size, process.local_rank, process.local_size, device)
-
-
-def _store(world: World, timeout: timedelta) -> dist.Store:
-    if world.size == 1:
+def _store(size: int, timeout: timedelta) -> dist.Store:
+    if size == 1:
         return dist.HashStore()
     place = rendezvous()
-    if place.descriptor is not None:
-        # Our launcher bound this socket to loopback: a plain TCPStore would listen on every interface.
-        return dist.TCPStore(
-            place.host,
-            place.port,
-            world.size,
-            is_master=True,
-            timeout=timeout,
-            master_listen_fd=place.descriptor,
-            use_libuv=True,
-        )
-    # Our launcher's rank 0 and torchrun's agent hold the store; otherwise rank 0 does.
-    holds_store = world.is_main and process_environment().launched_by == "other"
-    store = dist.TCPStore(place.host, place.port, world.size, is_master=holds_store, timeout=timeout)
+    # With a socket that our launcher bound to loopback; TCPStore's own would listen on every interface.
+    store = dist.TCPStore(
+        place.host, place.port, size, place.is_server, timeout=timeout, master_listen_fd=place.descriptor
+    )
     return store if place.prefix is None else dist.PrefixStore(place.prefix, store)

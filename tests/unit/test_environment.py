@@ -1,8 +1,10 @@
+import os
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
-from recmill.environment import process_environment, rank_environment, rendezvous, worker_environment
+from recmill.environment import launched_environment, process_environment, rendezvous
 from recmill.errors import ConfigError
 
 
@@ -19,19 +21,32 @@ def test_a_process_that_nobody_launched_is_rank_0_of_1() -> None:
 
 def test_a_worker_reads_what_the_launcher_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
-        for name, value in (worker_environment(2, tmp_path, 3, port=1234) | rank_environment(rank, 7)).items():
+        monkeypatch.delenv("RECMILL_STORE_FD", raising=False)
+        for name, value in launched_environment(rank, 2, tmp_path, 3, port=1234, store_descriptor=7).items():
             monkeypatch.setenv(name, value)
         process = process_environment()
         assert (process.rank, process.size, process.local_rank, process.local_size) == (rank, 2, rank, 2)
-        assert (process.launched_by, process.job, process.attempt) == ("recmill", tmp_path, 3)
-    assert (rendezvous().host, rendezvous().port, rendezvous().descriptor) == ("127.0.0.1", 1234, 7)
+        assert (process.job, process.launcher, process.attempt) == (tmp_path, os.getpid(), 3)
+        expected = ("127.0.0.1", 1234, rank == 0, 7 if rank == 0 else None, None)
+        assert astuple(rendezvous()) == expected
+
+
+def test_rank_0_serves_the_store_unless_torchrun_s_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert rendezvous().is_server
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert not rendezvous().is_server
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    monkeypatch.setenv("RANK", "1")
+    assert not rendezvous().is_server
 
 
 def test_each_attempt_of_torchrun_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "h"}
     for name, value in (torchrun | {"TORCHELASTIC_RESTART_COUNT": "2", "MASTER_PORT": "5"}).items():
         monkeypatch.setenv(name, value)
-    assert (process_environment().launched_by, process_environment().attempt) == ("torchrun", 2)
+    assert process_environment().attempt == 2
     assert rendezvous().prefix == "recmill/2"
 
 

@@ -7,8 +7,8 @@ from recmill.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_active", None)
+def fresh() -> None:
+    failpoints.active_failures.cache_clear()
 
 
 def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:

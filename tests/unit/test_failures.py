@@ -75,4 +75,4 @@ def test_a_worker_that_left_no_report_is_shown_with_its_output(tmp_path: Path) -
     error = first_error(tmp_path, {1: 3}, 2, [])
     assert isinstance(error, WorkerError)
     assert str(error) == "Process 1 of the job exited with code 3 and no error report."
-    assert error.traceback == "Fatal Python error"
+    assert error.__notes__ == ["Fatal Python error"]

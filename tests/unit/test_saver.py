@@ -62,7 +62,7 @@ def test_an_error_at_any_failpoint_is_reported_and_the_earlier_checkpoint_stays(
     saver.save(Position(step=1))
     saver.finish()
     monkeypatch.setenv(VARIABLE, f"{place}:{action}")
-    monkeypatch.setattr(failpoints, "_active", None)
+    failpoints.active_failures.cache_clear()
     facts = {"raise": "requested by RECMILL_FAIL", "nospace": "No space left on device", "eio": "Input/output error"}
     with pytest.raises((UserError, RuntimeError, OSError), match=facts[action]) as caught:
         saver.save(Position(step=2))
@@ -77,7 +77,7 @@ def test_an_error_at_any_failpoint_is_reported_and_the_earlier_checkpoint_stays(
         saver.handle_failure()
         assert "Training continues" in caplog.text
     monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(failpoints, "_active", None)
+    failpoints.active_failures.cache_clear()
     monkeypatch.setattr(saver, "_error", None)
     saver.save(Position(step=3))
     saver.finish()
@@ -88,7 +88,7 @@ def test_the_last_checkpoint_must_be_saved_whatever_on_error_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "ckpt.written:nospace")
-    monkeypatch.setattr(failpoints, "_active", None)
+    failpoints.active_failures.cache_clear()
     saver = new_saver(tmp_path, nn.Linear(2, 2), on_error="continue", background=False)
     saver.save(Position(step=1))
     with pytest.raises(ResourceError, match="No space left on device"):
@@ -97,7 +97,7 @@ def test_the_last_checkpoint_must_be_saved_whatever_on_error_says(
 
 def test_a_defect_is_not_reported_as_a_user_s_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "ckpt.written:raise")
-    monkeypatch.setattr(failpoints, "_active", None)
+    failpoints.active_failures.cache_clear()
     saver = new_saver(tmp_path, nn.Linear(2, 2), on_error="continue")
     saver.save(Position(step=1))
     with pytest.raises(RuntimeError, match=r"rank 0 could not save:\n(?s:.)*requested by RECMILL_FAIL"):

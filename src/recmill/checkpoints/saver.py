@@ -27,9 +27,9 @@ from recmill.config.sections import CheckpointSection
 from recmill.errors import ResourceError, UserError, as_user_error
 from recmill.failpoints import reach
 from recmill.files.digests import digest
+from recmill.files.timestamps import utc_now
 from recmill.hardware.memory import available_memory_bytes
 from recmill.launch.watchdog import Heartbeat
-from recmill.observe.run_dir import now
 from recmill.tables.torchrec_internals import is_sharded, local_shards, map_shards
 from recmill.world import World
 
@@ -279,7 +279,7 @@ class Saver:
             return None
         step = save.position.step
         base, base_manifest = save.base or (None, "")
-        state = State(save.position, self.origin, now(), base, base_manifest, changes)
+        state = State(save.position, self.origin, utc_now(), base, base_manifest, changes)
         all_files = {file: facts for own in files for file, facts in own.items()}
         final = on_disk.commit(save.partial, state, all_files)
         on_disk.prune(self.directory, self.section.keep, self.section.keep_best)

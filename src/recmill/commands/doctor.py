@@ -18,11 +18,7 @@ from recmill.tables.pins import FBGEMM, TORCH, TORCHREC
 if TYPE_CHECKING:
     from recmill.world import World
 
-FIX_TWO_FBGEMMS = (
-    f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install fbgemm-gpu-cpu=={FBGEMM} (or fbgemm-gpu, for CUDA)"
-)
-MIN_MEMORY_GB = 2
-
+_MIN_MEMORY_GB = 2
 _FBGEMM_PROBE = """
 import torch, fbgemm_gpu, torchrec
 sums = torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 2, 3]))
@@ -41,7 +37,7 @@ class Check:
 
 
 def doctor() -> list[Check]:
-    """Run every check, in the order in which they are printed."""
+    """Run every check, in the order of the printed table."""
     checks = [_python(), *_versions()]
     if all(check.is_good for check in checks):
         checks += _real_operations()
@@ -49,12 +45,12 @@ def doctor() -> list[Check]:
 
 
 def would_work(checks: list[Check]) -> bool:
-    """Return whether training would work: all checks that it needs are good."""
+    """Return whether all checks that training needs are good."""
     return all(check.is_good or not check.is_needed for check in checks)
 
 
 def work(world: "World") -> bool:
-    """Exchange values over gloo in each of two processes, as sharded tables do."""
+    """Exchange numbers with the other process over gloo, as sharded tables do."""
     received = world.exchange_numbers([10 * world.rank + to for to in range(world.size)])
     assert received == [10 * sender + world.rank for sender in range(world.size)], received
     return True
@@ -79,16 +75,19 @@ def _versions() -> list[Check]:
     cpu, cuda = installed_version("fbgemm-gpu-cpu"), installed_version("fbgemm-gpu")
     if cpu and cuda:
         found = f"fbgemm-gpu {cuda} and fbgemm-gpu-cpu {cpu} overwrite each other's files"
-        return [*checks, Check("fbgemm", found, is_good=False, remedy=FIX_TWO_FBGEMMS)]
+        remedy = (
+            "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu "
+            f"&& pip install fbgemm-gpu-cpu=={FBGEMM} (or fbgemm-gpu, for CUDA)"
+        )
+        return [*checks, Check("fbgemm", found, is_good=False, remedy=remedy)]
     return [*checks, _version("fbgemm-gpu" if cuda else "fbgemm-gpu-cpu", FBGEMM)]
 
 
 def _version(package: str, expected: str) -> Check:
-    found = installed_version(package)
-    if found is None:
-        return Check(package, f"not installed, expected {expected}", is_good=False, remedy=fix_command())
-    matches = found.split("+")[0] == expected
-    return Check(package, found if matches else f"{found}, expected {expected}", is_good=matches, remedy=fix_command())
+    found = installed_version(package) or "not installed"
+    if found.split("+")[0] == expected:
+        return Check(package, found)
+    return Check(package, f"{found}, expected {expected}", is_good=False, remedy=fix_command())
 
 
 def _real_operations() -> list[Check]:
@@ -116,7 +115,7 @@ def _real_operations() -> list[Check]:
 
 
 def _precision(dtype: Dtype) -> Check:
-    """Run matrix products in this dtype on the CPU. Where they fail or are slow, training uses float32."""
+    """Report how the CPU multiplies in this dtype. Where it fails or is slow, training uses float32."""
     finding = probe(dtype, threads_per_process(1))
     use = "train.precision can use it" if finding.is_faster else "training stays in float32"
     remedy = f"Use train.precision = 'float32' (training does, whatever is set), or a machine that has {dtype}."
@@ -134,12 +133,8 @@ def _compiler() -> Check:
 
 def _hardware() -> list[Check]:
     gigabytes = memory_bytes() / 1e9
+    remedy = f"Training needs {_MIN_MEMORY_GB} GB or more."
     return [
         Check("cores", f"{num_cores()} ({cpu_name()})"),
-        Check(
-            "memory",
-            f"{gigabytes:.1f} GB",
-            gigabytes >= MIN_MEMORY_GB,
-            remedy=f"Training needs {MIN_MEMORY_GB} GB or more.",
-        ),
+        Check("memory", f"{gigabytes:.1f} GB", gigabytes >= _MIN_MEMORY_GB, remedy=remedy),
     ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from recmill.commands import assemble
 from recmill.commands.options import Fallback, Procs, Verify, flag
-from recmill.commands.results import values_of_split
+from recmill.commands.results import RunReport, values_of_split
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.config.sections import Section, TrainSection
 from recmill.environment import process_environment
@@ -49,6 +49,14 @@ class Options(Section):
     verify: Verify = False
 
 
+class TrainResults(dict[str, Values]):
+    """The final metrics by split; `report` is how the run is shown beside others."""
+
+    def __init__(self, values: dict[str, Values], report: RunReport) -> None:
+        super().__init__(values)
+        self.report = report
+
+
 def train(
     config: str | Path | Mapping[str, Any],
     run: str | Path,
@@ -59,7 +67,7 @@ def train(
     init_from: str | Path | None = None,
     allow_partial: bool = False,
     fallback: bool = False,
-) -> dict[str, Values]:
+) -> TrainResults:
     """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ...}}.
 
     A run that a signal stops raises `recmill.errors.Preempted` or, on Ctrl-C, `Interrupted`.
@@ -87,8 +95,9 @@ def train(
     if stopped := results.get("stopped"):
         step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
         raise stop_error(name, f"Stopped at step {step:,} by {name}, which rank {rank} received.")
-    values_of_split(directory, results, "test")  # raises if there are none
-    return results
+    values = values_of_split(directory, results, "test")
+    best = dataset.description.truth.get("test", {})
+    return TrainResults(results, RunReport(str(run), checked.model_name, "done", values, best))
 
 
 def _launch(config: Config, dataset: Dataset, options: Options, procs: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether two configs describe the same run. Keys and sections marked `MayChange` do not count."""
+"""Whether two configs describe the same run: keys and sections marked `MayChange` may differ."""
 
 import json
 from collections.abc import Mapping
@@ -7,30 +7,29 @@ from typing import Any
 import xxhash
 
 from recmill.config.load import Config
-from recmill.config.sections import MAY_CHANGE, Section, Settings
+from recmill.config.sections import MAY_CHANGE, Section, Settings, subsection
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """Return 'key: old -> new' for everything that makes `new` another run than `old`."""
+    """Return 'key: old -> new' for each key that makes `new` another run than `old`."""
     before, after = _fixed(old.as_dict()), _fixed(new.as_dict())
     keys = sorted(before.keys() | after.keys())
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)]
 
 
 def fingerprint(config: Config) -> str:
-    """Return a digest that stays the same while a run may be resumed, also by a later version with more keys."""
+    """Return a digest that is the same for all configs of a run, also in later versions with more keys."""
     fixed = _fixed(config.as_dict(exclude_defaults=True))
     return xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode())
 
 
 def changeable_keys(section: type[Section] = Settings, prefix: str = "") -> set[str]:
-    """Return the keys and sections that may change when a run is resumed."""
     found = set()
     for name, field in section.model_fields.items():
         if MAY_CHANGE in field.metadata:
             found.add(f"{prefix}{name}")
-        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            found |= changeable_keys(field.annotation, f"{prefix}{name}.")
+        elif inner := subsection(field):
+            found |= changeable_keys(inner, f"{prefix}{name}.")
     return found
 
 

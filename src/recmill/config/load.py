@@ -1,4 +1,4 @@
-"""Load a run config: defaults, then a TOML file, then `--set key=value`. Every problem is reported at once."""
+"""Load a run config: defaults, then a TOML file, then `--set key=value`. All problems are reported at once."""
 
 import json
 import tomllib
@@ -35,20 +35,27 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         name, values = "config", json.loads(json.dumps(source, default=plain))
     else:
         name, values = str(source), _read_toml(Path(source))
-    overridden, problems = _apply_overrides(values, [overrides] if isinstance(overrides, str) else overrides)
-    checked = _check(values, problems)
-    if isinstance(checked, Config):
-        return checked
-    raise ConfigError(report(name, checked, overridden))
+    problems: list[Problem] = []
+    overridden: set[str] = set()
+    for override in [overrides] if isinstance(overrides, str) else overrides:
+        key = override.partition("=")[0].strip()
+        if problem := _apply_override(values, key, override):
+            problems.append(Problem(problem, (key,)))
+        else:
+            overridden.add(key)
+    config = _checked(values, problems)
+    if problems:
+        raise ConfigError(report(name, problems, overridden))
+    return config
 
 
 def plain(value: Any) -> Any:
-    """Convert what JSON cannot hold: NumPy's numbers and paths."""
+    """Convert a NumPy number or a path to what JSON can hold."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
 def to_toml(config: Config) -> str:
-    """Return every key with its value, so that the file alone gives the same run."""
+    """Return a config file with every key, which gives the same run even if defaults change."""
     return tomli_w.dumps(config.as_dict())
 
 
@@ -63,33 +70,17 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}.") from None
 
 
-def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> tuple[set[str], list[Problem]]:
-    """Set the overridden keys in `values`; return these keys, and a problem for each override that is not possible."""
-    overridden: set[str] = set()
-    problems = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            problems.append(
-                Problem(f"--set {override}: expected key=value, like --set optim.dense.lr=0.02.", (override,))
-            )
-        elif problem := _set(values, key, text.strip(), override):
-            problems.append(Problem(problem, (key,)))
-        else:
-            overridden.add(key)
-    return overridden, problems
-
-
-def _set(values: dict[str, Any], key: str, text: str, override: str) -> str | None:
-    """Set one key; return what is wrong if that is not possible."""
+def _apply_override(values: dict[str, Any], key: str, override: str) -> str | None:
+    """Set `key` in `values`, or return what is wrong with the override."""
+    if not key or "=" not in override:
+        return f"--set {override}: expected key=value, like --set optim.dense.lr=0.02."
     *parents, last = key.split(".")
     section = values
     for parent in parents:
         section = section.setdefault(parent, {})
         if not isinstance(section, dict):
             return f"'{parent}' in '--set {override}' is a value, not a section."
-    value = _parse_value(text)
+    value = _parse_value(override.partition("=")[2].strip())
     if isinstance(value, dict) or isinstance(section.get(last), dict):
         return f"--set {override}: '{key}' is a section: set its keys one by one."
     section[last] = value
@@ -97,20 +88,19 @@ def _set(values: dict[str, Any], key: str, text: str, override: str) -> str | No
 
 
 def _parse_value(text: str) -> Any:
-    """Parse a TOML value; anything else (an unquoted name, a path) is a string."""
+    """Parse a TOML value; anything else, like an unquoted name or path, is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    return parsed["value"] if len(parsed) == 1 else text  # several values: the text has a line break
+    return parsed["value"] if len(parsed) == 1 else text  # several keys: the text has a line break
 
 
-def _check(values: dict[str, Any], problems: list[Problem]) -> Config | list[Problem]:
-    """Return the config, or everything that is wrong with it, with the problems that were found before."""
+def _checked(values: dict[str, Any], problems: list[Problem]) -> Config:
+    """Return the config, and add everything that is wrong with it to `problems`."""
     common = {"data": {}} | {key: value for key, value in values.items() if key != "model"}
     settings, found = validated(Settings, common, siblings=["model"])
-    assert isinstance(settings, Settings)
-    problems = problems + found
+    problems += found
     sentences = list(contradictions_within(settings))
     own = values.get("model")
     own = own if isinstance(own, dict) else {}
@@ -127,7 +117,7 @@ def _check(values: dict[str, Any], problems: list[Problem]) -> Config | list[Pro
     else:
         problems.append(Problem(f"'model.name': {_unknown_model(name)}", ("model.name",)))
     problems += contradictions(sentences, problems)
-    return problems or Config(model_name=str(name), model=model, settings=settings)
+    return Config(model_name=str(name), model=model, settings=settings)
 
 
 def _unknown_model(name: Any) -> str:

@@ -4,33 +4,34 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from recmill import registry
-from recmill.config.sections import Section
+from recmill.config.sections import Section, subsection
 
+SectionT = TypeVar("SectionT", bound=Section)
 _KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
 
 
 @dataclass(frozen=True)
 class Problem:
     text: str
-    keys: tuple[str, ...]  # what it is about
+    keys: tuple[str, ...]  # that it is about
     meant: str | None = None  # the known key that an unknown one resembles
 
 
 def validated(
-    cls: type[Section], values: Mapping[str, Any], prefix: str = "", siblings: Sequence[str] = ()
-) -> tuple[Section, list[Problem]]:
-    """Return the section and its problems, without contradictions; keys with a problem have their defaults in it.
+    cls: type[SectionT], values: Mapping[str, Any], prefix: str = "", siblings: Sequence[str] = ()
+) -> tuple[SectionT, list[Problem]]:
+    """Return the section, where keys with a problem have their defaults, and the problems.
 
-    `prefix`: the section's name in the config; `siblings`: keys beside those of `cls` that exist there.
+    `prefix`: the section's name in the config; `siblings`: other keys that the config may have there.
     """
     try:
-        # Through JSON: strict about types, yet a TOML list may fill a list of any kind.
+        # Through JSON, pydantic is strict about types but accepts a list for a tuple.
         return cls.model_validate_json(json.dumps(values, default=str)), []
     except ValidationError as error:
         errors: Sequence[Mapping[str, Any]] = error.errors()
@@ -39,7 +40,7 @@ def validated(
 
 
 def contradictions(sentences: Sequence[str], others: Sequence[Problem]) -> list[Problem]:
-    """Return a problem for each sentence that names no key with a problem among `others`."""
+    """Return a problem for each sentence, unless it names a key that has a problem already."""
     doubtful = [key for other in others for key in (*other.keys, other.meant) if key]
     found = [Problem(text, tuple(_KEY.findall(text))) for text in sentences]
     return [problem for problem in found if not any(concerns(problem, key) for key in doubtful)]
@@ -51,12 +52,12 @@ def contradictions_within(section: Section) -> Iterator[str]:
         value = getattr(section, name, None)
         if isinstance(value, Section):
             yield from contradictions_within(value)
-    if all(hasattr(section, name) for name in type(section).model_fields):  # else a required key is missing
+    if all(hasattr(section, name) for name in type(section).model_fields):  # no required key is missing
         yield from section.contradictions()
 
 
 def concerns(problem: Problem, key: str) -> bool:
-    """Whether the problem is about `key`, about its section, or about something in it."""
+    """Return whether the problem is about `key`, a section around it, or a key within it."""
     return any(f"{key}.".startswith(f"{own}.") or own.startswith(f"{key}.") for own in problem.keys)
 
 
@@ -75,17 +76,17 @@ def report(name: str, problems: Sequence[Problem], overridden: set[str]) -> str:
     return f"{len(lines)} problems in the config:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def _without_problems(cls: type[Section], values: Any, problems: Sequence[tuple[Any, ...]]) -> Section:
-    """Return the section without the values at these locations, which are relative to it; nothing is validated."""
+def _without_problems(cls: type[SectionT], values: Any, problems: Sequence[tuple[Any, ...]]) -> SectionT:
+    """Return the section without the values at the locations `problems`, which are relative to it."""
     values = values if isinstance(values, Mapping) else {}
     good: dict[str, Any] = {}
     for name, field in cls.model_fields.items():
         inside = [location[1:] for location in problems if location[:1] == (name,)]
-        if subsection := _section(field):
-            good[name] = _without_problems(subsection, values.get(name, {}), [rest for rest in inside if rest])
+        if nested := subsection(field):
+            good[name] = _without_problems(nested, values.get(name, {}), [rest for rest in inside if rest])
         elif name in values and not inside:
             good[name] = values[name]
-    return cls.model_construct(**good)
+    return cls.model_construct(**good)  # type: ignore[return-value]  # mypy takes the recursion for Section
 
 
 def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings: Sequence[str]) -> Problem:
@@ -112,17 +113,12 @@ def _locate(cls: type[Section], location: Sequence[Any]) -> tuple[type[Section],
     field = None
     for depth, name in enumerate(location, start=1):
         field = cls.model_fields.get(name)
-        subsection = _section(field) if field else None
-        if field is None or subsection is None:
+        section = subsection(field) if field else None
+        if section is None:
             is_inside = field is not None and get_origin(field.annotation) in (list, dict)
-            return cls, field, location if is_inside else location[:depth]  # else a union's alternative
-        cls = subsection
+            return cls, field, location if is_inside else location[:depth]  # the rest names a union's alternative
+        cls = section
     return cls, field, location
-
-
-def _section(field: FieldInfo) -> type[Section] | None:
-    annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def _literals(field: FieldInfo) -> list[str]:

@@ -1,17 +1,15 @@
-"""The sections of a run config: types, defaults and the one-line help of every key.
-
-A model's own section is the `Config` in its file under `models/`.
-"""
+"""The sections of a run config. The model's own section is the `Config` in its file under `models/`."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.fields import FieldInfo
 
 from recmill import registry
 
 T = TypeVar("T")
 MAY_CHANGE = "may change on resume"
-MayChange = Annotated[T, MAY_CHANGE]  # a key or section that may differ between a run and its continuation
+MayChange = Annotated[T, MAY_CHANGE]  # a key or section that may change when a run is resumed
 
 ADAM_ON_CPU = (
     "optim.tables.name = 'adam' on CPU: FBGEMM has no fused Adam there. "
@@ -30,14 +28,20 @@ class Section(BaseModel):
     def contradictions(self) -> list[str]:
         """Return a sentence for each set of keys that contradict each other.
 
-        A sentence names all these keys in full ('train.seed'): it is left out if one of them has a wrong value.
+        It names these keys in full, like train.seed: it is not reported if one of them has a problem of its own.
         """
         return []
 
     def changed_keys(self) -> list[str]:
-        """Return the keys whose values are not their defaults, in the order of their declaration."""
+        """Return the keys whose values are not their defaults, as declared."""
         fields = type(self).model_fields
         return [key for key in fields if getattr(self, key) != fields[key].default]
+
+
+def subsection(field: FieldInfo) -> type[Section] | None:
+    """Return the class of a field that is a section, and None for a key."""
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 class MultiHotSection(Section):
@@ -50,16 +54,13 @@ class MultiHotSection(Section):
     collect_frequencies: MayChange[bool] = key(False, "Write how often each id was trained on to frequencies.npz.")
 
     def ids_per_row(self, table_rows: list[int]) -> list[int]:
-        """Return the number of ids per row for each feature, given the rows of its table."""
+        """Return the number of ids per row of each feature, given the rows of its table."""
         sizes = self.sizes * len(table_rows) if len(self.sizes) == 1 else self.sizes
         return [s if rows >= self.min_table_size else 1 for s, rows in zip(sizes, table_rows, strict=True)]
 
     def contradictions(self) -> list[str]:
-        if self.sizes:
-            return []
-        return [
-            f"data.multi_hot.{key} without data.multi_hot.sizes does nothing. Set both." for key in self.changed_keys()
-        ]
+        ignored = [] if self.sizes else self.changed_keys()
+        return [f"data.multi_hot.{key} without data.multi_hot.sizes does nothing. Set both." for key in ignored]
 
 
 class DataSection(Section):
@@ -100,7 +101,7 @@ class ShardingSection(Section):
         return self.tables.get(table, self.tables.get(feature, self.default))
 
     def requested_types(self) -> dict[str, ShardingType]:
-        """Return the type that each key requests."""
+        """Return the types by the config key that requests them."""
         if self.mode == "ddp":
             return {"sharding.mode": "data_parallel"}
         return {

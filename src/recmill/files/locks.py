@@ -3,12 +3,12 @@
 import fcntl
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from recmill.errors import ResourceError
+from recmill.files.timestamps import utc_now
 
 
 @contextmanager
@@ -25,7 +25,6 @@ def exclusive_lock(path: Path, remedy: str) -> Iterator[None]:
             holder = file.read().strip() or "another process"
             raise ResourceError(f"{path.parent} is in use by {holder}. {remedy}") from None
         file.truncate(0)
-        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}")
         file.flush()
         yield

@@ -18,9 +18,9 @@ def available_memory_bytes() -> int:
 
 
 def _cgroups(root: Path) -> list[tuple[int, int]]:
-    """Return limit and use, in bytes, of this process's control group and of each group above it that has a limit.
+    """Return (limit, used) bytes of this process's control group and of each group above it that has a limit.
 
-    Version 2 ('0::/path') and 1 ('5:memory:/path'). The file cache, which can be reclaimed, does not count as used.
+    Version 2 ('0::/path') and 1 ('5:memory:/path'). File cache that can be reclaimed does not count as used.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -31,9 +31,8 @@ def _cgroups(root: Path) -> list[tuple[int, int]]:
         if controllers not in ("", "memory"):
             continue
         top = root / "sys/fs/cgroup" / controllers
-        limit, use = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        )
+        limit = "memory.limit_in_bytes" if controllers else "memory.max"
+        use = "memory.usage_in_bytes" if controllers else "memory.current"
         group = top / path.lstrip("/")
         for folder in [group, *group.parents]:
             if folder.is_relative_to(top) and (text := _read(folder / limit)).isdigit():  # 'max': no limit

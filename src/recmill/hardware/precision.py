@@ -1,8 +1,8 @@
 """Whether bfloat16 and float16 work on this CPU, and at what speed: found by running them in a child process.
 
-A CPU may list AMX or AVX-512 instructions on which its hypervisor faults. Then a product kills the
-process that computes it, unless the variable ONEDNN_MAX_CPU_ISA keeps oneDNN, torch's library for
-these products, from using them. oneDNN reads it once, so it must be set before a process starts.
+A CPU may list AMX or AVX-512 instructions on which its hypervisor faults. Then a matrix product kills its process,
+unless ONEDNN_MAX_CPU_ISA keeps oneDNN, torch's library for these products, from using them. oneDNN reads the variable
+when a process starts.
 """
 
 import contextlib
@@ -13,34 +13,34 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Literal
 
+from recmill.errors import UserError
+from recmill.files.atomic import new_file
 from recmill.hardware.cpu import FAULTS, cache_folder, instruction_sets
 
 Dtype = Literal["bfloat16", "float16"]
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
-_HANDED_DOWN = "RECMILL_PRECISION"  # a launcher's finding, for its workers: they all decide by the same numbers
-# From the fastest down to what every CPU of the last ten years runs; all are without AMX.
+_LAUNCHERS_FINDING = "RECMILL_PRECISION"  # a variable for workers, so that all decide by the same measurement
+# From the fastest to one that every CPU of the last ten years has; all are without AMX.
 _LOWER_ISAS: dict[Dtype, tuple[str, ...]] = {
     "bfloat16": ("AVX512_CORE_BF16", "AVX512_CORE", "AVX2"),
     "float16": ("AVX512_CORE_FP16", "AVX512_CORE", "AVX2"),
 }
 _MAX_SECONDS = 60.0
-# What else decides which code oneDNN and torch choose, and what tests simulate.
+# Prefixes of variables that decide which code oneDNN and torch choose, or what tests simulate.
 _ENVIRONMENT = ("ONEDNN_", "DNNL_", "MKL_", "ATEN_", "RECMILL_FAIL")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What running a dtype has shown. `ratio`: its speed divided by float32's; None: it does not work.
+    """What running a dtype has shown.
 
-    `max_isa`: the value of ONEDNN_MAX_CPU_ISA without which it does not work ("": it needs none).
-    `problem`: what it does without, like "is killed by SIGILL".
+    `ratio`: its speed divided by float32's, or None if it does not work. `max_isa`: the value that ONEDNN_MAX_CPU_ISA
+    must have, or "". `problem`: what a product does without that value, like "is killed by SIGILL".
     """
 
     dtype: Dtype
@@ -61,42 +61,43 @@ class Finding:
 
 
 def worker_environment(finding: Finding) -> dict[str, str]:
-    """Return the variables that processes which may use the dtype must be started with."""
-    handed = {_HANDED_DOWN: json.dumps(asdict(finding))}
-    return handed | ({VARIABLE: finding.max_isa} if finding.max_isa and finding.is_faster else {})
+    """Return the variables with which to start processes that may use the dtype."""
+    isa = {VARIABLE: finding.max_isa} if finding.max_isa and finding.is_faster else {}
+    return {_LAUNCHERS_FINDING: json.dumps(asdict(finding)), **isa}
 
 
 def verdict(finding: Finding) -> tuple[bool, str]:
-    """Return whether this process should use the dtype, and why. False: float32 is faster, or safer."""
+    """Return whether this process should use the dtype rather than float32, and why."""
     if finding.is_faster and finding.max_isa and os.environ.get(VARIABLE) != finding.max_isa:
         return False, f"{finding}. To use it: export {VARIABLE}={finding.max_isa}"
     return finding.is_faster, str(finding)
 
 
 def probe(dtype: Dtype, threads: int) -> Finding:
-    """Return what running `dtype` on this CPU has shown. Takes seconds the first time; then it is in the cache.
+    """Return what running `dtype` on this CPU shows. It takes seconds the first time; the finding is cached.
 
-    The user's own ONEDNN_MAX_CPU_ISA is respected: nothing else is tried then.
+    If the user has set ONEDNN_MAX_CPU_ISA, no other value is tried.
     """
-    if handed := _parsed(os.environ.get(_HANDED_DOWN, ""), dtype):
-        return handed
+    if launchers := _parsed(os.environ.get(_LAUNCHERS_FINDING, ""), dtype):
+        return launchers
     folder = cache_folder()
-    kept = folder / f"precision-{_digest(dtype, threads)}.json" if folder else None
-    if kept and (known := _parsed(_read(kept), dtype)):
+    cached = folder / f"precision-{_digest(dtype, threads)}.json" if folder else None
+    if cached and cached.is_file() and (known := _parsed(cached.read_text("utf-8", "replace"), dtype)):
         return known
     finding, is_certain = _search(dtype, threads)
-    if kept and is_certain:
-        _write(kept, finding)
+    if cached and is_certain:
+        with contextlib.suppress(OSError, UserError), new_file(cached) as file:  # if the disk is full, probe again
+            file.write_text(json.dumps(asdict(finding)) + "\n", encoding="utf-8")
     return finding
 
 
 def _search(dtype: Dtype, threads: int) -> tuple[Finding, bool]:
-    """Return the finding, and whether it would be the same the next time (a busy machine may run out of time)."""
+    """Return the finding, and whether it would be the same next time: a busy machine may run out of time."""
     ratio, problem, is_certain = _run(dtype, threads, "")
     if ratio is not None or not is_certain:
         return Finding(dtype, ratio, problem=problem), is_certain
-    is_set = any(name in os.environ for name in (VARIABLE, "DNNL_MAX_CPU_ISA"))
-    for isa in () if is_set else _LOWER_ISAS[dtype]:
+    is_users_choice = VARIABLE in os.environ or "DNNL_MAX_CPU_ISA" in os.environ
+    for isa in () if is_users_choice else _LOWER_ISAS[dtype]:
         ratio, _, is_known = _run(dtype, threads, isa)
         is_certain = is_certain and is_known
         if ratio is not None:
@@ -105,7 +106,7 @@ def _search(dtype: Dtype, threads: int) -> tuple[Finding, bool]:
 
 
 def _run(dtype: Dtype, threads: int, isa: str) -> tuple[float | None, str, bool]:
-    """Run the probe in a child process: the ratio of speeds or the problem, and whether that is certain."""
+    """Run the probe in a child process. Return the ratio of speeds, the problem, and whether that is certain."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **({VARIABLE: isa} if isa else {})}
     command = [sys.executable, "-P", "-m", "recmill.hardware.probe", dtype]
     try:
@@ -125,7 +126,7 @@ def _run(dtype: Dtype, threads: int, isa: str) -> tuple[float | None, str, bool]
 
 
 def _digest(dtype: Dtype, threads: int) -> str:
-    """Return what identifies this machine and what was run on it: machines may share a home directory."""
+    """Return a key of this machine and of what runs on it: machines may share a home directory."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -142,18 +143,3 @@ def _parsed(text: str, dtype: Dtype) -> Finding | None:
     except (ValueError, TypeError):
         return None
     return finding if finding.dtype == dtype and isinstance(finding.ratio, float | None) else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _write(path: Path, finding: Finding) -> None:
-    """Keep the finding; others see all of it or nothing. If the disk is full, the next process probes again."""
-    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        made.write_text(json.dumps(asdict(finding)) + "\n", encoding="utf-8")
-        os.replace(made, path)

@@ -1,7 +1,6 @@
 """Multiply in bfloat16 or float16, compare with float32 and time both: `python -m recmill.hardware.probe DTYPE`.
 
-Runs in a process of its own, because a CPU that lists an instruction which its hypervisor lacks kills
-it. Prints one line of JSON: {"ratio": float32 seconds / DTYPE seconds} or {"problem": what happened}.
+Prints one line of JSON: {"ratio": float32 seconds / DTYPE seconds} or {"problem": what happened}.
 """
 
 import json
@@ -16,36 +15,28 @@ from torch.nn import functional
 
 from recmill.failpoints import reach
 
-# Of the norm of the float32 result. Correct ones differ by 0.005 (bfloat16, 8 bits) and 0.0006 (float16, 11 bits).
+# Relative to the norm of the float32 result. Correct results differ by 0.005 (bfloat16) and 0.0006 (float16).
 _TOLERANCE = {"bfloat16": 0.03, "float16": 0.01}
 _REPEATS = 10
-_MAX_SECONDS = 1.0  # a CPU without instructions for it takes 100 times as long: fewer repeats are enough there
-
-
-def _linear(rows: int, inputs: int, outputs: int) -> list[Tensor]:
-    """Return the result of a layer and its three gradients."""
-    x, weight, bias = (torch.randn(size) for size in [(rows, inputs), (outputs, inputs), (outputs,)])
-    return _with_gradients(functional.linear, x, weight, bias)
-
-
-def _attention(rows: int, length: int, dim: int) -> list[Tensor]:
-    return _with_gradients(functional.scaled_dot_product_attention, *torch.randn(3, rows, 2, length, dim))
-
-
-def _pairs(rows: int, vectors: int, dim: int) -> list[Tensor]:
-    return _with_gradients(lambda x: torch.bmm(x, x.transpose(1, 2)), torch.randn(rows, vectors, dim))
+_MAX_SECONDS = 1.0  # a CPU without instructions for the dtype takes 100 times as long, and needs fewer repeats
 
 
 def _with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """Return the result of a function, and the gradient of each of its inputs."""
     leaves = [value.requires_grad_() for value in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, torch.randn(out.shape).to(out.dtype))]
 
 
 def _all_products() -> list[Tensor]:
-    """Compute what models compute; oneDNN has other code for other sizes."""
+    """Compute the products of models: layers of two sizes, attention, pair products. oneDNN has code for each."""
     torch.manual_seed(1)
-    return [*_linear(1024, 512, 512), *_linear(25, 13, 7), *_attention(3, 200, 32), *_pairs(9, 27, 16)]
+    return [
+        *_with_gradients(functional.linear, torch.randn(1024, 512), torch.randn(512, 512), torch.randn(512)),
+        *_with_gradients(functional.linear, torch.randn(25, 13), torch.randn(7, 13), torch.randn(7)),
+        *_with_gradients(functional.scaled_dot_product_attention, *torch.randn(3, 3, 2, 200, 32)),
+        *_with_gradients(lambda x: torch.bmm(x, x.transpose(1, 2)), torch.randn(9, 27, 16)),
+    ]
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
@@ -53,9 +44,11 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Return how long the large layer takes, at best."""
-    began, best = time.perf_counter(), float("inf")
-    x, weight = torch.randn(1024, 512, requires_grad=True), torch.randn(512, 512, requires_grad=True)
+    """Return the least time that a large layer takes."""
+    x = torch.randn(1024, 512, requires_grad=True)
+    weight = torch.randn(512, 512, requires_grad=True)
+    best = float("inf")
+    began = time.perf_counter()
     for _ in range(_REPEATS):
         start = time.perf_counter()
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -68,7 +61,7 @@ def _seconds(dtype: torch.dtype) -> float:
 
 
 def measure(name: str) -> dict[str, float | str]:
-    """Return the line to print. A fault ends this process instead."""
+    """Return the answer as a mapping; an instruction that faults ends this process instead."""
     dtype: torch.dtype = getattr(torch, name)
     try:
         reach("probe.lowered" if "ONEDNN_MAX_CPU_ISA" in os.environ else "probe.all_features")

@@ -1,5 +1,1 @@
-"""Starting the processes of a job, and what happens to them: signals, failures, hangs. No torch.
-
-Entry points: `local.run_job` in the parent, `worker` in each process, `signals.stop_on` and `watchdog.watching` in a
-training run.
-"""
+"""Start the processes of a job (`local`, `worker`), and handle signals, failures and hangs. No torch."""

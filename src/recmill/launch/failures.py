@@ -1,4 +1,4 @@
-"""Why a job failed: the reports of its workers, and the one error that a user gets to see."""
+"""Why a job failed: the reports of its workers, and the one error that the user sees."""
 
 import json
 import signal
@@ -11,8 +11,9 @@ from recmill.launch.signals import stop_error
 from recmill.launch.watchdog import Hang, read_hangs
 
 _MAX_RANKS_SHOWN = 4
+_MAX_FRAMES_SHOWN = 4
 _RESUME = "Run the same command to resume."
-# What a signal that killed a worker hints at; another attempt may succeed.
+# What may be wrong if this signal killed a worker; another attempt may succeed.
 _HINTS = {
     "SIGKILL": " The system may have run out of memory.",
     "SIGSEGV": " Native code accessed memory that is not its own. If it happens again, try train.kernels=torch.",
@@ -26,11 +27,7 @@ _MISSING_INSTRUCTION = (
 
 
 class WorkerError(UserError):
-    """A worker failed in a way that no user can cause; its traceback explains it."""
-
-    def __init__(self, message: str, traceback: str) -> None:
-        super().__init__(message)
-        self.traceback = traceback
+    """A worker failed with an internal error."""
 
 
 class LostWorkerError(ResourceError):
@@ -39,11 +36,11 @@ class LostWorkerError(ResourceError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker failed. It writes this to error-RANK.json before it leaves the group."""
+    """Why a worker failed, as it writes it to error-RANK.json."""
 
     rank: int
     at: float  # seconds since 1970
-    kind: str  # a class name of recmill.errors, or "" for a crash
+    kind: str  # a class name of recmill.errors, "KeyboardInterrupt", or "" for an internal error
     message: str
     traceback: str
 
@@ -51,8 +48,8 @@ class Failure:
 def first_error(job: Path, exit_codes: Mapping[int, int], num_workers: int, signals: Sequence[str]) -> BaseException:
     """Return the error that best explains why a job failed.
 
-    `exit_codes` are those of the workers that failed, by rank; `signals` those that the launcher received. In this
-    order: a second signal, the first error that a user can fix, a hang, a killed worker, an internal error.
+    `exit_codes`: those of the workers that failed, by rank. `signals`: those that the launcher received. The order is:
+    a second signal, the first error that a user can fix, a hang, a killed worker, an internal error.
     """
     if len(signals) > 1:
         return stop_error(signals[0], f"Ended at once by a second signal, {signals[1]}.")
@@ -62,9 +59,7 @@ def first_error(job: Path, exit_codes: Mapping[int, int], num_workers: int, sign
         if report.kind == "KeyboardInterrupt":
             return KeyboardInterrupt()
         if report.kind in KINDS:
-            known = _at_rank(KINDS[report.kind](report.message), report.rank)
-            known.__notes__ = [report.traceback]
-            return known
+            return _in_worker(KINDS[report.kind](report.message), report.rank, report.traceback)
     reported = {report.rank for report in reports}
     if hangs := read_hangs(job):
         answered = reported | exit_codes.keys() | {hang.rank for hang in hangs}
@@ -74,17 +69,19 @@ def first_error(job: Path, exit_codes: Mapping[int, int], num_workers: int, sign
             return _killed_error(rank, signal.Signals(-code).name, signals)
     if reports:
         first = reports[0]
-        error = WorkerError(f"Process {first.rank} of the job failed: {first.message}", first.traceback)
-        return _at_rank(error, first.rank)
+        error = WorkerError(f"Process {first.rank} of the job failed: {first.message}")
+        return _in_worker(error, first.rank, first.traceback)
     rank, code = next(iter(exit_codes.items()))
     output = (job / f"out-{rank}.txt").read_text(encoding="utf-8", errors="replace")
-    return _at_rank(
-        WorkerError(f"Process {rank} of the job exited with code {code} and no error report.", output), rank
-    )
+    error = WorkerError(f"Process {rank} of the job exited with code {code} and no error report.")
+    return _in_worker(error, rank, output)
 
 
-def _at_rank(error: UserError, rank: int) -> UserError:
+def _in_worker(error: UserError, rank: int, traceback: str = "") -> UserError:
+    """Add the worker's rank and traceback to the error."""
     error.rank = rank
+    if traceback:
+        error.add_note(traceback)
     return error
 
 
@@ -93,14 +90,16 @@ def _killed_error(rank: int, name: str, signals: Sequence[str]) -> UserError:
         return stop_error(name, f"{name} reached process {rank} of the job before it could save anything.")
     fact = f"Process {rank} of the job was killed by {name}."
     if name == "SIGILL":
-        return _at_rank(ResourceError(f"{fact} {_MISSING_INSTRUCTION}"), rank)
-    return _at_rank(LostWorkerError(f"{fact}{_HINTS.get(name, '')} {_RESUME}"), rank)
+        return _in_worker(ResourceError(f"{fact} {_MISSING_INSTRUCTION}"), rank)
+    return _in_worker(LostWorkerError(f"{fact}{_HINTS.get(name, '')} {_RESUME}"), rank)
 
 
 def _hang_error(hangs: Sequence[Hang], silent: Sequence[int]) -> LostWorkerError:
-    """Describe every rank: what it reported, or that it did not answer. Which one is at fault, its stack shows."""
+    """Describe every rank: the stack that it reported, or that it did not answer."""
     lines = [f"\n  rank {rank} does not answer: it was stopped, or is stuck outside Python" for rank in silent]
-    lines += [f"\n  {hang}, in{hang.innermost_frames()}" for hang in hangs]
+    for hang in hangs:
+        frames = "".join(f"\n    {frame}" for frame in hang.frames[-_MAX_FRAMES_SHOWN:])
+        lines.append(f"\n  {hang}, in{frames}")
     more = f"\n  and {len(lines) - _MAX_RANKS_SHOWN} more" if len(lines) > _MAX_RANKS_SHOWN else ""
     return LostWorkerError(
         f"The job hangs:{''.join(lines[:_MAX_RANKS_SHOWN])}{more}\n"

@@ -1,26 +1,25 @@
 """Start the processes of a job on this machine, on loopback only, and return its result or its first error.
 
-Each worker runs `python -m recmill.launch.worker`: a fresh interpreter, because thread counts and the allocator
-can only be set before a process starts.
+Each worker is a new interpreter, because thread counts and the allocator must be set before a process starts.
 """
 
 import contextlib
 import json
 import logging
+import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any, NoReturn
 
-from recmill.environment import process_environment, rank_environment, worker_environment
+from recmill.environment import launched_environment, process_environment
 from recmill.errors import ConfigError, UserError
 from recmill.files.atomic import write_json
 from recmill.hardware.cpu import threads_per_process
@@ -35,7 +34,7 @@ _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may s
 _GATHER_HANGS_SECONDS = 3.0  # the same after the first rank that reports a hang
 _SECOND_SIGNAL_SECONDS = 2.0  # how long workers have to end at once
 _END_SECONDS = 10.0
-# What can only be set before a process starts; a user's own values win.
+# Variables that processes read when they start; a user's own values win.
 TUNING = {
     # glibc returns large blocks to the system at once, so every step pays their page faults again: keeping them
     # measured 1.2-1.3x.
@@ -48,7 +47,7 @@ TUNING = {
 
 
 def is_launched_with(procs: int) -> bool:
-    """Return whether a launcher has started this process already; refuse to start others inside it."""
+    """Return whether a launcher has started this process; raise if it should start `procs` others itself."""
     is_launched = process_environment().is_launched
     if is_launched and procs > 1:
         raise ConfigError(
@@ -59,9 +58,9 @@ def is_launched_with(procs: int) -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """End a launched process here and now: tearing the libraries down may abort it after all work is done.
+    """End a launched process without tearing the libraries down.
 
-    (Seen with gloo: 'terminate called without an active exception'.)
+    After all work is done, gloo may abort otherwise: 'terminate called without an active exception'.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -74,7 +73,7 @@ def run_job(
     arguments: dict[str, Any],
     procs: int,
     max_restarts: int = 0,
-    environment: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str] | None = None,
 ) -> Any:
     """Run `recmill.commands.<command>.work(world, **arguments)` in `procs` processes and return rank 0's result.
 
@@ -89,7 +88,7 @@ def run_job(
         attempt = 0
         while True:
             try:
-                return _run_once(order, procs, attempt, environment, signals)
+                return _run_once(order, procs, attempt, environment or {}, signals)
             except UserError as error:
                 error.restarts = attempt
                 may_restart = isinstance(error, LostWorkerError | WorkerError) and not signals.names
@@ -102,27 +101,31 @@ def run_job(
 def _run_once(
     order: dict[str, Any], procs: int, attempt: int, environment: Mapping[str, str], signals: "_Signals"
 ) -> Any:
-    job = Path(tempfile.mkdtemp(prefix="recmill-job-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="recmill-job-", ignore_cleanup_errors=True) as folder:
+        job = Path(folder)
         write_json(job / "job.json", order)
         try:
-            # A signal that arrives now waits until all workers exist; they block theirs until they can act on it.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-            try:
+            with _blocked_signals():
                 if signals.names:
                     raise stop_error(signals.names[0], f"{signals.names[0]} was received before the job had started.")
                 signals.workers = []
                 _start(job, procs, attempt, environment, signals.workers)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             has_succeeded = _wait(job, signals)
         finally:
             exit_codes = _end(signals.workers)
         if not has_succeeded:
             raise first_error(job, exit_codes, procs, signals.names)
         return json.loads((job / "result.json").read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Let signals wait until all workers exist. Workers inherit the block, and end it when they can handle signals."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        yield
     finally:
-        shutil.rmtree(job, ignore_errors=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start(
@@ -133,20 +136,14 @@ def _start(
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         os.set_inheritable(listener.fileno(), True)
+        port = listener.getsockname()[1]
         common = {**TUNING, "OMP_NUM_THREADS": str(threads_per_process(procs)), **environment, **os.environ}
-        common |= worker_environment(procs, job, attempt, port=listener.getsockname()[1])
         for rank in range(procs):
             with (job / f"out-{rank}.txt").open("wb") as file:
-                output = None if rank == 0 else file  # rank 0 speaks for all
-                command = [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "recmill.launch.worker",
-                ]  # -P: no modules of the current directory
+                output = None if rank == 0 else file  # only rank 0 writes to the terminal
                 worker = subprocess.Popen(
-                    command,
-                    env=common | rank_environment(rank, listener.fileno()),
+                    [sys.executable, "-P", "-m", "recmill.launch.worker"],  # -P: no modules of the current directory
+                    env=common | launched_environment(rank, procs, job, attempt, port, listener.fileno()),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -157,37 +154,30 @@ def _start(
 
 
 class _Signals:
-    """The signals that the launcher received and forwarded. The first requests a stop, the second an end at once."""
+    """The signals that the launcher received. The first asks the workers to save and stop, the second to stop now."""
 
     def __init__(self) -> None:
         self.workers: list[subprocess.Popen[bytes]] = []
         self.names: list[str] = []
-        self._first_at = float("inf")
-        self._second_at = float("inf")
+        self.deadline = math.inf  # on the monotonic clock; workers that are left then are killed
+        self._first_at = 0.0
 
     def forward(self, number: int, frame: FrameType | None) -> None:
         """Forward a signal to the workers; signals that arrive together are one request, as they are to workers."""
         now = time.monotonic()
         if not self.names:
             self._first_at = now
-        if len(self.names) < 2 and not 0 < now - self._first_at <= ONE_REQUEST_SECONDS:
+            self.names = [signal.Signals(number).name]
+        elif len(self.names) == 1 and now - self._first_at > ONE_REQUEST_SECONDS:
+            self.deadline = now + _SECOND_SIGNAL_SECONDS
             self.names.append(signal.Signals(number).name)
-            self._second_at = now if len(self.names) == 2 else self._second_at
         for worker in self.workers:
-            if worker.poll() is None:
-                worker.send_signal(number)
-
-    @property
-    def is_time_up(self) -> bool:
-        return time.monotonic() > self._second_at + _SECOND_SIGNAL_SECONDS
+            worker.send_signal(number)
 
 
 def _wait(job: Path, signals: _Signals) -> bool:
-    """Wait until all workers have succeeded.
-
-    Return False soon after one of them failed or hangs, or if they do not end at once after a second signal.
-    """
-    while not signals.is_time_up:
+    """Return True when all workers have succeeded, or False soon after one failed, hung or ignored a second signal."""
+    while time.monotonic() <= signals.deadline:
         exit_codes = [worker.poll() for worker in signals.workers]
         if any(exit_codes):
             time.sleep(_GATHER_SECONDS)
@@ -207,8 +197,7 @@ def _end(workers: list[subprocess.Popen[bytes]]) -> dict[int, int]:
     """Kill the workers that are left, and return the exit codes of those that had failed, by rank."""
     exit_codes = {rank: code for rank, worker in enumerate(workers) if (code := worker.poll())}
     for worker in workers:
-        if worker.poll() is None:
-            worker.kill()
+        worker.kill()  # does nothing to a worker that has ended
     for worker in workers:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.wait(_END_SECONDS)

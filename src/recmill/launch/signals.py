@@ -1,7 +1,4 @@
-"""What signals mean to a run: stop after this step and save, or end at once.
-
-No torch here, because workers handle signals before they load it.
-"""
+"""Signals that stop a run: the first one after the current step, with a checkpoint, a second one at once."""
 
 import ctypes
 import signal
@@ -16,8 +13,7 @@ from typing import Literal
 from recmill.errors import Interrupted, Preempted
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # by the launcher, to its workers
-# A scheduler may signal every process of a job while the launcher forwards its own signal: within this time they are
-# one request.
+# A worker may get a scheduler's signal and the launcher's copy of it: within this time they count as one request.
 ONE_REQUEST_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
@@ -36,7 +32,7 @@ class ReceivedSignal:
 
 
 class StopRequest:
-    """Whether a stop was requested. The first signal requests it; a later second one ends the process at once."""
+    """Whether a stop was requested: by the first signal. A second one ends the process at once."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -68,10 +64,7 @@ def stop_on(names: Sequence[str]) -> Iterator[StopRequest]:
 
 @contextmanager
 def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Install `handler` for these signals within the block.
-
-    Outside the main thread nothing is installed, because Python delivers signals to the main thread only.
-    """
+    """Install `handler` for these signals within the block, if this is the main thread: others cannot."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,6 @@
-"""Detect a process that no longer makes progress, write down where it is, and end it. No torch.
+"""Detect that this process no longer makes progress, write its stacks to files, and end it.
 
-Long work calls `Heartbeat.beat`; a thread of each process watches the time since the last beat.
+Long work calls `Heartbeat.beat`; a thread watches the time since the last beat.
 """
 
 import faulthandler
@@ -18,13 +18,12 @@ from pathlib import Path
 from recmill.files.atomic import write_json
 
 _POLL_SECONDS = 0.5
-_LINGER_SECONDS = 10.0  # a rank that leaves at once would make the others report its absence instead of their stacks
-_NUM_FRAMES = 4
+_LINGER_SECONDS = 10.0  # if a rank left at once, the others would report its absence instead of their stacks
 
 
 @dataclass(frozen=True)
 class Hang:
-    """The state of a process that made no progress for `seconds`. `frames` are its main thread's, innermost last."""
+    """A process that made no progress for `seconds`. `frames`: the stack of its main thread, innermost last."""
 
     rank: int
     step: int
@@ -35,32 +34,29 @@ class Hang:
     def __str__(self) -> str:
         return f"rank {self.rank} made no progress for {self.seconds:g} s, {self.phase}, after step {self.step:,}"
 
-    def innermost_frames(self) -> str:
-        return "".join(f"\n    {frame}" for frame in self.frames[-_NUM_FRAMES:])
-
 
 @dataclass(frozen=True)
 class _Beat:
-    count: int
     phase: str
     step: int
 
 
 class Heartbeat:
-    """The last sign of progress of this process. No lock: each beat is one assignment."""
+    """The last sign of progress of this process. Each beat is one assignment, so no lock is needed."""
 
     def __init__(self) -> None:
         self.last: _Beat | None = None
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Note that this process made progress; without a `step` it is still at the one before."""
-        before = self.last or _Beat(0, "", 0)
-        self.last = _Beat(before.count + 1, phase, before.step if step is None else step)
+        """Note that this process made progress; without `step`, at the same step as before."""
+        if step is None:
+            step = self.last.step if self.last else 0
+        self.last = _Beat(phase, step)
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What to watch: after `seconds` without a beat, stacks are written to `run` and the launcher's `job` directory."""
+    """After `seconds` without a beat, the stacks are written to the directories `run` and `job`, the launcher's."""
 
     rank: int
     seconds: float
@@ -70,7 +66,7 @@ class Watch:
 
 @contextmanager
 def watching(heartbeat: Heartbeat, watch: Watch, on_hang: Callable[[Hang], None]) -> Iterator[None]:
-    """Within the block, from the first beat on: if beats stop, call `on_hang` and end the process."""
+    """Within the block, after the first beat: if beats stop, call `on_hang` and end the process."""
     end = threading.Event()
     thread = threading.Thread(target=_watch, args=(heartbeat, watch, on_hang, end), daemon=True, name="watchdog")
     thread.start()
@@ -89,7 +85,7 @@ def _watch(heartbeat: Heartbeat, watch: Watch, on_hang: Callable[[Hang], None], 
     polled_at = time.monotonic()
     while not end.wait(poll):
         now = time.monotonic()
-        passed = min(now - polled_at, 2 * poll)  # a process that was itself stopped has not hung
+        passed = min(now - polled_at, 2 * poll)  # time in which this process was stopped does not count
         polled_at = now
         quiet = quiet + passed if seen is heartbeat.last else 0.0
         seen = heartbeat.last
@@ -98,30 +94,28 @@ def _watch(heartbeat: Heartbeat, watch: Watch, on_hang: Callable[[Hang], None], 
         # If the main thread never releases Python's lock, this thread cannot run; faulthandler needs no lock.
         faulthandler.dump_traceback_later(2 * watch.seconds, exit=True, file=sys.__stderr__ or 2)
         if quiet >= watch.seconds or (watch.job is not None and any(watch.job.glob("hang-*.json"))):
-            hang = Hang(watch.rank, seen.step, seen.phase, round(quiet, 1), _main_thread_frames())
-            _report(hang, watch, on_hang)
+            on_hang(_report(watch, seen, quiet))
             time.sleep(_LINGER_SECONDS)
             os._exit(1)
 
 
-def _main_thread_frames() -> list[str]:
+def _report(watch: Watch, last: _Beat, quiet_seconds: float) -> Hang:
+    """Write the stacks of this process to the directories of `watch`."""
     ident = threading.main_thread().ident
     assert ident is not None
     stack = traceback.extract_stack(sys._current_frames().get(ident))
-    return [f"{frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in stack]
-
-
-def _report(hang: Hang, watch: Watch, on_hang: Callable[[Hang], None]) -> None:
+    frames = [f"{frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in stack]
+    hang = Hang(watch.rank, last.step, last.phase, round(quiet_seconds, 1), frames)
     if watch.job is not None:
         write_json(watch.job / f"hang-{hang.rank}.json", asdict(hang))
     with (watch.run / f"hang-rank-{hang.rank}.txt").open("w", encoding="utf-8") as file:
         file.write(f"{hang}\n\nmain thread:\n" + "\n".join(hang.frames) + "\n\nall threads:\n")
         file.flush()
         faulthandler.dump_traceback(file)
-    on_hang(hang)
+    return hang
 
 
 def read_hangs(job: Path) -> list[Hang]:
-    """Return what the workers of a job reported, the one furthest behind first."""
+    """Return the hangs that the workers of a job reported, the one furthest behind first."""
     hangs = [Hang(**json.loads(file.read_text(encoding="utf-8"))) for file in job.glob("hang-*.json")]
     return sorted(hangs, key=lambda hang: (hang.step, hang.rank))

@@ -1,4 +1,4 @@
-"""One process of a job: `python -m recmill.launch.worker`, started by the local launcher."""
+"""One process of a job: `python -m recmill.launch.worker`, started by `launch.local`."""
 
 import contextlib
 import importlib
@@ -21,16 +21,16 @@ from recmill.observe.log import set_up_console
 
 
 def main() -> None:
-    """Run the command that the launcher wrote to job.json, and leave its result or its error beside it."""
+    """Run the command in the launcher's job.json, and write its result or its error to the same directory."""
     process = process_environment()
     assert process.job is not None
     stop_with_parent()
-    if os.getppid() != process.launcher:
-        leave(1)  # the launcher was killed before that
+    if os.getppid() != process.launcher:  # it was killed before that
+        leave(1)
     order = json.loads((process.job / "job.json").read_text(encoding="utf-8"))
     arguments = order["arguments"]
     stop_signals = arguments.pop("stop_signals", None)  # None: the command has nothing to save
-    with stop_on(stop_signals) if stop_signals is not None else contextlib.nullcontext() as stop:
+    with contextlib.nullcontext() if stop_signals is None else stop_on(stop_signals) as stop:
         code = _run(process.job, process.rank, order["command"], arguments, stop)
     leave(code)
 
@@ -55,9 +55,9 @@ def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: St
 
 
 def _report(job: Path, rank: int, error: BaseException) -> int:
-    """Write why this rank failed before it leaves the group: the first to fail has the earliest time."""
+    """Write why this rank failed, before the ranks that depend on it fail too. Return its exit code."""
     known = as_user_error(error)
-    kind = type(known).__name__ if known else ("KeyboardInterrupt" if isinstance(error, KeyboardInterrupt) else "")
+    kind = type(known or error).__name__ if known or isinstance(error, KeyboardInterrupt) else ""
     message = str(known) if known else f"{type(error).__name__}: {error}"
     failure = Failure(rank, time.time(), kind, message, traceback.format_exc())
     write_json(job / f"error-{rank}.json", asdict(failure))

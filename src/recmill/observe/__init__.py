@@ -1,1 +1,1 @@
-"""What a run tells: log, progress, run directory."""
+"""What a run reports: log, progress, run directory."""

@@ -3,14 +3,9 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 from recmill.observe.progress import CONSOLE
-
-_FORMAT = "%(asctime)s %(levelname)s %(message)s"
-# Messages about the libraries' internals, which no user can act on.
-_NOISY = ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace", "torch.distributed")
 
 
 class _ConsoleHandler(logging.Handler):
@@ -23,32 +18,25 @@ class _ConsoleHandler(logging.Handler):
 
 
 def set_up_console() -> None:
-    """Log to stderr, for a process of our own: a command or a worker."""
+    """Log to stderr, in a process that only runs Recmill: a command or a worker."""
     root = logging.getLogger()
     if not any(isinstance(handler, _ConsoleHandler) for handler in root.handlers):
         handler = _ConsoleHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         root.addHandler(handler)
     logging.getLogger("recmill").setLevel(logging.INFO)
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    root.addFilter(_is_error)  # TorchRec's planner logs through the root logger itself, which ours never do
-    _ignore_library_warnings()
+    root.addFilter(_is_error)  # TorchRec's planner logs to the root logger itself; our loggers never do
+    quiet_libraries()
 
 
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-@contextlib.contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Ignore the warnings of TorchRec and FBGEMM within the block, for a process that is not ours alone."""
-    with warnings.catch_warnings():
-        _ignore_library_warnings()
-        yield
-
-
-def _ignore_library_warnings() -> None:
+def quiet_libraries() -> None:
+    """Hide warnings of TorchRec and FBGEMM that no user can act on."""
+    for name in ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # TorchRec uses what torch is about to rename, and warns at every step.
     warnings.simplefilter("ignore", FutureWarning)
     # FBGEMM warns about data_parallel tables, whose gradients are right (tests/distributed/test_sharding.py).
@@ -56,11 +44,11 @@ def _ignore_library_warnings() -> None:
 
 
 class _RunFile(logging.FileHandler):
-    """The log file of one run; the next run of the same process replaces it."""
+    """The log file of a run. The next run in the same process replaces this handler."""
 
 
 def log_to_file(directory: Path, rank: int) -> None:
-    """Log everything to the run directory, also in a program that calls `recmill.train` and sets up no logging."""
+    """Log to the run directory, also in a program that calls `recmill.train` and sets up no logging."""
     if logging.getLogger("recmill").level == logging.NOTSET:
         logging.getLogger("recmill").setLevel(logging.INFO)
     root = logging.getLogger()
@@ -68,5 +56,5 @@ def log_to_file(directory: Path, rank: int) -> None:
         root.removeHandler(earlier)
         earlier.close()
     handler = _RunFile(directory / ("log.txt" if rank == 0 else f"log.rank-{rank}.txt"), encoding="utf-8")
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     root.addHandler(handler)

@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-_RUN_FILES = "config.toml env.json status.json log.txt metrics.jsonl results.json checkpoints/"
-
-
 Row = Sequence[str]
 
 
@@ -42,8 +39,10 @@ def print_audit(report: Any) -> None:
     def percent(share: float | None) -> str:
         return "" if share is None else f"{share:.2%}"
 
-    rate = {part: part.clicks / part.rows if part.split != "unlabelled" else None for part in report.parts}
-    parts = [[part.day, part.split, f"{part.rows:,}", percent(rate[part]), part.dense] for part in report.parts]
+    parts = []
+    for part in report.parts:
+        rate = None if part.split == "unlabelled" else part.clicks / part.rows
+        parts.append([part.day, part.split, f"{part.rows:,}", percent(rate), part.dense])
     print_table(["day", "split", "rows", "label rate", "dense values"], parts)
     print()
     splits = list(report.shared_rows)
@@ -91,7 +90,7 @@ def print_results(reports: Sequence[Any]) -> None:
     ]
     print_table(["run", "model", "test metric", "reached", "best reachable"], rows)
     for report in reports:
-        print(f"{report.run}/: {_RUN_FILES}")
+        print(f"{report.run}/: config.toml env.json status.json log.txt metrics.jsonl results.json checkpoints/")
 
 
 def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:
@@ -106,8 +105,8 @@ def print_written_recommendations(written: dict[str, Any]) -> None:
 
 def print_checks(checks: Sequence[Any], would_work: bool) -> None:
     """Print a list of `commands.doctor.Check`."""
-    marks = {True: "ok", False: "PROBLEM"}
-    print_table(["check", "", "found"], [[check.name, marks[check.is_good], check.found] for check in checks])
+    rows = [[check.name, "ok" if check.is_good else "PROBLEM", check.found] for check in checks]
+    print_table(["check", "", "found"], rows)
     for check in checks:
         if not check.is_good:
             print(f"{check.name}: {check.remedy}")
@@ -117,11 +116,11 @@ def print_checks(checks: Sequence[Any], would_work: bool) -> None:
 def print_checkpoints(found: Sequence[dict[str, Any]]) -> None:
     rows = []
     for facts in found:
-        position = [f"{facts.get('epoch', '?')}", f"{facts.get('batch', '?')}", facts.get("kind", "?")]
+        known = [str(facts.get(name, "?")) for name in ("epoch", "batch", "kind")]
         size = f"{facts['bytes'] / 1e6:,.1f}"
         mark = "best" if facts["is_best"] else ""
         health = "complete" if facts["health"] == "complete" else "CORRUPT"
-        rows.append([f"{facts['step']:,}", *position, size, facts.get("saved_at", "?"), mark, health])
+        rows.append([f"{facts['step']:,}", *known, size, facts.get("saved_at", "?"), mark, health])
     print_table(["step", "epoch", "batch", "kind", "MB", "saved", "", "health"], rows)
     for facts in found:
         if facts["health"] != "complete":
@@ -130,10 +129,10 @@ def print_checkpoints(found: Sequence[dict[str, Any]]) -> None:
 
 def print_checkpoint(facts: dict[str, Any]) -> None:
     print(facts["path"])
-    base = f"changes of {facts['changed_tensors']} shards since {facts['base']}" if facts["base"] else "full"
-    values = {"kind": base, "saved": facts["saved_at"]} | facts["position"] | facts["origin"]
-    versions = values.pop("versions")
-    print_table(["state", ""], [[name, str(value)] for name, value in (values | versions).items()])
+    kind = f"changes of {facts['changed_tensors']} shards since {facts['base']}" if facts["base"] else "full"
+    state = {"kind": kind, "saved": facts["saved_at"]} | facts["position"] | facts["origin"]
+    state |= state.pop("versions")
+    print_table(["state", ""], [[name, str(value)] for name, value in state.items()])
     rows = []
     for tensor in facts["tensors"]:
         size = " x ".join(f"{number:,}" for number in tensor["size"])

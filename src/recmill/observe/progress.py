@@ -3,8 +3,6 @@
 import logging
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -22,7 +20,7 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Continue without output when the reader is gone, as with `| head -1`; log.txt has every line."""
+        """Continue without output when the reader is gone, as with `| head -1`."""
         self.quiet = True
 
 
@@ -30,9 +28,9 @@ CONSOLE = _Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 class Progress:
-    """Shows how far `label` is, on rank 0 only. The rate counts `per_item` units for each item.
+    """Shows how much of `total` items is done, on rank 0. The rate is in units; an item has `per_item` of them.
 
-    Training passes its world and logs lines of its own; other work gets a line every 30 s.
+    Without a terminal it logs lines, unless it gets a `world`: training logs its own.
     """
 
     def __init__(
@@ -48,15 +46,16 @@ class Progress:
         self._started = time.monotonic()
         self._logged_at = self._started
         if sys.stderr is not None and sys.stderr.isatty() and (world is None or world.is_main):
-            columns = (
+            self._bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[rate]}"),
                 TextColumn("{task.fields[note]}"),
                 TimeRemainingColumn(),
+                console=CONSOLE,
+                transient=True,
             )
-            self._bar = Bar(*columns, console=CONSOLE, transient=True)
             self._task = self._bar.add_task(label, total=total, completed=done, rate="", note="")
 
     def __enter__(self) -> "Progress":
@@ -64,9 +63,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -100,17 +97,6 @@ class Progress:
             f"{self._label}: {self._done:,} of about {self._total:,} {self._unit}, "
             f"{human_rate(rate)} {self._unit}/s, {left / 60:.1f} minutes left"
         )
-
-    def callback(self) -> Callable[[int, int], None]:
-        """Return a function for code that reports (done, total) itself."""
-
-        def report(done: int, total: int) -> None:
-            if self._bar:
-                self._bar.update(self._task, total=total)
-            self._total = total
-            self.advance(done - self._done)
-
-        return report
 
 
 def human_rate(value: float) -> str:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from recmill import __version__
+from recmill.files.timestamps import utc_now
 from recmill.hardware.cpu import cpu_name, num_cores
 from recmill.hardware.memory import memory_bytes
-from recmill.observe.run_dir import now
 
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "polars", "pydantic")
 
 
 def environment(world_size: int, device: str) -> dict[str, Any]:
-    """Describe what computes a run. Environment variables are left out, and with them any secret."""
+    """Describe what computes a run, without environment variables, which may hold secrets."""
     return {
         "recmill": __version__,
         "python": platform.python_version(),
@@ -27,12 +27,11 @@ def environment(world_size: int, device: str) -> dict[str, Any]:
         "device": device,
         "world_size": world_size,
         "git_commit": _git_commit(),
-        "started_at": now(),
+        "started_at": utc_now(),
     }
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software that computes a run."""
     return {"recmill": __version__, "python": platform.python_version(), **_packages()}
 
 
@@ -48,10 +47,10 @@ def _packages() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of the code that runs, whatever the current directory is."""
+    """Return the commit of this source tree, whatever the current directory is."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return done.stdout.strip() or None

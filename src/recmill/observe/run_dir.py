@@ -14,14 +14,15 @@ from typing import Any, Literal
 from recmill.errors import CheckpointError
 from recmill.files.atomic import write_json, write_text
 from recmill.files.locks import exclusive_lock
+from recmill.files.timestamps import utc_now
 
 State = Literal["running", "done", "preempted", "interrupted", "failed"]
-# What a run may leave that ended before it wrote its status
+# The files of a run that ended before it wrote its status
 _EARLY_FILES = re.compile(r"\.lock|\.status\.json\.\d+|(log(\.rank-\d+)?|hang-rank-\d+)\.txt")
 
 
 class RunDirectory:
-    """The paths of a run directory, and its small files. Only the main rank writes."""
+    """The paths and small files of a run directory. Only rank 0 writes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -34,7 +35,7 @@ class RunDirectory:
         self._has_ended = False
 
     def foreign_file(self) -> str | None:
-        """Return the name of a file which shows that the directory is not a run's: training must not write here."""
+        """Return the name of a file that no run has written, if any: training must not write here."""
         if not self.path.is_dir() or (self.status_file.is_file() and not (self.path / "dataset.json").exists()):
             return None
         names = sorted(path.name for path in self.path.iterdir())
@@ -51,15 +52,15 @@ class RunDirectory:
             yield
 
     def write_status(self, state: State, **facts: Any) -> None:
-        """Replace status.json, from any thread. A run that has ended is not set to running again.
+        """Replace status.json, from any thread.
 
-        (The last checkpoint may be committed, and reported, while the run ends.)
+        A run that has ended is not set to running again: its last checkpoint may be committed while it ends.
         """
         with self._status_lock:
             if state == "running" and self._has_ended:
                 return
             self._has_ended = state != "running"
-            write_json(self.status_file, {"state": state, "updated_at": now(), "pid": os.getpid(), **facts})
+            write_json(self.status_file, {"state": state, "updated_at": utc_now(), "pid": os.getpid(), **facts})
 
     def read_status(self) -> dict[str, Any]:
         return _read_json(self.status_file) if self.status_file.is_file() else {}
@@ -68,9 +69,8 @@ class RunDirectory:
         return _read_json(self.results_file)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        line = {**line, "time": round(time.time(), 3)}
         with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({**line, "time": round(time.time(), 3)}) + "\n")
 
     def forget_metrics_after(self, step: int) -> None:
         """Remove the lines of later steps, which a resumed run will repeat."""
@@ -78,11 +78,6 @@ class RunDirectory:
             lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if _step_of(line) <= step]
             write_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
-
-
-def now() -> str:
-    """Return the current time in UTC, like 2026-01-31T23:59:59Z."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _step_of(line: str) -> float:
