@@ -105,7 +105,7 @@ class Encoder(nn.Module):
 
     def step(self, tokens_ND: Tensor, rows: Rows) -> list[Tensor]:
         """Return the output and all gradients."""
-        _ = rows.row_N, rows.from_end_N, rows.padded_N, rows.is_real_BT  # outside of what is compiled
+        _ = rows.row_N, rows.from_end_N, rows.is_real_BT  # outside of what is compiled
         out_MD = self._forward(tokens_ND, rows)
         return [out_MD.detach(), *torch.autograd.grad(out_MD.square().sum(), [tokens_ND, *self.parameters()])]
 

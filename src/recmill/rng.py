@@ -1,6 +1,6 @@
 """Counter-based random numbers: a value depends only on its key and its counter.
 
-So any process can compute any part of a table, an epoch's order or a mask, for any world size.
+Any process can therefore compute any part of a table, of an epoch's order or of a mask.
 """
 
 import math
@@ -45,10 +45,9 @@ def normal(key: np.uint64, counters: np.ndarray) -> np.ndarray:
 
 def uniform_floats(key: np.uint64, first: int, count: int, bound: float) -> np.ndarray:
     """Return values first..first+count-1 of a uniform float32 stream in [-bound, bound)."""
-    start, stop = first // 2, (first + count + 1) // 2
-    halves = bits(key, np.arange(start, stop, dtype=np.uint64)).view(np.uint32)
-    halves = halves[first - 2 * start : first - 2 * start + count] >> np.uint32(8)
-    out = halves.astype(np.float32)
+    pairs = np.arange(first // 2, (first + count + 1) // 2, dtype=np.uint64)
+    halves = bits(key, pairs).view(np.uint32)[first % 2 :][:count]
+    out = (halves >> np.uint32(8)).astype(np.float32)
     out *= np.float32(bound * 2.0**-23)
     out -= np.float32(bound)
     return out
@@ -57,7 +56,7 @@ def uniform_floats(key: np.uint64, first: int, count: int, bound: float) -> np.n
 class Permutation:
     """A permutation of range(size), computed by a Feistel network over an almost square grid.
 
-    The grid has up to 2 sqrt(size) + 1 excess cells; a result in one of them is permuted again.
+    The grid has up to 2 sqrt(size) + 1 excess cells; a position that lands there is permuted again.
     """
 
     def __init__(self, size: int, key: np.uint64) -> None:
@@ -75,14 +74,14 @@ class Permutation:
     def _encrypt(self, cells: np.ndarray) -> np.ndarray:
         rows, columns = self._sides
         row, column = np.divmod(cells, columns)
-        for key in self._keys[::2], self._keys[1::2]:
-            row = _shift(row, bits(key[0], column), rows)
-            column = _shift(column, bits(key[1], row), columns)
+        for row_key, column_key in zip(self._keys[:2], self._keys[2:], strict=True):
+            row = _shift(row, bits(row_key, column), rows)
+            column = _shift(column, bits(column_key, row), columns)
         return row * columns + column
 
 
 def _shift(positions: np.ndarray, random: np.ndarray, size: np.uint64) -> np.ndarray:
-    """Return positions on a ring of `size` < 2^32, moved by random steps. Overwrites `random`."""
+    """Return positions + random steps modulo `size` < 2^32. Overwrites `random`, 64 bits each."""
     random >>= np.uint64(32)
     random *= size
     random >>= np.uint64(32)

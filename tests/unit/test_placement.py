@@ -7,6 +7,7 @@ from recmill.config.sections import TablesOptim
 from recmill.errors import ConfigError, ResourceError
 from recmill.nn.click_network import ClickNetwork, DenseLayers
 from recmill.nn.interactions import DotInteraction
+from recmill.nn.losses import Loss
 from recmill.nn.sequences import ItemTransformer
 from recmill.nn.transformer import TransformerShape
 from recmill.tables.placement import Machines, Placed, Request, as_rows, make_plan, placements
@@ -116,7 +117,7 @@ def test_too_large_tables_are_refused_with_both_numbers() -> None:
 
 def test_a_table_of_sequences_allows_fewer_sharding_types() -> None:
     table = TableSpec("item", "item", 202, 16, 0.05)
-    network = ItemTransformer(table, 200, TransformerShape(10, 1, 2, 0.0), META)
+    network = ItemTransformer(table, 200, TransformerShape(10, 1, 2, 0.0), META, "linear", Loss())
     request = Request([table], {"item": "grid"}, "sgd", ["fused"], 8, {"item": 10})
     with pytest.raises(ConfigError, match="sharding 'grid' of table 'item': TorchRec cannot shard a table of"):
         make_plan(network, make_sharders(TablesOptim(name="sgd")), request, Machines(2, 2, "cpu", 10**10))

@@ -12,12 +12,7 @@ namespace {
 
 constexpr int64_t kUnit = 2 * kLanes;  // queries that a thread processes together; their scores are [V, kUnit]
 constexpr int64_t kItems = 128;        // items whose rows fit into the first-level cache
-constexpr int64_t kScores = 1 << 23;   // limit on the scores of all concurrent units, if there are more units than threads
-
-struct Catalogue {
-    const float *weight, *bias;
-    int64_t V, D;
-};
+constexpr int64_t kScores = 1 << 23;   // scores in memory at once, unless one unit per thread has more
 
 struct Unit {  // up to kUnit queries
     const int64_t* answers;
@@ -25,13 +20,12 @@ struct Unit {  // up to kUnit queries
     int64_t count;
 };
 
-// Adds the bias to scores [V, kUnit], and turns them into the gradient of the unit's weighted losses by them.
-void softmax_gradient(const Catalogue& c, const Unit& unit, float smoothing, float* scores, float* losses) {
-    const int64_t V = c.V;
+// Computes the losses from scores [V, kUnit] without bias, and replaces the scores by the gradient of the losses.
+void softmax_gradient(const float* bias, int64_t V, const Unit& unit, float smoothing, float* scores, float* losses) {
     Lanes largest[2] = {Lanes{} - INFINITY, Lanes{} - INFINITY}, sum[2] = {}, score_sum[2] = {};
     for (int64_t v = 0; v < V; ++v)
         for (int half = 0; half < 2; ++half) {
-            const Lanes score = load(scores + v * kUnit + half * kLanes) + c.bias[v];
+            const Lanes score = load(scores + v * kUnit + half * kLanes) + bias[v];
             store(scores + v * kUnit + half * kLanes, score);
             largest[half] = score > largest[half] ? score : largest[half];
             score_sum[half] += score;
@@ -65,13 +59,12 @@ void softmax_gradient(const Catalogue& c, const Unit& unit, float smoothing, flo
 
 extern "C" {
 
-// losses [M] = weights * cross-entropy(queries weight' + bias, answers) with label smoothing, and the gradients of their
-// sum: grad_queries [M, D] is set, grad_weight [V, D] and grad_bias [V] are added to. D is a multiple of 16. All sums are
-// in the order of queries and items, for any number of threads.
+// losses [M] = weights * cross-entropy(queries weight' + bias, answers) with label smoothing. The gradients of their sum
+// are written to grad_queries [M, D], and added to grad_weight [V, D] and grad_bias [V]. D is a multiple of 16. Results do
+// not depend on the number of threads.
 void catalogue_loss(const float* queries, const float* weight, const float* bias, const int64_t* answers,
                     const float* weights, int64_t M, int64_t V, int64_t D, float smoothing, float* losses,
                     float* grad_queries, float* grad_weight, float* grad_bias) {
-    const Catalogue catalogue{weight, bias, V, D};
     const int64_t threads = omp_get_max_threads(), units = (M + kUnit - 1) / kUnit;
     const int64_t concurrent = std::min(units, std::max(threads, std::min(4 * threads, kScores / (kUnit * V))));
     std::vector<float> all_scores(concurrent * V * kUnit), padded(concurrent * kUnit * D);
@@ -79,30 +72,30 @@ void catalogue_loss(const float* queries, const float* weight, const float* bias
     {
         std::vector<float> transposed(D * kUnit), unit_grad(kUnit * D);
         for (int64_t first_unit = 0; first_unit < units; first_unit += concurrent) {
-            const int64_t here = std::min(concurrent, units - first_unit);
+            const int64_t num_units = std::min(concurrent, units - first_unit);
 #pragma omp for schedule(dynamic, 1)
-            for (int64_t u = 0; u < here; ++u) {
+            for (int64_t u = 0; u < num_units; ++u) {
                 const int64_t first = (first_unit + u) * kUnit, count = std::min(kUnit, M - first);
                 float *x = padded.data() + u * kUnit * D, *scores = all_scores.data() + u * V * kUnit;
                 std::memcpy(x, queries + first * D, count * D * sizeof(float));
                 std::memset(x + count * D, 0, (kUnit - count) * D * sizeof(float));
                 for (int64_t i = 0; i < kUnit; ++i)
                     for (int64_t d = 0; d < D; ++d) transposed[d * kUnit + i] = x[i * D + d];
-                multiply(V, kUnit, D, rows_of(weight, D), {transposed.data(), kUnit}, nullptr, 0, scores, kUnit);
-                softmax_gradient(catalogue, {answers + first, weights + first, count}, smoothing, scores, losses + first);
+                multiply(V, kUnit, D, rows_of(weight, D), {transposed.data(), kUnit}, scores, kUnit);
+                softmax_gradient(bias, V, {answers + first, weights + first, count}, smoothing, scores, losses + first);
                 std::fill(unit_grad.begin(), unit_grad.end(), 0.0f);
                 for (int64_t v = 0; v < V; v += kItems)
-                    multiply(kUnit, D, std::min(kItems, V - v), columns_of(scores + v * kUnit, kUnit), {weight + v * D, D},
-                             unit_grad.data(), D, unit_grad.data(), D);
+                    add_product(kUnit, D, std::min(kItems, V - v), columns_of(scores + v * kUnit, kUnit),
+                                {weight + v * D, D}, unit_grad.data(), D);
                 std::memcpy(grad_queries + first * D, unit_grad.data(), count * D * sizeof(float));
             }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t v = 0; v < V; v += kItems)
-                for (int64_t u = 0; u < here; ++u) {
+                for (int64_t u = 0; u < num_units; ++u) {
                     const int64_t items = std::min(kItems, V - v);
                     const float* scores = all_scores.data() + (u * V + v) * kUnit;
-                    multiply(items, D, kUnit, rows_of(scores, kUnit), {padded.data() + u * kUnit * D, D},
-                             grad_weight + v * D, D, grad_weight + v * D, D);
+                    add_product(items, D, kUnit, rows_of(scores, kUnit), {padded.data() + u * kUnit * D, D},
+                                grad_weight + v * D, D);
                     for (int64_t i = 0; i < items; ++i)
                         grad_bias[v + i] += sum_of(load(scores + i * kUnit) + load(scores + i * kUnit + kLanes));
                 }

@@ -1,10 +1,11 @@
 // A transformer block, forward and backward, over rows of different lengths packed one after the other. Each row passes
 // through the complete block while it is in the cache; threads work on different rows. Float32, row-major; D dims, F hidden
-// units, H heads. Results do not depend on the number of threads, up to half of kMinParts.
+// units, H heads. Results do not depend on the number of threads, if there are at most kMinParts / 2.
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 #include <omp.h>
 
@@ -39,7 +40,8 @@ inline Lanes gelu(Lanes z, Lanes* slope) {
 struct Dropout {
     float probability;
     // The hash of nn/dropout.py: bits of (row, site, element), with elements counted from the end of a row.
-    static uint32_t hash(uint32_t x) {
+    template <typename Bits>  // uint32_t or LaneBits
+    static Bits hash(Bits x) {
         x = (x ^ (x >> 16)) * 0x7FEB352Du;
         x = (x ^ (x >> 15)) * 0x846CA68Bu;
         return x ^ (x >> 16);
@@ -60,11 +62,8 @@ struct Dropout {
         LaneBits element;
         for (int i = 0; i < kLanes; ++i) element[i] = last - i;
         for (int64_t d = 0; d < D; d += kLanes, element -= kLanes) {
-            LaneBits bits = element * 0x9E3779B9u + key;
-            bits = (bits ^ (bits >> 16)) * 0x7FEB352Du;
-            bits = (bits ^ (bits >> 15)) * 0x846CA68Bu;
-            bits ^= bits >> 16;
-            const Lanes kept = reinterpret_cast<LaneInts&>(bits) < threshold ? load(x + d) * scale : Lanes{};
+            const LaneBits bits = hash(element * 0x9E3779B9u + key);
+            const Lanes kept = reinterpret_cast<const LaneInts&>(bits) < threshold ? load(x + d) * scale : Lanes{};
             store(to + d, added ? kept + load(added + d) : kept);
         }
     }
@@ -140,6 +139,7 @@ struct Shape {
     float dropout;
 };
 
+// Weight and bias of: attention norm; queries, keys and values; output projection; feed-forward norm and its two layers.
 struct Weights {
     const float *norm_scale, *norm_shift, *qkv, *qkv_bias, *out, *out_bias;
     const float *feed_scale, *feed_shift, *up, *up_bias, *down, *down_bias;
@@ -154,7 +154,8 @@ struct Saved {
 
 namespace {
 
-// A matrix [K, N] as contiguous panels of columns: in a wide matrix the rows of a panel would compete for cache lines.
+// A matrix [K, N] as contiguous panels of columns: in a wide matrix the rows of a panel would compete for cache lines. N is
+// a multiple of a panel's width.
 struct Panels {
     std::vector<float> all;
     int64_t K;
@@ -184,10 +185,10 @@ struct Gradients {
     float *feed_scale, *feed_shift, *up, *up_bias, *down, *down_bias;
     Gradients(const Shape& s, float* at) {
         const int64_t D = s.D, F = s.F;
-        const int64_t sizes[] = {D, D, 3 * D * D, 3 * D, D * D, D, D, D, F * D, F, D * F, D};
-        float** all[] = {&norm_scale, &norm_shift, &qkv, &qkv_bias, &out, &out_bias,
-                         &feed_scale, &feed_shift, &up,  &up_bias,  &down, &down_bias};
-        for (int i = 0; i < 12; ++i) *all[i] = at, at += sizes[i];
+        const std::pair<float**, int64_t> all[] = {
+            {&norm_scale, D}, {&norm_shift, D}, {&qkv, 3 * D * D}, {&qkv_bias, 3 * D}, {&out, D * D},  {&out_bias, D},
+            {&feed_scale, D}, {&feed_shift, D}, {&up, F * D},      {&up_bias, F},      {&down, D * F}, {&down_bias, D}};
+        for (const auto& [start, size] : all) *start = std::exchange(at, at + size);
     }
     static int64_t size(const Shape& s) { return 4 * s.D * s.D + 2 * s.D * s.F + 9 * s.D + s.F; }
     static int64_t down_start(const Shape& s) { return size(s) - s.D - s.D * s.F; }
@@ -213,26 +214,26 @@ struct Row {
     }
 };
 
-// The memory in which a thread works on a row.
+// A thread's memory for one row.
 struct Scratch {
     std::vector<float> all;
     float *normed, *query_rows, *change, *hidden, *slope, *keys, *values, *weights, *grad_weights, *grad_query, *grad_kv;
-    Saved saved;  // of the row, if there is no backward
+    Saved saved;  // used if there is no backward
     Scratch(const Shape& s, int64_t longest) {
         const int64_t wide = round_up(longest), head = s.D / s.H;
-        const int64_t D = longest * s.D, F = longest * s.F;
-        const int64_t sizes[] = {D, D, D, F, F, head * wide, head * wide, kQueries * wide, kQueries * wide, D, 2 * D,
-                                 D, 2 * D, longest * s.H, D, D, F};
-        float** parts[] = {&normed, &query_rows, &change, &hidden, &slope, &keys, &values, &weights, &grad_weights,
-                           &grad_query, &grad_kv, &saved.query, &saved.key_value, &saved.log_sums, &saved.attended,
-                           &saved.middle, &saved.hidden};
+        const int64_t dims = longest * s.D, units = longest * s.F;
+        const std::pair<float**, int64_t> parts[] = {
+            {&normed, dims}, {&query_rows, dims}, {&change, dims}, {&hidden, units}, {&slope, units},
+            {&keys, head * wide}, {&values, head * wide}, {&weights, kQueries * wide}, {&grad_weights, kQueries * wide},
+            {&grad_query, dims}, {&grad_kv, 2 * dims}, {&saved.query, dims}, {&saved.key_value, 2 * dims},
+            {&saved.log_sums, longest * s.H}, {&saved.attended, dims}, {&saved.middle, dims}, {&saved.hidden, units}};
         int64_t total = 0;
-        for (int64_t size : sizes) total += size;
+        for (const auto& part : parts) total += part.second;
         all.resize(total);
         float* at = all.data();
-        for (int i = 0; i < 17; ++i) *parts[i] = at, at += sizes[i];
+        for (const auto& [start, size] : parts) *start = std::exchange(at, at + size);
     }
-    // Returns where the values of `row` are saved: in those of the batch if there is a backward, else here.
+    // Returns where the values of `row` are saved: in those of the batch, or here if there is no backward.
     Saved of_row(const Saved& batch, const Row& row, const Shape& s) const {
         if (!batch.hidden) return saved;
         const int64_t query = row.first_query;
@@ -241,9 +242,9 @@ struct Scratch {
     }
 };
 
-// to [count, wide] = the products of queries with the keys that they see; `keys` is transposed.
+// to [count, wide] = the products of `count` queries with the first `visible` keys; `keys` is transposed.
 void scores(const Shape& s, const float* query, const float* keys, int64_t wide, int64_t count, int64_t visible, float* to) {
-    multiply(count, round_up(visible), s.D / s.H, rows_of(query, s.D), {keys, wide}, nullptr, 0, to, wide);
+    multiply(count, round_up(visible), s.D / s.H, rows_of(query, s.D), {keys, wide}, to, wide);
 }
 
 void attend(const Shape& s, const Row& row, const Saved& saved, Scratch& scratch) {
@@ -275,7 +276,7 @@ void attend(const Shape& s, const Row& row, const Saved& saved, Scratch& scratch
                 saved.log_sums[(first + i) * s.H + h] = top * scale + std::log(total);
             }
             float* attended = saved.attended + first * D + h * head;
-            multiply(count, head, visible, rows_of(scratch.weights, wide), {value, 2 * D}, nullptr, 0, attended, D);
+            multiply(count, head, visible, rows_of(scratch.weights, wide), {value, 2 * D}, attended, D);
             for (int64_t i = 0; i < count; ++i)
                 for (int64_t d = 0; d < head; d += kLanes)
                     store(attended + i * D + d, load(attended + i * D + d) * inverse[i]);
@@ -283,7 +284,7 @@ void attend(const Shape& s, const Row& row, const Saved& saved, Scratch& scratch
     }
 }
 
-// scratch.grad_query and scratch.grad_kv from the gradient of `attended`, grad [queries, D].
+// Computes scratch.grad_query and scratch.grad_kv from grad [queries, D], the gradient of saved.attended.
 void attend_backward(const Shape& s, const Row& row, const Saved& saved, const float* grad, Scratch& scratch) {
     const int64_t D = s.D, head = D / s.H, wide = round_up(row.length);
     const float scale = 1.0f / std::sqrt(static_cast<float>(head));
@@ -300,11 +301,12 @@ void attend_backward(const Shape& s, const Row& row, const Saved& saved, const f
             const int64_t end = round_up(visible);
             const float *query = saved.query + first * D + h * head, *g = grad + first * D + h * head;
             scores(s, query, scratch.keys, wide, count, visible, scratch.weights);
-            multiply(count, end, head, rows_of(g, D), {scratch.values, wide}, nullptr, 0, scratch.grad_weights, wide);
+            multiply(count, end, head, rows_of(g, D), {scratch.values, wide}, scratch.grad_weights, wide);
             for (int64_t i = 0; i < count; ++i) {
                 const float* out = saved.attended + (first + i) * D + h * head;
                 Lanes product = {};
                 for (int64_t d = 0; d < head; d += kLanes) product += load(g + i * D + d) * load(out + d);
+                // Equals the mean of grad_w, weighted by attention.
                 const float mean = sum_of(product), log_sum = saved.log_sums[(first + i) * s.H + h];
                 float *w = scratch.weights + i * wide, *grad_w = scratch.grad_weights + i * wide;
                 for (int64_t j = row.visible(first + i, s); j < end; ++j) w[j] = -INFINITY;
@@ -314,17 +316,15 @@ void attend_backward(const Shape& s, const Row& row, const Saved& saved, const f
                     store(grad_w + j, weight * (load(grad_w + j) - mean) * scale);
                 }
             }
-            multiply(count, head, visible, rows_of(scratch.grad_weights, wide), {key, 2 * D}, nullptr, 0,
+            multiply(count, head, visible, rows_of(scratch.grad_weights, wide), {key, 2 * D},
                      scratch.grad_query + first * D + h * head, D);
-            multiply(visible, head, count, columns_of(scratch.grad_weights, wide), {query, D}, grad_key, 2 * D, grad_key,
-                     2 * D);
-            multiply(visible, head, count, columns_of(scratch.weights, wide), {g, D}, grad_value, 2 * D, grad_value,
-                     2 * D);
+            add_product(visible, head, count, columns_of(scratch.grad_weights, wide), {query, D}, grad_key, 2 * D);
+            add_product(visible, head, count, columns_of(scratch.weights, wide), {g, D}, grad_value, 2 * D);
         }
     }
 }
 
-// grad_middle [queries, D], the gradient of the sum after attention, from that of the block's output.
+// Computes grad_middle [queries, D], the gradient of saved.middle, from that of the block's output.
 void feed_forward_backward(const Shape& s, const Weights& w, const Row& row, const Saved& saved, const Panels& down,
                            const float* grad_out, float* grad_middle, Scratch& scratch, const Gradients& g) {
     const int64_t D = s.D, F = s.F, M = row.num_queries;
@@ -337,41 +337,41 @@ void feed_forward_backward(const Shape& s, const Weights& w, const Row& row, con
         store(scratch.hidden + i, gelu(load(saved.hidden + i), &slope));
         store(scratch.slope + i, slope);
     }
-    multiply(F, D, M, columns_of(scratch.hidden, F), {scratch.change, D}, g.down, D, g.down, D);
-    multiply(M, F, D, rows_of(scratch.change, D), down, nullptr, 0, scratch.hidden, F);
+    add_product(F, D, M, columns_of(scratch.hidden, F), {scratch.change, D}, g.down, D);
+    multiply(M, F, D, rows_of(scratch.change, D), down, scratch.hidden, F);
     for (int64_t i = 0; i < M * F; i += kLanes)
         store(scratch.hidden + i, load(scratch.hidden + i) * load(scratch.slope + i));
     add_rows(scratch.hidden, M, F, F, g.up_bias);
     normalize(saved.middle, M, D, w.feed_scale, w.feed_shift, scratch.normed);
-    multiply(F, D, M, columns_of(scratch.hidden, F), {scratch.normed, D}, g.up, D, g.up, D);
-    multiply(M, D, F, rows_of(scratch.hidden, F), {w.up, D}, nullptr, 0, scratch.change, D);
+    add_product(F, D, M, columns_of(scratch.hidden, F), {scratch.normed, D}, g.up, D);
+    multiply(M, D, F, rows_of(scratch.hidden, F), {w.up, D}, scratch.change, D);
     normalize_backward(saved.middle, scratch.change, M, D, w.feed_scale, grad_out, grad_middle, g.feed_scale, g.feed_shift);
 }
 
-// grad_x [length, D] of a row from grad_middle.
-void attention_backward(const Shape& s, const Weights& w, const Row& row, const Saved& saved, const float* x,
-                        const float* grad_middle, float* grad_x, Scratch& scratch, const Gradients& g) {
+// Computes grad_x [length, D] from grad_middle: norm, projections and attention.
+void attention_half_backward(const Shape& s, const Weights& w, const Row& row, const Saved& saved, const float* x,
+                             const float* grad_middle, float* grad_x, Scratch& scratch, const Gradients& g) {
     const int64_t D = s.D, M = row.num_queries, L = row.length;
     const Dropout dropout{s.dropout};
     for (int64_t i = 0; i < M; ++i)
         dropout.apply(grad_middle + i * D, D, row.attention_key, row.from_end(i), nullptr, scratch.change + i * D);
     add_rows(scratch.change, M, D, D, g.out_bias);
-    multiply(D, D, M, columns_of(scratch.change, D), {saved.attended, D}, g.out, D, g.out, D);
-    multiply(M, D, D, rows_of(scratch.change, D), {w.out, D}, nullptr, 0, scratch.hidden, D);
+    add_product(D, D, M, columns_of(scratch.change, D), {saved.attended, D}, g.out, D);
+    multiply(M, D, D, rows_of(scratch.change, D), {w.out, D}, scratch.hidden, D);
     attend_backward(s, row, saved, scratch.hidden, scratch);
     add_rows(scratch.grad_query, M, D, D, g.qkv_bias);
     add_rows(scratch.grad_kv, L, 2 * D, 2 * D, g.qkv_bias + D);
     normalize(x, L, D, w.norm_scale, w.norm_shift, scratch.normed);
-    multiply(D, D, M, columns_of(scratch.grad_query, D), {row.query_rows(scratch.normed, D, scratch.hidden), D}, g.qkv, D,
-             g.qkv, D);
-    multiply(2 * D, D, L, columns_of(scratch.grad_kv, 2 * D), {scratch.normed, D}, g.qkv + D * D, D, g.qkv + D * D, D);
-    multiply(L, D, 2 * D, rows_of(scratch.grad_kv, 2 * D), {w.qkv + D * D, D}, nullptr, 0, scratch.change, D);
+    const float* query_rows = row.query_rows(scratch.normed, D, scratch.hidden);
+    add_product(D, D, M, columns_of(scratch.grad_query, D), {query_rows, D}, g.qkv, D);
+    add_product(2 * D, D, L, columns_of(scratch.grad_kv, 2 * D), {scratch.normed, D}, g.qkv + D * D, D);
+    multiply(L, D, 2 * D, rows_of(scratch.grad_kv, 2 * D), {w.qkv + D * D, D}, scratch.change, D);
     if (!row.queries) {
-        multiply(M, D, D, rows_of(scratch.grad_query, D), {w.qkv, D}, scratch.change, D, scratch.change, D);
+        add_product(M, D, D, rows_of(scratch.grad_query, D), {w.qkv, D}, scratch.change, D);
         normalize_backward(x, scratch.change, L, D, w.norm_scale, grad_middle, grad_x, g.norm_scale, g.norm_shift);
         return;
     }
-    multiply(M, D, D, rows_of(scratch.grad_query, D), {w.qkv, D}, nullptr, 0, scratch.hidden, D);
+    multiply(M, D, D, rows_of(scratch.grad_query, D), {w.qkv, D}, scratch.hidden, D);
     for (int64_t i = 0; i < M; ++i) add_rows(scratch.hidden + i * D, 1, D, D, scratch.change + row.position(i) * D);
     normalize_backward(x, scratch.change, L, D, w.norm_scale, nullptr, grad_x, g.norm_scale, g.norm_shift);
     for (int64_t i = 0; i < M; ++i) add_rows(grad_middle + i * D, 1, D, D, grad_x + row.position(i) * D);
@@ -397,7 +397,7 @@ std::vector<int64_t> parts_of(const Rows& rows, const Shape& s) {
 
 extern "C" {
 
-// out [queries, D] from x [tokens, D]
+// Computes out [queries, D] from x [tokens, D].
 void encoder_block(const Shape* shape, const Rows* batch, const Weights* weights, const float* x, const Saved* all_saved,
                    float* out) {
     const Shape& s = *shape;
@@ -418,20 +418,22 @@ void encoder_block(const Shape* shape, const Rows* batch, const Weights* weights
                 const Saved saved = scratch.of_row(*all_saved, row, s);
                 const float* row_x = x + row.first * D;
                 normalize(row_x, row.length, D, w.norm_scale, w.norm_shift, scratch.normed);
-                multiply(row.length, 2 * D, D, rows_of(scratch.normed, D), {transposed.qkv.data() + D, 3 * D},
-                         w.qkv_bias + D, 0, saved.key_value, 2 * D);
-                multiply(M, D, D, rows_of(row.query_rows(scratch.normed, D, scratch.query_rows), D),
-                         {transposed.qkv.data(), 3 * D}, w.qkv_bias, 0, saved.query, D);
+                multiply_onto(w.qkv_bias + D, 0, row.length, 2 * D, D, rows_of(scratch.normed, D),
+                              {transposed.qkv.data() + D, 3 * D}, saved.key_value, 2 * D);
+                multiply_onto(w.qkv_bias, 0, M, D, D, rows_of(row.query_rows(scratch.normed, D, scratch.query_rows), D),
+                              {transposed.qkv.data(), 3 * D}, saved.query, D);
                 attend(s, row, saved, scratch);
-                multiply(M, D, D, rows_of(saved.attended, D), {transposed.out.data(), D}, w.out_bias, 0, scratch.change, D);
+                multiply_onto(w.out_bias, 0, M, D, D, rows_of(saved.attended, D), {transposed.out.data(), D},
+                              scratch.change, D);
                 for (int64_t i = 0; i < M; ++i)
                     dropout.apply(scratch.change + i * D, D, row.attention_key, row.from_end(i),
                                   row_x + row.position(i) * D, saved.middle + i * D);
                 normalize(saved.middle, M, D, w.feed_scale, w.feed_shift, scratch.normed);
-                multiply(M, F, D, rows_of(scratch.normed, D), transposed.up, w.up_bias, 0, saved.hidden, F);
+                multiply_onto(w.up_bias, 0, M, F, D, rows_of(scratch.normed, D), transposed.up, saved.hidden, F);
                 for (int64_t i = 0; i < M * F; i += kLanes)
                     store(scratch.hidden + i, gelu(load(saved.hidden + i), nullptr));
-                multiply(M, D, F, rows_of(scratch.hidden, F), {transposed.down.data(), D}, w.down_bias, 0, scratch.change, D);
+                multiply_onto(w.down_bias, 0, M, D, F, rows_of(scratch.hidden, F), {transposed.down.data(), D},
+                              scratch.change, D);
                 for (int64_t i = 0; i < M; ++i)
                     dropout.apply(scratch.change + i * D, D, row.feed_key, row.from_end(i), saved.middle + i * D,
                                   out + (row.first_query + i) * D);
@@ -439,7 +441,7 @@ void encoder_block(const Shape* shape, const Rows* batch, const Weights* weights
     }
 }
 
-// grad_x [tokens, D], and the gradients of all weights one after the other in `grads`, in the order of Weights.
+// Computes grad_x [tokens, D], and `grads`: the gradients of all weights one after the other, in the order of Weights.
 void encoder_block_backward(const Shape* shape, const Rows* batch, const Weights* weights, const float* x,
                             const Saved* all_saved, const float* grad_out, float* grad_x, float* grads) {
     const Shape& s = *shape;
@@ -464,8 +466,8 @@ void encoder_block_backward(const Shape* shape, const Rows* batch, const Weights
                 float* grad_middle = scratch.query_rows;
                 feed_forward_backward(s, *weights, row, saved, down, grad_out + row.first_query * D, grad_middle, scratch,
                                       part_sums);
-                attention_backward(s, *weights, row, saved, x + row.first * D, grad_middle, grad_x + row.first * D, scratch,
-                                   part_sums);
+                attention_half_backward(s, *weights, row, saved, x + row.first * D, grad_middle, grad_x + row.first * D,
+                                        scratch, part_sums);
             }
         }
 #pragma omp for schedule(static)
@@ -478,7 +480,7 @@ void encoder_block_backward(const Shape* shape, const Rows* batch, const Weights
     }
 }
 
-// to [tokens, D] = dropout(x), and also the gradient of that from `x`.
+// to [tokens, D] = dropout(x). Applied to a gradient, it is its own backward.
 void drop_elements(const Rows* rows, int64_t D, int64_t site, float probability, const float* x, float* to) {
     const Dropout dropout{probability};
 #pragma omp parallel for schedule(static)

@@ -28,9 +28,10 @@ inline float max_of(Lanes values) {
 
 // e^x with an error of at most 2 ulp; 0 below -87, where results would be denormal. NaN stays NaN.
 inline Lanes exp_of(Lanes x) {
-    const Lanes small = x > 88.0f ? Lanes{} + 88.0f : x, safe = small < -87.0f ? Lanes{} - 87.0f : small;
-    // e^x = 2^n e^r with r in [-ln 2 / 2, ln 2 / 2]. ln 2 is subtracted in two parts to keep all digits. Adding
-    // 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+    const Lanes capped = x > 88.0f ? Lanes{} + 88.0f : x;
+    const Lanes safe = capped < -87.0f ? Lanes{} - 87.0f : capped;
+    // e^x = 2^n e^r with r in [-ln 2 / 2, ln 2 / 2]. n ln 2 is subtracted in two parts to keep all digits. Adding
+    // 1.5 * 2^23 = 12582912 = 0x4B400000 rounds to an integer and leaves it in the low bits.
     const Lanes rounded = safe * 1.44269504088896341f + 12582912.0f;
     const LaneInts integer = reinterpret_cast<const LaneInts&>(rounded) - 0x4B400000, exponent = integer << 23;
     const Lanes n = __builtin_convertvector(integer, Lanes);

@@ -1,4 +1,4 @@
-"""Layers that call kernels: how they get the library, and which tensors it can process."""
+"""How layers get the library of kernels, and which tensors it can process."""
 
 import torch
 from torch import Tensor, nn
@@ -7,13 +7,13 @@ from recmill.kernels.library import KernelLibrary
 
 
 class UsesKernels:
-    """Mixin of layers that call kernels, once `use_kernels` has given them the library."""
+    """Mixin of layers that call kernels after `use_kernels` has given them the library."""
 
     kernel_library: KernelLibrary | None = None
 
     def library_for(self, x: Tensor) -> KernelLibrary | None:
         """Return the library if it is in use and can process `x`."""
-        return self.kernel_library if self.kernel_library is not None and can_process(x) else None
+        return self.kernel_library if can_process(x) else None
 
 
 def use_kernels(network: nn.Module, library: KernelLibrary) -> None:
@@ -24,9 +24,6 @@ def use_kernels(network: nn.Module, library: KernelLibrary) -> None:
 
 
 def can_process(x: Tensor) -> bool:
-    """Return whether kernels can process `x`: float32, on CPU, outside of autocast.
-
-    They cannot process the proxies with which TorchRec's pipeline traces a network.
-    """
-    is_float32 = isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype == torch.float32
-    return is_float32 and not torch.is_autocast_enabled("cpu")
+    """Return whether kernels can process `x`: float32, on CPU, outside of autocast."""
+    is_tensor = isinstance(x, Tensor)  # and not a proxy with which TorchRec's pipeline traces a network
+    return is_tensor and x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")

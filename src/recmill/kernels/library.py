@@ -1,6 +1,6 @@
-"""Compile the C++ kernels for this machine on first use, cache the result, and call them.
+"""Compile the C++ kernels for this machine on first use, cache the library, and call them.
 
-The sources do without torch's headers, so compiling takes seconds.
+The sources do not include torch's headers, so compiling takes seconds.
 """
 
 import ctypes
@@ -24,28 +24,28 @@ from recmill.kernels import COST_WITHOUT
 log = logging.getLogger(__name__)
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("steps.cpp", "encoder.cpp", "catalogue.cpp")]
-_HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "product.h")]
-# Not -ffast-math: NaN must stay visible.
-_FLAGS = [
-    *("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-shared", "-fPIC"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
-]
-_TRIAL = Path(__file__).with_name("trial.py")
+_ALSO_HASHED = [Path(__file__).with_name(name) for name in ("lanes.h", "product.h", "trial.py")]
+# Without -ffast-math, which would hide NaN.
+_FLAGS = (
+    "-std=c++17 -O3 -march=native -mprefer-vector-width=512 -fopenmp -shared -fPIC "
+    "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
+)
 _TIMEOUT_SECONDS = 120.0
 _LOADING = threading.Lock()
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES: dict[str, list[Any]] = {
-    "sum_bags": [*[_POINTER] * 3, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER],
-    "update_bags": [*[_POINTER] * 5, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _FLOAT, _FLOAT],
-    "pair_products": [_POINTER, _POINTER, *[_INT] * 5, _POINTER],
-    "pair_products_backward": [*[_POINTER] * 3, *[_INT] * 5, _POINTER, _POINTER],
-    "add_bias_relu": [_POINTER, _POINTER, _INT, _INT],
-    "relu_backward": [*[_POINTER] * 4, _INT, _INT],
-    "encoder_block": [_POINTER] * 6,
-    "encoder_block_backward": [_POINTER] * 8,
-    "drop_elements": [_POINTER, _INT, _INT, _FLOAT, _POINTER, _POINTER],
-    "catalogue_loss": [*[_POINTER] * 5, _INT, _INT, _INT, _FLOAT, *[_POINTER] * 4],
+# One letter per parameter of a kernel.
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+_PARAMETERS = {
+    "sum_bags": "pppiippip",
+    "update_bags": "pppppiippipiff",
+    "pair_products": "ppiiiiip",
+    "pair_products_backward": "pppiiiiipp",
+    "add_bias_relu": "ppii",
+    "relu_backward": "ppppii",
+    "encoder_block": "pppppp",
+    "encoder_block_backward": "pppppppp",
+    "drop_elements": "piifpp",
+    "catalogue_loss": "pppppiiifpppp",
 }
 
 
@@ -55,11 +55,11 @@ class KernelLibrary:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._functions = ctypes.CDLL(str(path))
-        for name, arguments in _SIGNATURES.items():
+        for name, parameters in _PARAMETERS.items():
             function = getattr(self._functions, name)
-            function.argtypes = arguments
+            function.argtypes = [_TYPES[letter] for letter in parameters]
             function.restype = None
-        self._functions.sum_bags.restype = _INT
+        self._functions.sum_bags.restype = ctypes.c_int64
 
     def call(self, kernel: str, *arguments: Any) -> Any:
         """Call a kernel by name. Tensors are passed by address; they must be contiguous."""
@@ -70,15 +70,12 @@ class KernelLibrary:
 
 
 class _FaultError(Exception):
-    """The library compiles, but running it kills the process."""
+    """The library compiles, but calling it kills the process."""
 
 
 def load_library() -> KernelLibrary | None:
-    """Return the kernels, or None where they cannot be compiled or run.
-
-    torch's and FBGEMM's own do the work then. A second thread waits for the first.
-    """
-    with _LOADING:
+    """Return the kernels, or None, with a warning, where they cannot be compiled or run."""
+    with _LOADING:  # a second thread waits instead of compiling too
         return _load_or_warn()
 
 
@@ -102,39 +99,37 @@ def _load_or_warn() -> KernelLibrary | None:
 
 
 def _compiled(compiler: str) -> Path:
-    """Return the path of the compiled library. A cached one has passed its trial run."""
-    source = b"".join(path.read_bytes() for path in [*_SOURCES, *_HEADERS])
+    """Return the path of the compiled library, which has passed a trial run."""
+    files = [path.read_bytes() for path in [*_SOURCES, *_ALSO_HASHED]]
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_SECONDS).stdout
-    facts = [source, _TRIAL.read_bytes(), version, instruction_sets(), " ".join([compiler, *_FLAGS]).encode()]
+    facts = [*files, version, instruction_sets(), f"{compiler} {_FLAGS}".encode()]
     name = f"kernels-{hashlib.sha256(b'|'.join(facts)).hexdigest()[:16]}.so"
     folder = cache_folder() or Path(tempfile.mkdtemp(prefix="recmill-"))  # then each process compiles its own
     cached = folder / name
-    refused = cached.with_suffix(".txt")  # why a library that compiles cannot be used here
-    if refused.is_file():
-        raise _FaultError(refused.read_text(encoding="utf-8"))
-    if not cached.is_file():
+    refusal = cached.with_suffix(".txt")  # why a library that compiles cannot be used here
+    if not cached.is_file() and not refusal.is_file():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / name
-            command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built)]
+            command = [compiler, *_FLAGS.split(), *map(str, _SOURCES), "-o", str(built)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_SECONDS)
             if fault := _trial_fault(built):
-                refused.write_text(fault, encoding="utf-8")
-                raise _FaultError(fault)
-            os.replace(built, cached)  # atomic, also when several processes compile at once
+                refusal.write_text(fault, encoding="utf-8")
+            else:
+                os.replace(built, cached)  # atomic, also when several processes compile at once
+    if refusal.is_file():
+        raise _FaultError(refusal.read_text(encoding="utf-8"))
     return cached
 
 
 def _trial_fault(library: Path) -> str | None:
-    """Run kernels of a new library in a child process; return what killed it, if anything did.
+    """Call kernels of a new library in a child process; return what killed it, if anything did.
 
     A hypervisor may fault on instructions that the CPU lists, and that the compiler therefore uses.
     """
     command = [sys.executable, "-P", "-m", "recmill.kernels.trial", str(library)]
-    try:
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_SECONDS)
-    except subprocess.CalledProcessError as error:
-        if -error.returncode not in FAULTS:
-            raise
-        name = signal.Signals(-error.returncode).name
+    trial = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+    if -trial.returncode in FAULTS:
+        name = signal.Signals(-trial.returncode).name
         return f"a trial run was killed by {name}: this CPU, or its hypervisor, lacks an instruction that it lists"
+    trial.check_returncode()
     return None

@@ -22,10 +22,11 @@ struct Left {  // element (r, k) is from[r * row + k * step]
 struct Right {  // columns of panel p in row k start at from[p * panel + k * row]
     const float* from;
     int64_t row, panel;
-    Right(const float* start, int64_t stride) : from(start), row(stride), panel(kPanel * kLanes) {}
-    Right(const float* start, int64_t stride, int64_t panels) : from(start), row(stride), panel(panels) {}
+    Right(const float* start, int64_t stride, int64_t panel_stride = kPanel * kLanes)
+        : from(start), row(stride), panel(panel_stride) {}
 };
 
+// R rows and V vectors of columns of the product that `multiply_onto` describes.
 template <int R, int V>
 inline void tile(int64_t K, Left a, const float* b, int64_t ldb, const float* init, int64_t ldi, float* c, int64_t ldc) {
     Lanes sums[R][V];
@@ -43,6 +44,7 @@ inline void tile(int64_t K, Left a, const float* b, int64_t ldb, const float* in
         for (int v = 0; v < V; ++v) store(c + r * ldc + v * kLanes, sums[r][v]);
 }
 
+// V vectors of columns, R rows at a time; fewer at the end.
 template <int R, int V>
 inline void panel(int64_t M, int64_t K, Left a, const float* b, int64_t ldb, const float* init, int64_t ldi, float* c,
                   int64_t ldc) {
@@ -55,9 +57,9 @@ inline void panel(int64_t M, int64_t K, Left a, const float* b, int64_t ldb, con
                             c + m * ldc, ldc);
 }
 
-// c [M, N] = a [M, K] b [K, N] + init; N is a multiple of 16. `init` is null, a bias (ldi = 0), or c itself.
-__attribute__((noinline)) void multiply(int64_t M, int64_t N, int64_t K, Left a, Right b, const float* init,
-                                        int64_t ldi, float* c, int64_t ldc) {
+// c [M, N] = init + a [M, K] b [K, N]; N is a multiple of 16. `init` is null, c itself, or a bias (ldi = 0).
+__attribute__((noinline)) void multiply_onto(const float* init, int64_t ldi, int64_t M, int64_t N, int64_t K, Left a,
+                                             Right b, float* c, int64_t ldc) {
     int64_t n = 0;
     const auto columns = [&](auto vectors) {
         constexpr int V = decltype(vectors)::value;
@@ -69,6 +71,16 @@ __attribute__((noinline)) void multiply(int64_t M, int64_t N, int64_t K, Left a,
     if constexpr (kPanel > 2)
         if (n + 2 * kLanes <= N) columns(std::integral_constant<int, 2>());
     while (n < N) columns(std::integral_constant<int, 1>());
+}
+
+// c = a b
+inline void multiply(int64_t M, int64_t N, int64_t K, Left a, Right b, float* c, int64_t ldc) {
+    multiply_onto(nullptr, 0, M, N, K, a, b, c, ldc);
+}
+
+// c += a b
+inline void add_product(int64_t M, int64_t N, int64_t K, Left a, Right b, float* c, int64_t ldc) {
+    multiply_onto(c, ldc, M, N, K, a, b, c, ldc);
 }
 
 inline Left rows_of(const float* from, int64_t stride) { return {from, stride, 1}; }

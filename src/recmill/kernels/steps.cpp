@@ -1,6 +1,5 @@
-// What a training step of click models spends its time on, apart from matrix products. Float32, row-major; B rows in a
-// batch. Compiled for the machine it runs on (library.py), with the OpenMP threads that torch uses too. Results do not
-// depend on the number of threads, except for the last digits of bias gradients.
+// What a training step of click models computes, apart from matrix products. Float32, row-major; B rows in a batch. Results
+// do not depend on the number of threads, except for the last digits of bias gradients.
 
 #include <algorithm>
 #include <cmath>
@@ -36,7 +35,7 @@ inline void transpose_four(const float* const* v, int64_t dim, int64_t stride, f
 
 struct Lookup {
     int64_t row;
-    int64_t bag;  // its row in the batch
+    int64_t bag;  // row in the batch
 };
 
 // Stable radix sort by row; `scratch` has the same length. With 11 bits per pass, three passes sort two billion rows.
@@ -90,7 +89,7 @@ int64_t sum_bags(const float* weights, const int64_t* starts, const int64_t* row
     return bad == INT64_MAX ? -1 : bad;
 }
 
-// One optimizer step of the tables by `rule` 0 SGD, 1 Adagrad or 2 row-wise Adagrad. grad [B, F * dim] is the gradient of
+// One optimizer step of the tables; `rule` is 0 SGD, 1 Adagrad or 2 row-wise Adagrad. grad [B, F * dim] is the gradient of
 // sum_bags' out. All gradients of a row are summed first, in batch order. `state` has one value per weight, or per row
 // (rule 2); that of table f starts at state[state_starts[f]].
 void update_bags(float* weights, const int64_t* starts, float* state, const int64_t* state_starts, const int64_t* rows,
@@ -165,12 +164,10 @@ void pair_products(const float* dense, const float* bags, int64_t B, int64_t N, 
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < B; ++b) {
             const float* rest = bags + b * (N - 1) * dim;
+            const auto vector = [&](int64_t i) { return i ? rest + (i - 1) * dim : dense + b * dim; };
             for (int64_t j = 0; j < N; j += 4) {
                 const float* v[4];
-                for (int r = 0; r < 4; ++r) {
-                    const int64_t i = std::min(j + r, N - 1);
-                    v[r] = i ? rest + (i - 1) * dim : dense + b * dim;
-                }
+                for (int r = 0; r < 4; ++r) v[r] = vector(std::min(j + r, N - 1));
                 transpose_four(v, dim, columns, values + j);
             }
             float* to = out + b * width;
@@ -179,10 +176,7 @@ void pair_products(const float* dense, const float* bags, int64_t B, int64_t N, 
             for (int64_t first = 0; first < N; first += kRows) {
                 const int count = static_cast<int>(std::min<int64_t>(kRows, N - first));
                 const float* v[kRows];
-                for (int r = 0; r < kRows; ++r) {
-                    const int64_t i = std::min(first + r, N - 1);
-                    v[r] = i ? rest + (i - 1) * dim : dense + b * dim;
-                }
+                for (int r = 0; r < kRows; ++r) v[r] = vector(std::min(first + r, N - 1));
                 for (int64_t c = first / kLanes * kLanes; c < columns; c += 2 * kLanes) {
                     Lanes left[kRows] = {}, right[kRows] = {};
                     const bool both = c + kLanes < columns;
@@ -265,7 +259,7 @@ void add_bias_relu(float* out, const float* bias, int64_t B, int64_t O) {
     }
 }
 
-// masked [B, O] = grad where out is positive, else 0, may be `grad` itself; grad_bias [O] = its sum over rows.
+// masked [B, O] = grad where out is positive, else 0; grad_bias [O] = the sum of its rows. `masked` may be `grad` itself.
 void relu_backward(const float* grad, const float* out, float* masked, float* grad_bias, int64_t B, int64_t O) {
     const int threads = omp_get_max_threads();
     std::vector<float> sums(threads * O, 0.0f);

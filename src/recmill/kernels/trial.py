@@ -1,6 +1,6 @@
-"""Run kernels of a compiled library once, with known results: `python -m recmill.kernels.trial LIBRARY`. No torch.
+"""Check kernels of a compiled library against known results: `python -m recmill.kernels.trial LIBRARY`.
 
-Runs in a process of its own, because a CPU that lists an instruction which its hypervisor lacks kills it.
+An instruction that the hypervisor lacks kills this process, which does not import torch.
 """
 
 import ctypes
@@ -31,9 +31,9 @@ def main(path: str) -> None:
     num_items = 100
     losses = _array(_ROWS)
     gradients = [_array(size) for size in (_ROWS * _DIM, num_items * _DIM, num_items)]
-    inputs = [_array(_ROWS * _DIM), _array(num_items * _DIM, 1.0), _array(num_items), (c_int64 * _ROWS)()]
-    weights = _array(_ROWS, 1.0)
-    library.catalogue_loss(*inputs, weights, rows, c_int64(num_items), dim, c_float(0.0), losses, *gradients)
+    queries, items, bias = _array(_ROWS * _DIM), _array(num_items * _DIM, 1.0), _array(num_items)
+    inputs = [queries, items, bias, (c_int64 * _ROWS)(), _array(_ROWS, 1.0)]
+    library.catalogue_loss(*inputs, rows, c_int64(num_items), dim, c_float(0.0), losses, *gradients)
     assert all(math.isclose(loss, math.log(num_items), rel_tol=1e-4) for loss in losses), losses[0]
 
 

@@ -9,14 +9,13 @@ from recmill.metrics.auc import auroc_over_ranks
 if TYPE_CHECKING:
     from recmill.world import World
 
-UNDEFINED = "undefined"  # the value of a metric that does not exist, such as AUROC of one class
+UNDEFINED = "undefined"  # for example the AUROC of rows without clicks
 
-Value = float | int | str
-Values = dict[str, Value]
+Values = dict[str, float | int | str]
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:
-    """Return probabilities in float64; no logit overflows."""
+    """Return probabilities in float64, without overflow."""
     return 0.5 * (1.0 + np.tanh(0.5 * logits.astype(np.float64)))
 
 
@@ -31,8 +30,8 @@ class BinaryMetrics:
     """Keeps every score of this rank, because AUROC is exact; the other metrics are sums."""
 
     def __init__(self) -> None:
-        self._logits: list[np.ndarray] = []
-        self._labels: list[np.ndarray] = []
+        self._logits = [np.empty(0, np.float32)]
+        self._labels = [np.empty(0, np.bool_)]
 
     def update(self, logits: np.ndarray, labels: np.ndarray) -> None:
         self._logits.append(logits.astype(np.float32))
@@ -40,24 +39,21 @@ class BinaryMetrics:
 
     def compute(self, world: "World") -> Values:
         """Return the metrics by name. All ranks take part and get the same values."""
-        logits = np.concatenate(self._logits) if self._logits else np.empty(0, np.float32)
-        labels = np.concatenate(self._labels) if self._labels else np.empty(0, np.bool_)
+        logits, labels = np.concatenate(self._logits), np.concatenate(self._labels)
         loss, predicted, clicks, rows = world.sum(
             [log_loss_sum(logits, labels), float(sigmoid(logits).sum()), float(labels.sum()), float(len(labels))]
         )
-        return _values(auroc_over_ranks(logits, labels, world), loss, predicted, clicks, rows)
-
-
-def _values(area: float | None, loss: float, predicted: float, clicks: float, rows: float) -> Values:
-    if not rows or not np.isfinite(loss):  # no rows, or NaN logits
-        return dict.fromkeys(("auroc", "logloss", "normalised_entropy", "calibration"), UNDEFINED) | {"rows": int(rows)}
-    rate = clicks / rows
-    entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)) if 0 < rate < 1 else 0.0
-    return {
-        "auroc": UNDEFINED if area is None else area,
-        "logloss": loss / rows,
-        # Log loss relative to that of always predicting the click rate: below 1, the model has learnt something.
-        "normalised_entropy": float(loss / rows / entropy) if entropy else UNDEFINED,
-        "calibration": predicted / clicks if clicks else UNDEFINED,  # predicted clicks per click
-        "rows": int(rows),
-    }
+        area = auroc_over_ranks(logits, labels, world)
+        if not rows or not np.isfinite(loss):  # no rows, or NaN logits
+            names = ("auroc", "logloss", "normalised_entropy", "calibration")
+            return dict.fromkeys(names, UNDEFINED) | {"rows": int(rows)}
+        rate = clicks / rows
+        entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)) if 0 < rate < 1 else 0.0
+        return {
+            "auroc": UNDEFINED if area is None else area,
+            "logloss": loss / rows,
+            # Log loss relative to that of always predicting the click rate: below 1, the model has learnt something.
+            "normalised_entropy": float(loss / rows / entropy) if entropy else UNDEFINED,
+            "calibration": predicted / clicks if clicks else UNDEFINED,  # predicted clicks per click
+            "rows": int(rows),
+        }

@@ -4,7 +4,7 @@ The rank of a target is the number of other candidates that score at least as hi
 against the model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,32 +16,31 @@ if TYPE_CHECKING:
     from recmill.world import World
 
 NUM_NEGATIVES = 100
-_SAMPLED = ("pop100", "uni100")
-# Constants of the protocol, not of a run: every model is compared with the same negatives.
+# Seeds of the protocol, not of a run: every model is compared with the same negatives.
 _NEGATIVES_SEED = 20190814
 _BOOTSTRAP_SEED = 20190815
-_INTERVAL = (0.025, 0.975)
 
 
-def sampled(protocols: Iterable[str]) -> list[str]:
-    """Return the protocols that draw negatives, in the order of batches' columns."""
-    requested = set(protocols)
-    return [protocol for protocol in _SAMPLED if protocol in requested]
+def sampled(protocols: Collection[str]) -> list[str]:
+    """Return those of `protocols` that draw negatives, in the order of a batch's columns."""
+    return [protocol for protocol in ("pop100", "uni100") if protocol in protocols]
 
 
 class RankingMetrics:
-    """Counts users by the rank of their target (0: best). Every metric is a sum over the counts."""
+    """Counts users by the rank of their target (0: best). Every metric is a sum over the counts.
+
+    The bootstrap draws `resamples` times for confidence intervals; 0: there are none.
+    """
 
     def __init__(
         self, protocols: list[str], ks: list[int], resamples: int = 0, popularity: "Popularity | None" = None
     ) -> None:
-        """`resamples`: of the bootstrap, for intervals; 0: none. `popularity`: a baseline to measure."""
         self.protocols = protocols
         self._resamples = resamples
         self.popularity = popularity
         self.of_popularity = RankingMetrics(protocols, ks) if popularity else None
         self._users_by_rank = {protocol: np.zeros(max(ks) + 1, np.int64) for protocol in protocols}
-        ranks = np.arange(max(ks) + 1)  # the last one stands for all later ranks
+        ranks = np.arange(max(ks) + 1)  # the last one stands for all worse ranks
         gains = {"hr": np.ones(len(ranks)), "ndcg": 1.0 / np.log2(ranks + 2.0), "mrr": 1.0 / (ranks + 1.0)}
         self._gains = {f"{name}@{k}": gain * (ranks < k) for name, gain in gains.items() for k in ks}
 
@@ -53,7 +52,7 @@ class RankingMetrics:
     def compute(self, world: "World | None") -> Values:
         """Return the metrics by name. All ranks of `world` take part and get the same values.
 
-        "low/NAME" and "high/NAME" are the ends of a 95 % interval, "popularity/NAME" is the baseline's value.
+        "low/NAME" and "high/NAME" are the ends of a 95 % interval, "popularity/NAME" is the baseline's.
         """
         values: Values = {}
         intervals: Values = {}
@@ -62,25 +61,26 @@ class RankingMetrics:
             users_by_rank = world.sum_counts(own.copy()) if world else own
             users = int(users_by_rank.sum())
             found = users_by_rank.nonzero()[0]
-            counts, gains = users_by_rank[found], np.stack([gain[found] for gain in self._gains.values()])
+            counts = users_by_rank[found]
+            gains = np.stack([gain[found] for gain in self._gains.values()])
             names = [f"{protocol}/{name}" for name in self._gains]
             means = (gains @ counts / users).tolist() if users else [UNDEFINED] * len(names)
             values |= dict(zip(names, means, strict=True))
             if self._resamples and users:
-                low, high = np.quantile(_resampled_means(gains, counts, self._resamples), _INTERVAL, axis=0)
+                low, high = np.quantile(_resampled_means(gains, counts, self._resamples), (0.025, 0.975), axis=0)
                 for name, low_end, high_end in zip(names, low.tolist(), high.tolist(), strict=True):
                     intervals |= {f"low/{name}": low_end, f"high/{name}": high_end}
         baseline = self.of_popularity.compute(world) if self.of_popularity else {}
-        values |= {"users": users, **intervals}
-        return values | {f"popularity/{name}": value for name, value in baseline.items() if name != "users"}
+        popularity = {f"popularity/{name}": value for name, value in baseline.items() if name != "users"}
+        return {**values, "users": users, **intervals, **popularity}
 
 
 def _resampled_means(gains: np.ndarray, counts: np.ndarray, resamples: int) -> np.ndarray:
-    """Return bootstrapped means [resamples, metrics] for `counts[i]` users who gain `gains[:, i]`.
+    """Return bootstrapped means [resamples, metrics] of `gains` [metrics, ranks].
 
-    Users with equal ranks gain the same, so drawing users with replacement is a multinomial draw of
-    the counts. Each resample has its own random stream and draws the best ranks first, so a result
-    does not depend on other cut-offs.
+    Users of equal rank gain the same, so drawing users with replacement is a multinomial draw of
+    the users per rank, `counts`. Each resample has its own random stream and draws the best ranks
+    first, so a result does not depend on other cut-offs.
     """
     users = int(counts.sum())
     generators = (np.random.default_rng([_BOOTSTRAP_SEED, number]) for number in range(resamples))
@@ -88,20 +88,20 @@ def _resampled_means(gains: np.ndarray, counts: np.ndarray, resamples: int) -> n
 
 
 class Popularity:
-    """The baseline that ignores the user: items ranked by their number of training interactions."""
+    """The baseline that ranks items by their training interactions: train_counts[i] of item i + 1."""
 
     def __init__(self, train_counts: np.ndarray) -> None:
-        """`train_counts[i]`: training interactions of item i+1."""
         self._counts = train_counts
         self._sorted = np.sort(train_counts)
 
     def full_ranks(self, answers: np.ndarray, seen_rows: np.ndarray, seen_items: np.ndarray) -> np.ndarray:
         """Return the rank of each row's answer among all items that the row has not seen."""
-        least, num_items = self._counts[answers - 1], len(self._counts)
-        at_least = num_items - np.searchsorted(self._sorted, least, side="left")  # with the answer and seen items
+        num_items = len(self._counts)
+        answer_counts = self._counts[answers - 1]
+        at_least = num_items - np.searchsorted(self._sorted, answer_counts)  # with the answer and seen items
         rows = np.concatenate([seen_rows, np.arange(len(answers))])
         items = np.concatenate([seen_items, answers]) - 1
-        is_counted = self._counts[items] >= least[rows]
+        is_counted = self._counts[items] >= answer_counts[rows]
         pairs = np.sort(rows[is_counted] * num_items + items[is_counted])  # np.unique takes 70 times as long
         is_first = np.append(True, pairs[1:] != pairs[:-1])  # an item may be seen twice
         return at_least - np.bincount(pairs[is_first] // num_items, minlength=len(answers))
@@ -114,15 +114,14 @@ class Popularity:
 class Negatives:
     """100 distinct items that the user has not interacted with, fixed per user and split.
 
-    `pop100` draws by popularity, `uni100` uniformly from the catalogue. Drawing with replacement and
-    dropping repeats and seen items equals drawing the other items without replacement.
+    `pop100` draws by popularity, item_counts[i] of item i + 1 in all splits; `uni100` uniformly.
+    Drawing with replacement and dropping repeats and seen items equals drawing without replacement.
     """
 
     def __init__(self, protocol: str, item_counts: np.ndarray) -> None:
-        """`item_counts[i]`: interactions of item i+1, in all splits."""
         weights = item_counts if protocol == "pop100" else np.ones_like(item_counts)
         self._cumulative = np.cumsum(weights, dtype=np.float64)
-        self._name = () if protocol == "pop100" else (protocol,)
+        self._name = () if protocol == "pop100" else (protocol,)  # a name would change the negatives of pop100
         self.available = int(np.count_nonzero(weights))
 
     def draw(self, split: str, user: int, seen: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from recmill.tables.spec import TableSpec
 
 @dataclass(frozen=True)
 class DenseLayers:
-    """The MLPs below and above the interaction. Zeros pad the dense features to a multiple."""
+    """The MLPs below and above the interaction. Dense features are padded with zeros."""
 
     num_dense: int
     bottom_mlp: Sequence[int]
@@ -35,15 +35,11 @@ class ClickNetwork(nn.Module):
         super().__init__()
         self._features = [table.feature for table in tables]
         self._dense_padding = -layers.num_dense % layers.pad_to_multiple_of
-        self.tables = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=table.name, embedding_dim=table.dim, num_embeddings=table.rows, feature_names=[table.feature]
-                )
-                for table in tables
-            ],
-            device=device,
-        )
+        configs = [
+            EmbeddingBagConfig(name=t.name, embedding_dim=t.dim, num_embeddings=t.rows, feature_names=[t.feature])
+            for t in tables
+        ]
+        self.tables = EmbeddingBagCollection(tables=configs, device=device)
         self.bottom = mlp(layers.num_dense, layers.bottom_mlp, layers.init, self._dense_padding)
         self.interaction = interaction
         self.top = mlp(interaction.out_features, layers.top_mlp, layers.init, interaction.padding)
@@ -51,7 +47,7 @@ class ClickNetwork(nn.Module):
 
     def forward(self, dense_BF: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """Return logits [B]."""
-        pooled = self.tables(sparse)
+        pooled = self.tables(sparse)  # sharded tables exchange rows while the bottom MLP computes
         if self._dense_padding:
             dense_BF = F.pad(dense_BF, (0, self._dense_padding))
         dense_BD = self.bottom(dense_BF)
@@ -59,7 +55,7 @@ class ClickNetwork(nn.Module):
 
 
 def _in_order(pooled: KeyedTensor, features: list[str]) -> Tensor:
-    """Return the columns in the order of `features`; sharding may change that of the tables."""
+    """Return the columns in the order of `features`; a sharded collection may order them differently."""
     if pooled.keys() == features:
         return pooled.values()
     by_name = pooled.to_dict()

@@ -1,6 +1,6 @@
 """Cross-entropy over a catalogue, without holding the logits of all queries at once.
 
-Chunks of logits stay in the cache. M queries, V items, D dims.
+M queries, V items, D dims; C queries in a chunk, whose logits stay in the cache.
 """
 
 from typing import Any
@@ -24,11 +24,9 @@ def cross_entropy_sum(
     library: KernelLibrary | None = None,
 ) -> Tensor:
     """Return the sum of weights * cross_entropy(queries weight' + bias, answers), in float32."""
+    inputs = queries_MD.float(), weight_VD.float(), bias_V.float(), answers_M, weights_M
     with torch.autocast(queries_MD.device.type, enabled=False):
-        total: Tensor = _CrossEntropySum.apply(
-            smoothing, library, queries_MD.float(), weight_VD.float(), bias_V.float(), answers_M, weights_M
-        )
-    return total
+        return _CrossEntropySum.apply(smoothing, library, *inputs)
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -36,16 +34,15 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, smoothing: float, library: KernelLibrary | None, *inputs: Tensor) -> Tensor:
-        queries_MD, weight_VD, bias_V, *_, weights_M = inputs
+        queries_MD, weight_VD, bias_V, _, weights_M = inputs
         grads = torch.empty_like(queries_MD), torch.zeros_like(weight_VD), torch.zeros_like(bias_V)
         ctx.save_for_backward(*grads)
-        if library is not None and queries_MD.shape[1] % 16 == 0 and can_process(queries_MD):
-            losses_M = torch.empty_like(weights_M)
-            contiguous = queries_MD.contiguous(), weight_VD.contiguous(), *inputs[2:]
-            sizes = len(queries_MD), *weight_VD.shape
-            library.call("catalogue_loss", *contiguous, *sizes, smoothing, losses_M, *grads)
-            return losses_M.sum()
-        return _sum_in_chunks(inputs, smoothing, grads)
+        if library is None or queries_MD.shape[1] % 16 or not can_process(queries_MD):
+            return _sum_in_chunks(inputs, smoothing, grads)
+        losses_M = torch.empty_like(weights_M)
+        contiguous = (value.contiguous() for value in inputs)
+        library.call("catalogue_loss", *contiguous, len(queries_MD), *weight_VD.shape, smoothing, losses_M, *grads)
+        return losses_M.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -53,35 +50,29 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _sum_in_chunks(inputs: tuple[Tensor, ...], smoothing: float, grads: tuple[Tensor, ...]) -> Tensor:
-    """Return the sum of the weighted losses, and fill `grads` by queries, weight and bias."""
+    """Return the sum of the weighted losses, and fill `grads`: of the queries, the weight and the bias.
+
+    With log p = logit - norm, a loss is -(1 - smoothing) log p[answer] - smoothing mean(log p).
+    """
     queries_MD, weight_VD, bias_V, answers_M, weights_M = inputs
-    by_queries_MD, by_weight_VD, by_bias_V = grads
+    grad_queries_MD, grad_weight_VD, grad_bias_V = grads
+    num_items = len(weight_VD)
     total = queries_MD.new_zeros(())
-    step = max(1, _LOGITS_PER_CHUNK // len(weight_VD))
+    step = max(1, _LOGITS_PER_CHUNK // num_items)
     for start in range(0, len(queries_MD), step):
         chunk = slice(start, start + step)
-        logits = torch.addmm(bias_V, queries_MD[chunk], weight_VD.t())
-        losses, by_logits = _softmax_gradient(logits, answers_M[chunk], weights_M[chunk], smoothing)
-        total += losses.sum()
-        torch.mm(by_logits, weight_VD, out=by_queries_MD[chunk])
-        by_weight_VD.addmm_(by_logits.t(), queries_MD[chunk])
-        by_bias_V.add_(by_logits.sum(0))
+        answers_C1, weights_C1 = answers_M[chunk, None], weights_M[chunk, None]
+        logits_CV = torch.addmm(bias_V, queries_MD[chunk], weight_VD.t())
+        norm_C1 = logits_CV.logsumexp(1, keepdim=True)
+        target_C1 = (1 - smoothing) * logits_CV.gather(1, answers_C1)
+        if smoothing:
+            target_C1 += smoothing * logits_CV.mean(1, keepdim=True)
+        total += ((norm_C1 - target_C1) * weights_C1).sum()
+        grad_CV = logits_CV.sub_(norm_C1).exp_()  # overwrites the logits
+        if smoothing:
+            grad_CV -= smoothing / num_items
+        grad_CV.scatter_add_(1, answers_C1, grad_CV.new_full(answers_C1.shape, smoothing - 1)).mul_(weights_C1)
+        torch.mm(grad_CV, weight_VD, out=grad_queries_MD[chunk])
+        grad_weight_VD.addmm_(grad_CV.t(), queries_MD[chunk])
+        grad_bias_V.add_(grad_CV.sum(0))
     return total
-
-
-def _softmax_gradient(
-    logits_MV: Tensor, answers_M: Tensor, weights_M: Tensor, smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """Return the weighted losses [M] and their gradient, which overwrites the logits."""
-    answers_M1, weights_M1 = answers_M[:, None], weights_M[:, None]
-    # log p = logit - norm; the loss is -(1 - smoothing) log p[answer] - smoothing mean(log p)
-    norm_M1 = logits_MV.logsumexp(1, keepdim=True)
-    target_M1 = (1 - smoothing) * logits_MV.gather(1, answers_M1)
-    if smoothing:
-        target_M1 += smoothing * logits_MV.mean(1, keepdim=True)
-    losses_M = ((norm_M1 - target_M1) * weights_M1)[:, 0]
-    gradient = logits_MV.sub_(norm_M1).exp_()
-    if smoothing:
-        gradient -= smoothing / logits_MV.shape[1]
-    gradient.scatter_add_(1, answers_M1, gradient.new_full(answers_M1.shape, smoothing - 1))
-    return losses_M, gradient.mul_(weights_M1)

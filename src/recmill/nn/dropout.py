@@ -10,12 +10,14 @@ from recmill.kernels.encoder import DropoutFunction
 from recmill.kernels.layers import UsesKernels
 from recmill.nn.rows import Rows, Tokens
 
-# Odd 32-bit constants as signed numbers: those of Wellons' "lowbias32" hash, and the golden ratio.
-_M1, _M2, _STEP = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B9 - (1 << 32)
+# 32-bit constants as signed numbers: the factors of Wellons' "lowbias32" hash, and the golden ratio.
+_M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
+_GOLDEN = 0x9E3779B9 - (1 << 32)
+_TWICE_GOLDEN = 0x3C6EF372
 
 
 class RowDropout(UsesKernels, nn.Module):
-    """`site` numbers the dropouts of a network. Elements count from the end of a row."""
+    """Dropout number `site` of a network. Elements are counted from the end of a row."""
 
     def __init__(self, probability: float, site: int) -> None:
         super().__init__()
@@ -23,26 +25,24 @@ class RowDropout(UsesKernels, nn.Module):
         self.site = site
 
     def forward(self, x_ND: Tensor, rows: Rows, tokens: Tokens = "all") -> Tensor:
-        """`tokens`: which tokens of the rows `x_ND` holds."""
+        """Drop elements of x_ND, which holds all tokens of the rows or only their queries."""
         if not self.training or self.probability == 0.0:
             return x_ND
         dim = x_ND.shape[1]
-        library = self.library_for(x_ND)
-        if library is not None and tokens == "all" and dim % 16 == 0:
-            dropped: Tensor = DropoutFunction.apply(library, x_ND, rows.for_kernels(), self.site, self.probability)
-            return dropped
+        if (library := self.library_for(x_ND)) and tokens == "all" and dim % 16 == 0:
+            return DropoutFunction.apply(library, x_ND, rows.for_kernels(), self.site, self.probability)
         row_N, from_end_N = rows.row_N, rows.from_end_N.to(torch.int32)
         if tokens == "queries":
             row_N, from_end_N = row_N[rows.queries_M], from_end_N[rows.queries_M]
         element_D = torch.arange(dim - 1, -1, -1, dtype=torch.int32, device=x_ND.device)
-        keys_B = _hash((rows.keys_B ^ (rows.keys_B >> 32)).to(torch.int32) + self.site * 0x3C6EF372)
-        bits_ND = _hash(keys_B[row_N, None] + (from_end_N[:, None] * dim + element_D) * _STEP)
+        keys_B = _hash((rows.keys_B ^ (rows.keys_B >> 32)).to(torch.int32) + self.site * _TWICE_GOLDEN)
+        bits_ND = _hash(keys_B[row_N, None] + (from_end_N[:, None] * dim + element_D) * _GOLDEN)
         threshold = int((1.0 - self.probability) * 2.0**32) - (1 << 31)
         return x_ND * ((bits_ND < threshold) * (1.0 / (1.0 - self.probability)))
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Return 32 random-looking bits for each int32. Multiplications wrap around."""
+    """Return 32 random-looking bits per int32. The masks make torch's arithmetic shifts logical."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * _M1
     x = x ^ ((x >> 15) & 0x1FFFF)

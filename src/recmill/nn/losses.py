@@ -1,7 +1,4 @@
-"""The losses of sequence models, and gBCE, which samples a few items of a large catalogue.
-
-M queries, K negatives, I answers and negatives, D dims.
-"""
+"""The losses of sequence models. M queries, K negatives, I = M + K items, D dims."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +10,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Loss:
-    """`softmax`: cross-entropy over the catalogue with label smoothing. `gbce`: see `gbce_sum`."""
+    """`softmax`: cross-entropy over the catalogue. `gbce`: `gbce_sum` over few sampled items."""
 
     name: Literal["softmax", "gbce"] = "softmax"
     smoothing: float = 0.0
@@ -23,14 +20,10 @@ class Loss:
     def power(self, num_items: int) -> float:
         """Return gBCE's exponent of the answer's probability (Petrov & Macdonald, 2023).
 
-        It counters the overconfidence that comes from seeing few negatives: 1 without calibration,
-        the sampling rate with a calibration of 1.
+        It lowers overconfidence: 1 without calibration, the sampling rate with a calibration of 1.
         """
-        rate = min(1.0, self.negatives / max(1, num_items - 1))  # negatives repeat, so there may be more than items
+        rate = min(1.0, self.negatives / max(1, num_items - 1))  # negatives may repeat and outnumber the items
         return rate * (self.calibration * (1 - 1 / rate) + 1 / rate)
-
-
-SOFTMAX = Loss()
 
 
 def gbce_sum(

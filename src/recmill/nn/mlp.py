@@ -17,14 +17,13 @@ class Mlp(UsesKernels, nn.Sequential):
     """Linear, ReLU, Linear, ReLU, ..."""
 
     def forward(self, x: Tensor) -> Tensor:
-        library = self.library_for(x)
-        if library is not None:
+        if library := self.library_for(x):
             return MlpFunction.apply(library, x.contiguous(), *self.parameters())
         return super().forward(x)
 
 
 def mlp(in_features: int, sizes: Sequence[int], init: Init = "torch", padding: int = 0) -> Mlp:
-    """Return an MLP with layers of these sizes; `padding` as in `linear`, for the first layer."""
+    """Return an MLP with layers of these sizes. The first has `padding` more inputs: see `linear`."""
     layers: list[nn.Module] = []
     for out_features in sizes:
         layers += [linear(in_features, out_features, init, padding), nn.ReLU()]
@@ -36,7 +35,6 @@ def linear(in_features: int, out_features: int, init: Init = "torch", padding: i
     """Return a linear layer with `padding` more inputs, which are always 0, as are their weights.
 
     `dlrm` initializes as the original DLRM and OneFlow's, `torch` as nn.Linear and TorchRec's DLRM.
-    Padding does not change the initial values of the other weights.
     """
     layer = nn.Linear(in_features, out_features)
     if init == "dlrm":

@@ -1,4 +1,4 @@
-"""Layer normalization of packed rows: of each position, or of a complete window."""
+"""Layer normalization of packed rows: of each position ("place"), or of a complete window."""
 
 from typing import Literal
 
@@ -12,10 +12,7 @@ Norm = Literal["place", "window"]
 
 
 class WindowNorm(nn.Module):
-    """LayerNorm([length, dim]) over a complete row, as in TorchRec's BERT4Rec example.
-
-    Rows are padded with zeros on the left, so the outputs of a row depend on its length.
-    """
+    """LayerNorm([max_length, dim]) of rows padded with zeros on the left (TorchRec's BERT4Rec)."""
 
     def __init__(self, max_length: int, dim: int) -> None:
         super().__init__()
@@ -35,5 +32,4 @@ def make_norm(kind: Norm, max_length: int, dim: int) -> nn.Module:
 
 
 def apply_norm(norm: nn.Module, x_ND: Tensor, rows: Rows) -> Tensor:
-    out: Tensor = norm(x_ND, rows) if isinstance(norm, WindowNorm) else norm(x_ND)
-    return out
+    return norm(x_ND, rows) if isinstance(norm, WindowNorm) else norm(x_ND)

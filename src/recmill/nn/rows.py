@@ -17,8 +17,7 @@ Tokens = Literal["all", "queries"]
 class Rows:
     """The row and position of each token, and which tokens are queries.
 
-    Queries, in ascending order, are the tokens whose outputs the loss needs. `keys_B` seeds each
-    row's dropout.
+    Queries are the tokens whose outputs are needed, in ascending order. `keys_B` seeds the dropout.
     """
 
     def __init__(self, lengths_B: Tensor, queries_M: Tensor, keys_B: Tensor, num_tokens: int) -> None:
@@ -28,10 +27,6 @@ class Rows:
         self.num_tokens = num_tokens
         self.longest = int(lengths_B.max())
 
-    @property
-    def all_are_queries(self) -> bool:
-        return len(self.queries_M) == self.num_tokens
-
     @cached_property
     def row_N(self) -> Tensor:
         numbers = torch.arange(len(self.lengths_B), device=self.lengths_B.device)
@@ -39,14 +34,9 @@ class Rows:
 
     @cached_property
     def from_end_N(self) -> Tensor:
-        """Positions counted from the end of a row: 0 for its last token."""
+        """Position of each token counted from the end of its row: 0 for the last one."""
         tokens = torch.arange(self.num_tokens, device=self.lengths_B.device)
         return self.lengths_B.cumsum(0)[self.row_N] - 1 - tokens
-
-    @cached_property
-    def padded_N(self) -> Tensor:
-        """Index of each token in a flattened [B, T]."""
-        return self.padded_to(self.longest)
 
     def padded_to(self, length: int) -> Tensor:
         """Return the index of each token in a flattened [B, length], padded on the left."""
@@ -58,5 +48,4 @@ class Rows:
         return from_end < self.lengths_B[:, None]
 
     def for_kernels(self, outputs: Tokens = "all") -> KernelRows:
-        queries_M = self.queries_M if outputs == "queries" else None
-        return KernelRows(self.lengths_B, self.keys_B, self.longest, queries_M)
+        return KernelRows(self.lengths_B, self.keys_B, self.longest, self.queries_M if outputs == "queries" else None)

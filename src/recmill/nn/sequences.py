@@ -11,27 +11,23 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recmill.kernels.layers import UsesKernels
 from recmill.nn.cross_entropy import cross_entropy_sum
 from recmill.nn.dropout import RowDropout
-from recmill.nn.losses import SOFTMAX, Loss, gbce_sum
+from recmill.nn.losses import Loss, gbce_sum
 from recmill.nn.norms import apply_norm, make_norm
 from recmill.nn.rows import Rows
 from recmill.nn.transformer import EncoderBlock, TransformerShape
 from recmill.tables.spec import TableSpec
 
+Head = Literal["linear", "tied"]
+
 
 class ItemTransformer(UsesKernels, nn.Module):
-    """B rows with N tokens altogether, D dims, M queries, V items.
+    """N tokens of B rows, D dims, M queries, V items.
 
-    `head`: an item's output weights are those of a linear layer, or `tied` to its table row.
+    `head`: the output weights of an item belong to a linear layer, or are its table row (`tied`).
     """
 
     def __init__(
-        self,
-        table: TableSpec,
-        num_items: int,
-        shape: TransformerShape,
-        device: torch.device,
-        head: Literal["linear", "tied"] = "linear",
-        loss: Loss = SOFTMAX,
+        self, table: TableSpec, num_items: int, shape: TransformerShape, device: torch.device, head: Head, loss: Loss
     ) -> None:
         super().__init__()
         self._feature = table.feature
@@ -68,37 +64,34 @@ class ItemTransformer(UsesKernels, nn.Module):
         if self._loss.name == "gbce" and answers_M is not None and negatives_K is not None:
             items = torch.cat([answers_M, negatives_K])
         embedded_ND, head_VD, bias_V = self._embed(tokens_N, items)
-        x_ND = self.dropout(apply_norm(self.norm, embedded_ND + self._position_vectors(rows), rows), rows)
+        positions_ND = nn.functional.embedding(len(self.places) - 1 - rows.from_end_N, self.places)
+        x_ND = self.dropout(apply_norm(self.norm, embedded_ND + positions_ND, rows), rows)
         for block in self.blocks:
             x_ND = block(x_ND, rows, outputs="queries" if block is self.blocks[-1] else "all")
         queries_MD = self.last_norm(x_ND)
         if answers_M is None or weights_M is None:
             return torch.addmm(bias_V, queries_MD, head_VD.t())
         if items is not None:
-            power = self._loss.power(self._num_items)
-            return gbce_sum(queries_MD, head_VD, bias_V, items, weights_M, power)
+            return gbce_sum(queries_MD, head_VD, bias_V, items, weights_M, self._loss.power(self._num_items))
         smoothing = self._loss.smoothing
         return cross_entropy_sum(queries_MD, head_VD, bias_V, answers_M - 1, weights_M, smoothing, self.kernel_library)
 
-    def _position_vectors(self, rows: Rows) -> Tensor:
-        return nn.functional.embedding(len(self.places) - 1 - rows.from_end_N, self.places)
-
     def _embed(self, tokens_N: Tensor, items_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens' vectors [N, D], and output weights [V, D] and biases [V].
+        """Return the tokens' vectors [N, D], and the items' output weights [V, D] and biases [V].
 
-        `items_V` None: those of all items. A tied head shares the tokens' lookup: the fused
-        optimizers update a table once per lookup.
+        `items_V` None: all items. A tied head shares the tokens' lookup, because fused optimizers
+        update a table once per lookup.
         """
         ids = tokens_N
-        if self.bias is not None:
+        if self.output is None:
             all_items = torch.arange(1, self._num_items + 1, device=ids.device)
             ids = torch.cat([ids, all_items if items_V is None else items_V])
         lengths = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
         sparse = KeyedJaggedTensor(keys=[self._feature], values=ids, lengths=lengths)
-        values = self.tables(sparse)[self._feature].values()
-        values_ND, weight_VD, bias_V = values[: len(tokens_N)], values[len(tokens_N) :], self.bias
+        vectors = self.tables(sparse)[self._feature].values()
+        weight_VD, bias_V = vectors[len(tokens_N) :], self.bias
         if self.output is not None:
-            weight_VD, bias_V = self.output.weight, self.output.bias
-            weight_VD = weight_VD if items_V is None else weight_VD[items_V - 1]
+            weight_VD = self.output.weight if items_V is None else self.output.weight[items_V - 1]
+            bias_V = self.output.bias
         assert bias_V is not None
-        return values_ND, weight_VD, bias_V if items_V is None else bias_V[items_V - 1]
+        return vectors[: len(tokens_N)], weight_VD, bias_V if items_V is None else bias_V[items_V - 1]

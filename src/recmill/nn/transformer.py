@@ -1,4 +1,4 @@
-"""Transformer encoder over packed rows.
+"""Blocks of a transformer over packed rows.
 
 N tokens, M queries, D dims, B rows, T positions of the longest row.
 """
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from recmill.kernels.encoder import BlockShape, EncoderBlockFunction
 from recmill.kernels.layers import UsesKernels
-from recmill.kernels.library import KernelLibrary
 from recmill.nn.dropout import RowDropout
 from recmill.nn.norms import Norm, WindowNorm, apply_norm, make_norm
 from recmill.nn.rows import Rows, Tokens
@@ -22,7 +21,7 @@ Attention = Literal["causal", "bidirectional"]
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """`causal`: a token sees itself and earlier ones (SASRec); `bidirectional`: its complete row."""
+    """`causal`: a token attends to itself and earlier ones; `bidirectional`: to its complete row."""
 
     max_length: int
     num_layers: int
@@ -33,9 +32,9 @@ class TransformerShape:
 
 
 class EncoderBlock(UsesKernels, nn.Module):
-    """Pre-norm attention and feed-forward, each added to its input. No dropout of attention weights.
+    """Pre-norm attention and feed-forward; the output of each is dropped out and added to its input.
 
-    `site`: that of the first of the block's two dropouts; the second has the next.
+    `site` numbers the dropout after attention; that of the feed-forward layers is `site + 1`.
     """
 
     def __init__(self, dim: int, shape: TransformerShape, site: int) -> None:
@@ -52,23 +51,20 @@ class EncoderBlock(UsesKernels, nn.Module):
 
     def forward(self, x_ND: Tensor, rows: Rows, outputs: Tokens = "all") -> Tensor:
         """Return [N, D], or only the outputs of the queries, [M, D]."""
-        if rows.all_are_queries:
+        if len(rows.queries_M) == rows.num_tokens:
             outputs = "all"
         if isinstance(self.feed_norm, WindowNorm):  # it needs complete rows
             out_ND = self._forward_in_torch(x_ND, rows, "all")
             return out_ND if outputs == "all" else out_ND[rows.queries_M]
         library = self.library_for(x_ND)
-        if library is not None and x_ND.shape[1] // self.num_heads % 16 == 0:
-            return self._forward_in_kernel(library, x_ND, rows, outputs)
-        return self._forward_in_torch(x_ND, rows, outputs)
-
-    def _forward_in_kernel(self, library: KernelLibrary, x_ND: Tensor, rows: Rows, outputs: Tokens) -> Tensor:
+        dim = x_ND.shape[1]
+        if library is None or dim // self.num_heads % 16:
+            return self._forward_in_torch(x_ND, rows, outputs)
         dropout = self.attention_dropout.probability if self.training else 0.0
-        shape = BlockShape(self.num_heads, self.is_causal, self.attention_dropout.site, dropout)
+        shape = BlockShape(dim, 4 * dim, self.num_heads, self.is_causal, self.attention_dropout.site, dropout)
         layers = (self.attention_norm, self.query_key_value, self.out, self.feed_norm, self.feed[0], self.feed[2])
         weights = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-        out: Tensor = EncoderBlockFunction.apply(library, x_ND, rows.for_kernels(outputs), shape, *weights)
-        return out
+        return EncoderBlockFunction.apply(library, x_ND, rows.for_kernels(outputs), shape, *weights)
 
     def _forward_in_torch(self, x_ND: Tensor, rows: Rows, outputs: Tokens) -> Tensor:
         attended_ND = self._attend(apply_norm(self.attention_norm, x_ND, rows), rows)
@@ -80,17 +76,17 @@ class EncoderBlock(UsesKernels, nn.Module):
     def _attend(self, x_ND: Tensor, rows: Rows) -> Tensor:
         dim = x_ND.shape[1]
         values = self.query_key_value(x_ND)
-        padded = values.new_zeros(rows.is_real_BT.numel(), 3 * dim).index_copy(0, rows.padded_N, values)
+        index_N = rows.padded_to(rows.longest)
+        padded = values.new_zeros(rows.is_real_BT.numel(), 3 * dim).index_copy(0, index_N, values)
         split = padded.view(-1, rows.longest, 3, self.num_heads, dim // self.num_heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=self._visible(rows))
-        return attended.transpose(1, 2).reshape(-1, dim)[rows.padded_N]
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=self._mask(rows))
+        return attended.transpose(1, 2).reshape(-1, dim)[index_N]
 
-    def _visible(self, rows: Rows) -> Tensor:
-        """Return what each position sees, [B, 1, T or 1, T]. Padding sees itself, to avoid NaN."""
-        real_BT, length = rows.is_real_BT, rows.longest
+    def _mask(self, rows: Rows) -> Tensor:
+        """Return the attention mask, [B, 1, T or 1, T]. Padding attends to itself, to avoid NaN."""
         if not self.is_causal:
-            return real_BT[:, None, None, :]
-        before_TT = torch.ones(length, length, dtype=torch.bool, device=real_BT.device).tril()
-        itself_TT = torch.eye(length, dtype=torch.bool, device=real_BT.device)
-        return ((real_BT[:, None, :] & before_TT) | itself_TT)[:, None]
+            return rows.is_real_BT[:, None, None, :]
+        itself_TT = torch.eye(rows.longest, dtype=torch.bool, device=rows.lengths_B.device)
+        earlier_TT = torch.ones_like(itself_TT).tril()
+        return ((rows.is_real_BT[:, None, :] & earlier_TT) | itself_TT)[:, None]

@@ -1,4 +1,4 @@
-"""The kernels of steps.cpp against torch. tests/unit/test_kernels.py has those of tables against FBGEMM."""
+"""The kernels of steps.cpp against torch. tests/unit/test_native_lookup.py has those of tables."""
 
 import pytest
 import torch

@@ -1,27 +1,28 @@
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recmill.nn.losses import SOFTMAX, Loss
-from recmill.nn.sequences import ItemTransformer
+from recmill.nn.losses import Loss
+from recmill.nn.sequences import Head, ItemTransformer
 from recmill.nn.transformer import TransformerShape
 from recmill.tables.spec import TableSpec
 
 CPU = torch.device("cpu")
 NUM_ITEMS = 20
 MASK = NUM_ITEMS + 1
-HEADS: list[Literal["linear", "tied"]] = ["linear", "tied"]
+HEADS: list[Head] = ["linear", "tied"]
+SOFTMAX = Loss()
 
 
 def network(
     max_length: int = 5,
     num_layers: int = 1,
     dropout: float = 0.0,
-    head: Literal["linear", "tied"] = "linear",
+    head: Head = "linear",
     loss: Loss = SOFTMAX,
     **shape: Any,
 ) -> ItemTransformer:
@@ -77,7 +78,7 @@ def test_queries_select_positions_of_all_rows_together() -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_with_answers_the_network_gives_the_loss_of_its_logits(head: Literal["linear", "tied"]) -> None:
+def test_with_answers_the_network_gives_the_loss_of_its_logits(head: Head) -> None:
     """Item i is column i - 1."""
     model = network(head=head)
     rows = packed([3, MASK], [MASK, 5, MASK])
@@ -103,7 +104,7 @@ def rows_with_gradient(weight: Tensor) -> set[int]:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_sampling_network_looks_at_answers_and_negatives_only(head: Literal["linear", "tied"]) -> None:
+def test_a_sampling_network_looks_at_answers_and_negatives_only(head: Head) -> None:
     loss = Loss("gbce", negatives=3, calibration=0.75)
     model = network(head=head, loss=loss, attention="causal")
     inputs = *packed([3, 4]), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int64)
