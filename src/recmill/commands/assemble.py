@@ -127,7 +127,7 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
         return ClickSource(dataset, batching, multi_hot)
     from recmill.data.histories import HistorySource
 
-    protocols = list(settings.eval.protocols)
+    protocols: list[str] = [*settings.eval.protocols]
     return HistorySource(
         dataset, batching, window_rules(config), protocols, train_on_validation=data.train_on_validation
     )
