@@ -171,8 +171,8 @@ class _Recommender:
         with torch.no_grad():
             scores_BV = self._network(*self.network_inputs(histories))
         if not self._include_seen:
-            rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
-            scores_BV[torch.from_numpy(rows), torch.from_numpy(np.concatenate(histories) - 1)] = float("-inf")
+            seen_rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
+            scores_BV[torch.from_numpy(seen_rows), torch.from_numpy(np.concatenate(histories) - 1)] = float("-inf")
         best = scores_BV.topk(self._k)
         scores_BK = best.values.numpy()
         rows, ranks = np.isfinite(scores_BK).nonzero()
