@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -86,7 +86,7 @@ def _without_problems(cls: type[SectionT], values: Any, problems: Sequence[tuple
             good[name] = _without_problems(section, values.get(name, {}), [rest for rest in inside if rest])
         elif name in values and not inside:
             good[name] = values[name]
-    return cls.model_construct(**good)
+    return cast(SectionT, cls.model_construct(**good))  # mypy takes it for a Section
 
 
 def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings: Sequence[str]) -> Problem:
