@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -82,11 +82,11 @@ def _without_problems(cls: type[SectionT], values: Any, problems: Sequence[tuple
     good: dict[str, Any] = {}
     for name, field in cls.model_fields.items():
         inside = [location[1:] for location in problems if location[:1] == (name,)]
-        if nested := subsection(field):
-            good[name] = _without_problems(nested, values.get(name, {}), [rest for rest in inside if rest])
+        if section := subsection(field):
+            good[name] = _without_problems(section, values.get(name, {}), [rest for rest in inside if rest])
         elif name in values and not inside:
             good[name] = values[name]
-    return cls.model_construct(**good)  # type: ignore[return-value]  # mypy takes the recursion for Section
+    return cast(SectionT, cls.model_construct(**good))  # mypy takes it for a Section
 
 
 def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings: Sequence[str]) -> Problem:
