@@ -57,10 +57,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; needs twice the tables")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    quiet_libraries()
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.folder))
     try:
-        figures = measure(folder, int(options.gigabytes * 1e9 / (DIM * 4 * TABLES)), options.rounds)
+        with quiet_libraries():
+            figures = measure(folder, int(options.gigabytes * 1e9 / (DIM * 4 * TABLES)), options.rounds)
     finally:
         shutil.rmtree(folder)
     print(json.dumps(figures))

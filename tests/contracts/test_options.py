@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recmill.commands import evaluate, recommend, train
+from recmill.commands import recommend, train
 from recmill.config import Section
 
 
@@ -14,10 +14,9 @@ from recmill.config import Section
     ("options", "functions", "extra"),
     [
         (train.Options, [train.train], set[str]()),
-        (evaluate.Options, [evaluate.evaluate], set[str]()),
         (recommend.Options, [recommend.recommend, recommend.recommend_all], {"is_for_all"}),  # chooses the function
     ],
-    ids=["train", "evaluate", "recommend"],
+    ids=["train", "recommend"],
 )
 def test_options_have_the_names_and_defaults_of_the_keyword_arguments(
     options: type[Section], functions: list[Callable[..., Any]], extra: set[str]

@@ -289,5 +289,5 @@ def test_python_takes_one_of_history_and_users(tmp_path: Path) -> None:
     for both in ({}, {"history": [10], "users": [100]}):
         with pytest.raises(ConfigError, match="exactly one"):
             recommend(tmp_path, **both)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="checkpoint 'oldest': use the 'newest' or the 'best'"):
+    with pytest.raises(ConfigError, match="--checkpoint: should be 'newest' or 'best', got 'oldest'"):
         evaluate(tmp_path, checkpoint="oldest")

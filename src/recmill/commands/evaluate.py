@@ -1,6 +1,5 @@
 """`recmill evaluate`: the metrics of a run's newest or best checkpoint. Changes nothing in the run directory."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -9,6 +8,7 @@ from recmill import registry
 from recmill.commands import assemble
 from recmill.commands.options import Fallback, Procs, Verify, Which, flag
 from recmill.config import Config
+from recmill.config.options import checked_options
 from recmill.config.sections import RankingProtocol, Section
 from recmill.errors import ConfigError
 from recmill.launch.local import is_launched_with, run_job
@@ -35,47 +35,25 @@ class Options(Section):
     verify: Verify = False
 
 
-def evaluate(
-    run: str | Path,
-    *,
-    split: Split = "test",
-    procs: int = 1,
-    verify: bool = False,
-    checkpoint: Which = "newest",
-    fallback: bool = False,
-    protocols: Sequence[str] | None = None,
-    ks: Sequence[int] | None = None,
-    bootstrap: int = 0,
-) -> dict[str, Any]:
+def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
     """Return {"auroc": 0.79, "logloss": ...}, the same values for any number of processes.
 
-    `checkpoint`: the newest, or the one with the best validation (with checkpoint.keep_best); `fallback`: if the newest
-    is corrupt, use the newest that is not. Sequence models have "popularity/full/ndcg@10", ... as well: what ranking by
-    popularity reaches. For them, `protocols` and `ks` replace the run's, and `bootstrap=N` computes 95 % intervals from
-    N resamples of the users, from "low/full/ndcg@10" to "high/full/ndcg@10".
+    Options are those of `recmill evaluate --help`, with underscores: evaluate("runs/dlrm", split="val", procs=2);
+    `protocols` and `ks` are lists. Sequence models have "popularity/full/ndcg@10", ... as well: what ranking by
+    popularity reaches. For them, `bootstrap=N` adds 95 % intervals, from "low/full/ndcg@10" to "high/full/ndcg@10".
     """
-    assemble.check_which(checkpoint)
-    if split not in get_args(Split):
-        raise ConfigError(f"split '{split}': evaluate 'val' or 'test'.")
+    checked = checked_options("evaluate", Options, options)
     directory, config = assemble.open_trained_run(run)
-    dataset = assemble.open_matching_dataset(config, "digests" if verify else "sizes")
-    options = Options(
-        split=split,
-        checkpoint=checkpoint,
-        fallback=fallback,
-        protocols=list(protocols) if protocols else None,
-        ks=[int(k) for k in ks] if ks else None,
-        bootstrap=int(bootstrap),
-    )
-    _check_ranking(config, dataset, options)
+    dataset = assemble.open_matching_dataset(config, "digests" if checked.verify else "sizes")
+    _check_ranking(config, dataset, checked)
     device = config.settings.train.device
-    if is_launched_with(procs):
+    if is_launched_with(checked.procs):
         from recmill.world import joined_world
 
         with joined_world(device) as world:
-            return _evaluate(world, directory, config, dataset, options)
-    arguments = {"device": device, "run": str(directory.path.absolute()), "options": options.model_dump()}
-    return run_job("evaluate", arguments, procs)
+            return _evaluate(world, directory, config, dataset, checked)
+    arguments = {"device": device, "run": str(directory.path.absolute()), "options": checked.model_dump()}
+    return run_job("evaluate", arguments, checked.procs)
 
 
 def _check_ranking(config: Config, dataset: Dataset, options: Options) -> None:

@@ -204,9 +204,10 @@ class _Recommender:
         from recmill.observe.log import quiet_libraries
         from recmill.world import World
 
-        quiet_libraries()
         alone = World(0, 1, 0, 1, torch.device("cpu"))
-        found = assemble.trained_checkpoint(self._run, self._which, self._dataset, alone, self._fallback)
-        network = assemble.model_module(self._config).build(self._config.model, self._dataset.description, alone.device)
-        load(found, network)
+        with quiet_libraries():
+            found = assemble.trained_checkpoint(self._run, self._which, self._dataset, alone, self._fallback)
+            model = assemble.model_module(self._config)
+            network = model.build(self._config.model, self._dataset.description, alone.device)
+            load(found, network)
         return network.eval()

@@ -3,9 +3,12 @@
 import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from recmill.observe.progress import CONSOLE
+
+_NOISY = ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace", "torch.distributed")
 
 
 class _ConsoleHandler(logging.Handler):
@@ -26,16 +29,29 @@ def set_up_console() -> None:
         root.addHandler(handler)
     logging.getLogger("recmill").setLevel(logging.INFO)
     root.addFilter(_is_error)  # TorchRec's planner logs to the root logger itself; our loggers never do
-    quiet_libraries()
+    _hide_library_warnings()
 
 
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def quiet_libraries() -> None:
-    """Hide warnings of TorchRec and FBGEMM that no user can act on."""
-    for name in ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace", "torch.distributed"):
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Hide warnings of TorchRec and FBGEMM within the block, for a process that is not ours alone."""
+    levels = {name: logging.getLogger(name).level for name in _NOISY}
+    with warnings.catch_warnings():
+        _hide_library_warnings()
+        try:
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def _hide_library_warnings() -> None:
+    """Hide warnings of TorchRec and FBGEMM that no user can act on, from now on."""
+    for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     # TorchRec uses what torch is about to rename, and warns at every step.
     warnings.simplefilter("ignore", FutureWarning)
