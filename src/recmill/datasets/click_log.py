@@ -339,11 +339,15 @@ def _parse(text, first_column, smallest, arrays, bad):
         else:
             bad[num_bad] = (rows + num_bad, line_start, column, kind)
             num_bad += 1
-            at = line_start
-            while letters[at] != _LINE:
-                at += 1
-            at += 1
+            at = _next_line(letters, line_start)
     return rows
+
+
+@compiled
+def _next_line(letters, at):
+    while letters[at] != _LINE:
+        at += 1
+    return at + 1
 
 
 @compiled
