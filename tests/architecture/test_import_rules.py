@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 MAY_IMPORT: dict[str, set[str] | None] = {
     "__main__": {"cli"},
     "batch": {"tables"},
-    "checkpoints": {"config", "errors", "failpoints", "files", "hardware", "launch", "observe", "tables", "world"},
+    "checkpoints": {"config", "errors", "failpoints", "files", "hardware", "launch", "tables", "world"},
     "cli": {"commands", "config", "environment", "errors", "launch", "observe", "recmill", "registry"},
     "commands": None,
     "config": {"errors", "recmill", "registry"},
