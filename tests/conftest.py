@@ -4,13 +4,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from recmill import prepare
+from recmill import failpoints, prepare
 
 if TYPE_CHECKING:
     from .mixed_precision import MixedPrecision
@@ -94,6 +94,13 @@ def run_cli(tmp_path: Path) -> RunCli:
         return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def no_failure_is_left() -> Iterator[None]:
+    """Forget the failures that a test requested in this process: they are read from the environment once."""
+    yield
+    failpoints.active_failures.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="session")
