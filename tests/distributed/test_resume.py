@@ -193,7 +193,7 @@ def test_a_finished_run_is_kept_and_guarded(dlrm: dict[str, Any], tmp_path: Path
     assert len(metric_lines(run)) == before == 4  # two losses, val, test
     with pytest.raises(ConfigError, match=r"train.seed: 1 -> 2"):
         group.train(dlrm, run, overrides=["train.seed=2"])
-    with pytest.raises(ConfigError, match=r"is at step 2 already, beyond the 1 of train.num_epochs"):
+    with pytest.raises(ConfigError, match=r"is already at step 2, beyond the 1 of train.num_epochs"):
         group.train(dlrm, run, overrides=["train.max_steps=1"])
     assert group.train(dlrm, run, overrides=["train.max_steps=2"]) == first  # unchanged
     group.train(dlrm, run, overrides=["train.max_steps=3"])  # longer

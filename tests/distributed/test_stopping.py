@@ -33,8 +33,8 @@ def test_a_second_signal_ends_it_at_once(dlrm: Config, tmp_path: Path) -> None:
     workers = children(process)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGUSR1)  # together they are one
-    time.sleep(1.2)
-    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):  # it waits for the step to end
+        process.communicate(timeout=1.2)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 130, output
@@ -50,8 +50,8 @@ def test_a_signal_during_a_save_waits_for_it_and_a_second_one_does_not(dlrm: Con
     process = start(endless(dlrm), tmp_path, procs=2, fail="ckpt.written@rank=1@hit=2:hang")
     wait_for_step(tmp_path / "run", 24)  # 20 steps, saved after 10 and 20, and four validations
     process.send_signal(signal.SIGTERM)
-    time.sleep(1.5)
-    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):  # it waits for the step to end
+        process.communicate(timeout=1.5)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 75, output

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recmill import train
+from recmill import prepare, train
 from recmill.commands.adopt import adopt
 from recmill.data.click_rows import StoredDay
 from recmill.data.opening import open_dataset
@@ -238,6 +238,15 @@ def test_adopting_the_same_again_does_nothing(npys: Path, caplog: pytest.LogCapt
     assert adopt(npys) == first
     assert (npys / "dataset.json").stat().st_mtime_ns == before
     assert "already adopted: nothing to do" in caplog.messages[-1]
+
+
+def test_prepare_never_overwrites_adopted_files(npys: Path) -> None:
+    """They are the user's, though their description is ours."""
+    adopt(npys)
+    before = {file.name: file.read_bytes() for file in npys.iterdir()}
+    with pytest.raises(DataError, match="holds files that recmill did not write"):
+        prepare("random-clicks", npys, rows=100, overwrite=True)
+    assert {file.name: file.read_bytes() for file in npys.iterdir()} == before
 
 
 def test_another_description_is_not_replaced(npys: Path, clicks: Path) -> None:

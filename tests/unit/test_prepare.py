@@ -51,7 +51,7 @@ def test_overwrite_does_not_replace_a_directory_that_is_no_dataset(tmp_path: Pat
 def test_overwrite_spares_other_tools_datasets(tmp_path: Path, description: str) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "dataset.json").write_text(description)
-    with pytest.raises(DataError, match="was not written by recmill"):
+    with pytest.raises(DataError, match="holds files that recmill did not write"):
         prepare("random-histories", tmp_path / "d", overwrite=True)
 
 

@@ -214,7 +214,7 @@ def best_path(directory: Path) -> Path | None:
 def choose(directory: Path, which: str, fallback: bool = False, on_block: OnBlock = lambda: None) -> Checkpoint | None:
     """Return the 'newest' or the 'best' checkpoint after checking every digest; None if there is none.
 
-    With `fallback`, return the newest complete one if that one is corrupt, instead of raising CheckpointError.
+    With `fallback`, if the chosen one is corrupt, return the newest complete one instead of raising CheckpointError.
     """
     candidates = committed(directory)[::-1]
     if which == "best":
@@ -270,7 +270,7 @@ def verify(path: Path, digests: bool = True, on_block: OnBlock = lambda: None) -
             if not (base / MANIFEST).is_file():
                 raise _corrupt(path, f"{path} holds changes since {base}, which is missing")
             if digest(base / MANIFEST) != checkpoint.state.base_manifest:
-                raise _corrupt(path, f"{path} holds changes since {base}, which was replaced by another")
+                raise _corrupt(path, f"{path} holds changes since {base}, which has since been replaced")
             _verify_files(base, digests, on_block)
     except OSError as error:  # a bad sector, for example
         raise _corrupt(path, f"{error.filename or path}: cannot be read ({error.strerror})") from error

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _Base = tuple[str, str]  # name of a full checkpoint, and the digest of its manifest
 
-_TIMEOUT = timedelta(hours=6)  # long, because a slow disk is no hang
+_TIMEOUT = timedelta(hours=6)  # long, because a slow disk is not a hang
 _COPY_MARGIN = 1.1
 
 
@@ -85,7 +85,7 @@ class Saver:
         self._error: Exception | None = None
 
     def save(self, position: Position) -> None:
-        """Start to save, and return when the tensors may change again. Errors are raised later."""
+        """Start saving, and return when the tensors may change again. Errors are raised later."""
         self._wait()
         reach("ckpt.begin", position.step)
         save = self._new_save(position)
@@ -141,7 +141,7 @@ class Saver:
             self._thread = None
 
     def _has_memory_for_copy(self, tensors: dict[str, Tensor]) -> bool:
-        """Return whether every rank has enough memory, including that of earlier copies. All ranks take part."""
+        """Return whether every rank has memory for a copy, reusing the buffers of earlier ones. All ranks take part."""
         needed = max(_local_bytes(tensors.values()) - _local_bytes(self._buffers), 0)
         available = available_memory_bytes() // self.world.local_size
         (lacking,) = self.world.sum([float(needed * _COPY_MARGIN > available)])
@@ -176,7 +176,8 @@ class Saver:
             self._on_all_ranks(save, lambda: self._begin(save))
             self._write_shards(save)
             files = self._on_all_ranks(save, lambda: self._file_facts(save))
-            changes = [change for own in self._on_all_ranks(save, lambda: save.changes) for change in own]
+            changes_by_rank = self._on_all_ranks(save, lambda: save.changes)
+            changes = [change for own in changes_by_rank for change in own]
             committed, *_ = self._on_all_ranks(save, lambda: self._commit(save, changes, files))
             assert committed is not None  # it is rank 0's
             self.committed_step = save.position.step

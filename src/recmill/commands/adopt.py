@@ -18,14 +18,13 @@ from recmill.data.click_rows import split_blocks
 from recmill.data.npy_files import npz_arrays
 from recmill.data.opening import open_dataset
 from recmill.datasets.clicks import dense_names, sparse_names, split_rows
-from recmill.datasets.writing import MADE_BY, seal
+from recmill.datasets.writing import ADOPTED, MADE_BY, seal
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.observe.progress import Progress
 from recmill.schema import DESCRIPTION_FILE, UNLABELLED, ClicksDescription, Dataset, FileInfo, RowRange, SparseFeature
 
 log = logging.getLogger(__name__)
 
-NAME = "adopted"
 VAL_FRACTION = 0.1  # of a single day, by default
 _DENSE = "dense.npy"
 _LABELS = "labels.npy"
@@ -83,7 +82,7 @@ def _is_adopted(path: Path, options: Options) -> bool:
         return False
     try:
         description = open_dataset(path).description
-        if description.name == NAME and description.recipe == options.model_dump():
+        if description.name == ADOPTED and description.recipe == options.model_dump():
             open_dataset(path, verify="digests")
             return True
     except DataError as error:
@@ -134,7 +133,7 @@ def _describe_headers(path: Path, options: Options) -> ClicksDescription:
         fact = f"{len(sizes)} sizes, {num_tables} columns of ids"
         raise ConfigError(f"--table-size: {fact}. Give one size for each column, or one for all.")
     return ClicksDescription(
-        name=NAME,
+        name=ADOPTED,
         made_by=MADE_BY,
         recipe=options.model_dump(),
         files={f"{day}_{part}": FileInfo(bytes=0, rows=day_rows[day], xxh3="") for day, part in shapes},

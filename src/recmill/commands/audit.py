@@ -316,7 +316,7 @@ def _dense_transform(dense: np.ndarray) -> str:
 def _label_findings(rows: dict[str, int], parts: list[PartReport]) -> Iterator[Finding]:
     for split in rows:
         clicks = sum(part.clicks for part in parts if part.split == split)
-        if split != UNLABELLED and clicks in (0, rows[split]):
+        if rows[split] and split != UNLABELLED and clicks in (0, rows[split]):
             which = "every" if clicks else "no"
             yield Finding("failure", f"{split}: {which} label is 1: nothing can be learned or measured")
 

@@ -123,8 +123,8 @@ def _launch(config: Config, dataset: Dataset, options: Options, procs: int) -> d
     try:
         return run_job("train", arguments, procs, section.max_restarts, _precision_environment(section, procs))
     except UserError as error:
-        # The launcher knows the cause where rank 0 saw only a consequence. Another process may hold the lock.
-        with contextlib.suppress(UserError, OSError), run.locked():
+        # The launcher knows the cause where rank 0 saw only a consequence.
+        with contextlib.suppress(UserError, OSError), run.locked():  # unless another process holds the lock
             _write_end(run, error)
         raise
 
@@ -309,7 +309,7 @@ def _check_steps(num_steps: int, position: "Position", config: Config, run: RunD
         )
     if position.step > num_steps:
         raise ConfigError(
-            f"{run.path} is at step {position.step:,} already, beyond the {num_steps:,} of train.num_epochs and "
+            f"{run.path} is already at step {position.step:,}, beyond the {num_steps:,} of train.num_epochs and "
             "train.max_steps. Raise them, or choose another --run."
         )
 
@@ -368,7 +368,7 @@ def _is_finished(run: RunDirectory, dataset: Dataset) -> bool:
 
 
 def _write_end(run: RunDirectory, error: BaseException) -> None:
-    """Write the error to status.json, unless the file says already that the run is done or was stopped."""
+    """Write the error to status.json, unless the file already says that the run is done or was stopped."""
     with contextlib.suppress(UserError, OSError):  # for example a full disk: the error itself matters more
         before = run.read_status()
         if before.get("state") in ("done", "preempted", "interrupted"):

@@ -86,7 +86,7 @@ def _without_problems(cls: type[SectionT], values: Any, problems: Sequence[tuple
             good[name] = _without_problems(section, values.get(name, {}), [rest for rest in inside if rest])
         elif name in values and not inside:
             good[name] = values[name]
-    return cast(SectionT, cls.model_construct(**good))  # mypy takes it for a Section
+    return cast(SectionT, cls.model_construct(**good))  # mypy infers Section, not SectionT
 
 
 def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings: Sequence[str]) -> Problem:

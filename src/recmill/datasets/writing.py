@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 MADE_BY = f"recmill {__version__}"
 _ORIGIN_FILE = "recipe.json"  # in a directory of unfinished work: version, recipe and inputs
 _REMEDY = "Choose another --output, or move it away."
+ADOPTED = "adopted"  # the name of a dataset whose files a user made: `recmill adopt` wrote only its description
 
 
 def needs_writing(output: Path, name: str, recipe: dict[str, Any], overwrite: bool) -> bool:
@@ -54,11 +55,11 @@ def _check_only_our_files(output: Path) -> None:
     try:
         description = json.loads((output / DESCRIPTION_FILE).read_bytes())
         listed = {*description["files"], DESCRIPTION_FILE}
-        is_ours = description["made_by"].startswith("recmill ")
+        is_ours = description["made_by"].startswith("recmill ") and description["name"] != ADOPTED
     except (ValueError, KeyError, TypeError, AttributeError):
         is_ours = False
     if not is_ours:
-        raise DataError(f"{output} was not written by recmill. {_REMEDY}")
+        raise DataError(f"{output} holds files that recmill did not write. {_REMEDY}")
     if foreign := sorted(path.name for path in output.iterdir() if path.name not in listed):
         raise DataError(f"{output} holds {foreign[0]}, which is not part of a prepared dataset. {_REMEDY}")
 

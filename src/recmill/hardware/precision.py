@@ -1,6 +1,6 @@
 """Whether bfloat16 and float16 work on this CPU, and at what speed: found by running them in a child process.
 
-A CPU may list AMX or AVX-512 instructions on which its hypervisor faults. Then a matrix product kills its process,
+A CPU may list AMX or AVX-512 instructions that fault under its hypervisor. Then a matrix product kills its process,
 unless ONEDNN_MAX_CPU_ISA keeps oneDNN, torch's library for these products, from using them. oneDNN reads the variable
 when a process starts.
 """

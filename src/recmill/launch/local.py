@@ -31,23 +31,23 @@ log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may still report theirs
-_GATHER_HANGS_SECONDS = 3.0  # the same after the first rank that reports a hang
-_SECOND_SIGNAL_SECONDS = 2.0  # how long workers have to end at once
-_END_SECONDS = 10.0
+_GATHER_HANGS_SECONDS = 3.0  # the same for hangs
+_SECOND_SIGNAL_SECONDS = 2.0  # how long workers have to exit after a second signal
+_END_SECONDS = 10.0  # how long killed workers have to disappear
 # Variables that processes read when they start; a user's own values win.
 TUNING = {
-    # glibc returns large blocks to the system at once, so every step pays their page faults again: keeping them
-    # measured 1.2-1.3x.
+    # glibc returns large blocks to the system at once, so every step pays their page faults again. Keeping them makes
+    # training 1.2 to 1.3 times faster.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 33),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-    # Threads that wait for each other spin, by default for milliseconds: with one of two cores taken by another
-    # program that measured 1k samples/s (DLRM), a short spin 40k; with both cores free 70k and 66k.
+    # Threads that wait for each other spin, by default for milliseconds. DLRM with that and with a short spin: 1k and
+    # 40k samples/s while another program takes one of two cores; 70k and 66k while both are free.
     "GOMP_SPINCOUNT": "2000",
 }
 
 
 def is_launched_with(procs: int) -> bool:
-    """Return whether a launcher has started this process; raise if it should start `procs` others itself."""
+    """Return whether a launcher has started this process; raise if it did and --procs asks for more processes."""
     is_launched = process_environment().is_launched
     if is_launched and procs > 1:
         raise ConfigError(
@@ -163,7 +163,7 @@ class _Signals:
         self._first_at = 0.0
 
     def forward(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal to the workers; signals that arrive together are one request, as they are to workers."""
+        """Forward a signal to the workers; signals that arrive together are one request, as workers count them."""
         now = time.monotonic()
         if not self.names:
             self._first_at = now

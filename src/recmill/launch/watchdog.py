@@ -56,7 +56,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Watch:
-    """After `seconds` without a beat, the stacks are written to the directories `run` and `job`, the launcher's."""
+    """After `seconds` without a beat, stacks are written to the run directory and to our launcher's `job` directory."""
 
     rank: int
     seconds: float
@@ -85,13 +85,13 @@ def _watch(heartbeat: Heartbeat, watch: Watch, on_hang: Callable[[Hang], None], 
     polled_at = time.monotonic()
     while not end.wait(poll):
         now = time.monotonic()
-        passed = min(now - polled_at, 2 * poll)  # time in which this process was stopped does not count
+        passed = min(now - polled_at, 2 * poll)  # at most two polls count: this process may have been stopped
         polled_at = now
         quiet = quiet + passed if seen is heartbeat.last else 0.0
         seen = heartbeat.last
         if seen is None:
             continue
-        # If the main thread never releases Python's lock, this thread cannot run; faulthandler needs no lock.
+        # Re-armed at each poll. If the main thread never releases Python's lock, only faulthandler can still act.
         faulthandler.dump_traceback_later(2 * watch.seconds, exit=True, file=sys.__stderr__ or 2)
         if quiet >= watch.seconds or (watch.job is not None and any(watch.job.glob("hang-*.json"))):
             on_hang(_report(watch, seen, quiet))

@@ -171,7 +171,7 @@ def _allowed_types(kind: str, table: TableSpec, request: Request, machines: Mach
 
 
 class _MemoryEstimator(ShardEstimator):
-    """Estimate memory with what TorchRec's estimate leaves out: fused optimizers' states, and gradients."""
+    """Estimates memory, including what TorchRec leaves out: states of fused optimizers, and gradients."""
 
     def __init__(self, request: Request, machines: Machines) -> None:
         self._request = request

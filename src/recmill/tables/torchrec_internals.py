@@ -71,7 +71,7 @@ def check_libraries(private_names: dict[type, tuple[str, ...]] = PRIVATE_NAMES) 
 
 
 def _names_in(owner: type) -> set[str]:
-    """Return the attributes of a class and all names that its methods use: instances set theirs in `__init__`."""
+    """Return the attributes of a class and all names that its methods use: those set in `__init__` are only there."""
     names: set[str] = set()
     for parent in owner.__mro__:
         names |= vars(parent).keys()
@@ -183,7 +183,7 @@ class TableGroup:
         return self._group._emb_module
 
     def replace_module(self, module: nn.Module) -> None:
-        """Make TorchRec look rows up with `module`; its fused optimizer keeps using FBGEMM's."""
+        """Make TorchRec look rows up with `module`; the fused optimizer still refers to FBGEMM's module."""
         self._group._emb_module = module
 
     @property
@@ -204,7 +204,7 @@ def table_groups(collection: Any) -> list[TableGroup]:
 
 
 def skip_exchange(bags: Any, lookup: nn.Module) -> None:
-    """Look up the rows of a collection whose tables are all in `lookup` without TorchRec's exchange between ranks.
+    """Bypass TorchRec's exchange between ranks, for a collection whose tables are all in `lookup`.
 
     The exchange costs a millisecond per step, even with one rank.
     """

@@ -123,7 +123,8 @@ def fit(
         (stops,) = world.sum([float(stop.is_set)])
         if (not stops or position.step == num_steps) and validated_step != position.step:
             validated = validate(position)
-            position = validated if position.step != start.step else position  # `start` already counts this validation
+            if position.step != start.step:  # otherwise `start` already counts this validation
+                position = validated
         saver.handle_failure()
         if position.step not in (start.step, saver.committed_step):
             saver.save(meter.recorded_in(position))
@@ -164,7 +165,7 @@ def _batches_from(source: BatchSource, position: Position) -> Iterator[Batch]:
 def _stretches(
     batches: Iterator[Batch], position: Position, per_epoch: int, num_steps: int, is_pause: Callable[[Position], bool]
 ) -> Iterator[Iterator[Batch]]:
-    """Yield one iterator of batches up to each validation, and one up to the end: no batch may be in flight there."""
+    """Yield one iterator of batches up to each validation, and one up to the end. At its end no batch is in flight."""
 
     def stretch() -> Iterator[Batch]:
         nonlocal position

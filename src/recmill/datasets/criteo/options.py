@@ -58,7 +58,8 @@ class Options(Section):
         None, description="log(x+3) (default for 1tb); log(x-min+2) (default for kaggle); log(x+2); log(1+max(x,0))."
     )
     last_day: Literal["val-first", "test-first", "none"] | None = Field(
-        None, description="Which half of the last day is for val (default val-first); none: all rows are for training."
+        None,
+        description="Which half of the last day is for val (default val-first); none: no day is held out.",
     )
     val_fraction: float | None = Field(
         None, gt=0, lt=0.5, description="One log or --last-day none: fraction of rows for val, and the same for test."
