@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "failpoints": {"environment", "errors"},
     "files": {"errors", "failpoints"},
     "hardware": {"errors", "failpoints", "files"},
-    "kernels": {"failpoints", "files", "hardware"},
+    "kernels": {"errors", "failpoints", "files", "hardware"},
     "launch": {"environment", "errors", "failpoints", "files", "hardware", "observe", "world"},
     "metrics": {"rng", "world"},
     "models": {"config", "data", "nn", "schema", "tables"},

@@ -1,12 +1,12 @@
 """`recmill doctor`: check the installation and the machine, and say how to fix what is wrong."""
 
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recmill.errors import UserError
+from recmill.hardware.child import last_line, run_child
 from recmill.hardware.cpu import COMPILERS, cpu_name, cxx_compiler, num_cores, threads_per_process
 from recmill.hardware.memory import memory_bytes
 from recmill.hardware.precision import Dtype, probe
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from recmill.world import World
 
 _MIN_MEMORY_GB = 2
+_MAX_SECONDS = 120.0  # importing the libraries from a slow disk takes most of it
 _FBGEMM_PROBE = """
 import torch, fbgemm_gpu, torchrec
 sums = torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 2, 3]))
@@ -92,12 +93,13 @@ def _version(package: str, expected: str) -> Check:
 
 def _real_operations() -> list[Check]:
     # In a separate process: libraries that do not match may kill it without an exception.
-    done = subprocess.run([sys.executable, "-P", "-c", _FBGEMM_PROBE], capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        if done.returncode < 0:
-            reason = f"killed by {signal.Signals(-done.returncode).name}"
+    try:
+        done = run_child([sys.executable, "-P", "-c", _FBGEMM_PROBE], _MAX_SECONDS)
+    except subprocess.TimeoutExpired:
+        reason = f"gives no result within {_MAX_SECONDS:.0f} s"
         return [Check("FBGEMM operation", reason, is_good=False, remedy=fix_command())]
+    if done.returncode:
+        return [Check("FBGEMM operation", last_line(done), is_good=False, remedy=fix_command())]
     gpu = done.stdout.strip()
     try:
         run_job("doctor", {"device": "cpu"}, procs=2)
