@@ -51,10 +51,12 @@ def would_work(checks: list[Check]) -> bool:
 
 
 def work(world: "World") -> bool:
-    """Exchange numbers with the other process over gloo, as sharded tables do."""
+    """Exchange numbers with the other process over gloo, as sharded tables do; return whether our kernels work."""
+    from recmill.kernels.library import load_library
+
     received = world.exchange_numbers([10 * world.rank + to for to in range(world.size)])
     assert received == [10 * sender + world.rank for sender in range(world.size)], received
-    return True
+    return world.is_main and load_library() is not None
 
 
 def fix_command() -> str:
@@ -101,8 +103,13 @@ def _real_operations() -> list[Check]:
     if done.returncode:
         return [Check("FBGEMM operation", last_line(done), is_good=False, remedy=fix_command())]
     gpu = done.stdout.strip()
+    kernels = []
     try:
-        run_job("doctor", {"device": "cpu"}, procs=2)
+        has_kernels = run_job("doctor", {"device": "cpu"}, procs=2)
+        if cxx_compiler():
+            found = "compiled and tried" if has_kernels else "cannot be used: see the warning above"
+            remedy = f"Training works. {COST_WITHOUT}."
+            kernels = [Check("CPU kernels", found, is_good=has_kernels, is_needed=False, remedy=remedy)]
         exchange = Check("gloo all-to-all", "2 processes exchanged values")
     except UserError as error:
         remedy = "Check that 127.0.0.1 is up and not firewalled: ip addr show lo"
@@ -110,6 +117,7 @@ def _real_operations() -> list[Check]:
     return [
         Check("FBGEMM operation", "works"),
         exchange,
+        *kernels,
         Check("GPU", gpu or "none: training runs on the CPU", is_needed=False),
         _precision("bfloat16"),
         _precision("float16"),
