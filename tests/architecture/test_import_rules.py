@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "hardware": {"errors", "failpoints", "files"},
     "kernels": {"errors", "failpoints", "files", "hardware"},
     "launch": {"environment", "errors", "failpoints", "files", "hardware", "observe", "world"},
-    "metrics": {"rng", "world"},
+    "metrics": {"observe", "rng", "world"},
     "models": {"config", "data", "nn", "schema", "tables"},
     "nn": {"kernels", "tables"},
     "observe": {"errors", "files", "hardware", "recmill", "world"},
