@@ -230,3 +230,10 @@ def test_an_internal_error_of_a_worker_is_reported_with_its_traceback(monkeypatc
     with pytest.raises(local.WorkerError, match=r"Process \d of the job failed: TypeError") as caught:
         local.run_job("doctor", {"device": "cpu", "surprise": 1}, procs=2)
     assert "Traceback" in caught.value.__notes__[0]
+
+
+def test_too_few_open_files_are_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would try for an hour to open a socket."""
+    monkeypatch.setattr("resource.getrlimit", lambda which: (20, 20))
+    with pytest.raises(ResourceError, match=r"A process may have 20 files open, and --procs 2 needs 64\. Raise the"):
+        local.run_job("doctor", {"device": "cpu"}, procs=2)
