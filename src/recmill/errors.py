@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 
 
 class UserError(Exception):
@@ -102,6 +103,10 @@ def as_user_error(error: BaseException) -> UserError | None:
     for message, remedy in _MESSAGES.items():
         if message in text.lower():
             return ResourceError(f"{text.strip().rstrip('.')}. {remedy}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if isinstance(error, SystemError | ImportError) and limit != resource.RLIM_INFINITY:  # imports that ran out of it
+        fact = f"{type(error).__name__}: {text}, with at most {limit / 1e6:,.0f} MB of address space"
+        return ResourceError(f"{fact}. Raise the limit (ulimit -v); training needs 2,000 MB or more.")
     return None
 
 

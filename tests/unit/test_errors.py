@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from recmill.errors import KINDS, DataError, as_user_error
+from recmill.errors import KINDS, DataError, ResourceError, as_user_error
 
 
 def test_exit_codes_stay_the_same() -> None:
@@ -71,6 +71,16 @@ def test_a_path_that_cannot_exist_is_a_config_error(number: int, expected: str) 
     assert converted is not None
     assert converted.exit_code == 2
     assert str(converted).startswith(expected)
+
+
+def test_failing_imports_are_blamed_on_memory_only_where_it_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = SystemError("error return without exception set")
+    monkeypatch.setattr("resource.getrlimit", lambda which: (640_000_000, -1))
+    converted = as_user_error(error)
+    assert isinstance(converted, ResourceError)
+    assert "with at most 640 MB of address space. Raise the limit (ulimit -v)" in str(converted)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (-1, -1))
+    assert as_user_error(error) is None
 
 
 def test_a_user_error_stays_as_it_is() -> None:
