@@ -68,7 +68,6 @@ _REMEDIES = {
     errno.EFBIG: "A file may not be that large here: raise the limit (see: ulimit -f), or choose another file system.",
     errno.EMFILE: "Too many files are open: raise the limit (ulimit -n 4096), or use fewer processes.",
     errno.ENFILE: "The system has too many open files: end other programs, or raise fs.file-max.",
-    errno.EAGAIN: "No process or thread can be started: raise the limits (ulimit -u, ulimit -v), or use fewer of them.",
     errno.ENOLCK: "The file system has no locks: choose another one.",
     errno.ESTALE: "The file server no longer knows this file: mount it again, then run the same command again.",
     errno.EIO: "The disk reports an error: look at the system log, and choose another disk.",
@@ -77,6 +76,7 @@ _REMEDIES = {
     errno.EISDIR: "This is a directory where a file was expected.",
     errno.ENOMEM: "There is not enough memory: use fewer processes, smaller tables or a smaller batch.",
 }
+_NO_THREAD = "No process or thread can be started: raise the limits (ulimit -u, ulimit -v), or use fewer of them."
 # What libraries raise instead of an OSError or a MemoryError, in lower case.
 _MESSAGES = {
     **{os.strerror(number).lower(): remedy for number, remedy in _REMEDIES.items()},
@@ -84,7 +84,8 @@ _MESSAGES = {
     "out of memory": _REMEDIES[errno.ENOMEM],
     "bad_alloc": _REMEDIES[errno.ENOMEM],
     "failed to map segment": _REMEDIES[errno.ENOMEM],  # a shared library, while it is imported
-    "can't start new thread": _REMEDIES[errno.EAGAIN],
+    "can't start new thread": _NO_THREAD,
+    "resource temporarily unavailable": _NO_THREAD,
     "no usable temporary directory": "Free some space there, or set TMPDIR to a directory that you may write to.",
 }
 
@@ -106,7 +107,7 @@ def as_user_error(error: BaseException) -> UserError | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if isinstance(error, SystemError | ImportError) and limit != resource.RLIM_INFINITY:  # imports that ran out of it
         fact = f"{type(error).__name__}: {text}, with at most {limit / 1e6:,.0f} MB of address space"
-        return ResourceError(f"{fact}. Raise the limit (ulimit -v); training needs 2,000 MB or more.")
+        return ResourceError(f"{fact}. Raise the limit (ulimit -v).")
     return None
 
 

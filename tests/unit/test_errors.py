@@ -32,7 +32,7 @@ def test_exit_codes_stay_the_same() -> None:
         (OSError(errno.EFBIG, "File too large", "x"), "x: File too large. A file may not be that large here"),
         (OSError(errno.EMFILE, "Too many open files"), "Too many open files. Too many files are open: raise the limit"),
         (OSError(errno.ENFILE, "Too many open files in system"), "Too many open files in system. The system has"),
-        (BlockingIOError(errno.EAGAIN, "Resource unavailable"), "Resource unavailable. No process or thread can"),
+        (RuntimeError("Resource temporarily unavailable"), "Resource temporarily unavailable. No process or"),
         (OSError(errno.ESTALE, "Stale file handle", "/nfs/x"), "/nfs/x: Stale file handle. The file server no longer"),
         (OSError(errno.ENOLCK, "No locks available", "x"), "x: No locks available. The file system has no locks"),
         (RuntimeError("Too many open files (os error 24)"), "Too many open files (os error 24). Too many files are"),

@@ -78,7 +78,7 @@ class KernelLibrary:
 
 
 class _FaultError(Exception):
-    """The library compiles, but calling it kills the process."""
+    """The library compiles, but calling it fails or kills the process."""
 
 
 def load_library() -> KernelLibrary | None:
@@ -181,5 +181,6 @@ def _trial_fault(library: Path, deadline: float) -> str | None:
     trial = run_child(command, deadline - time.monotonic())
     if -trial.returncode in FAULTS:
         return f"a trial run was {last_line(trial)}: this CPU, or its hypervisor, lacks an instruction that it lists"
-    trial.check_returncode()
+    if trial.returncode:
+        raise _FaultError(f"a trial run failed: {last_line(trial)}")
     return None

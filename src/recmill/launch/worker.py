@@ -39,8 +39,9 @@ def main() -> None:
 
 
 def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: StopRequest | None) -> int:
-    reserve = mmap.mmap(-1, _RESERVE_BYTES)
+    reserve = None
     try:
+        reserve = mmap.mmap(-1, _RESERVE_BYTES)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # the launcher blocked them until now
         set_up_console()
         from recmill.world import finish_together, join_world
@@ -55,7 +56,8 @@ def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: St
         finish_together(world)
         return 0
     except BaseException as error:
-        reserve.close()
+        if reserve:
+            reserve.close()
         return _report(job, rank, error)
 
 

@@ -68,12 +68,12 @@ class RankingMetrics:
             counts = users_by_rank[found]
             gains = np.stack([gain[found] for gain in self._gains.values()])
             names = [f"{protocol}/{name}" for name in self._gains]
-            found_values = (gains @ counts / users).tolist() if users else [UNDEFINED] * len(names)
-            values |= dict(zip(names, found_values, strict=True))
+            means = (gains @ counts / users).tolist() if users else [UNDEFINED] * len(names)
+            values |= dict(zip(names, means, strict=True))
             if has_intervals and users:
                 with Progress(f"resampling the users, {protocol}", self._resamples, "resamples") as progress:
-                    means = _resampled_means(gains, counts, self._resamples, progress)
-                low, high = np.quantile(means, (0.025, 0.975), axis=0)
+                    resampled = _resampled_means(gains, counts, self._resamples, progress)
+                low, high = np.quantile(resampled, (0.025, 0.975), axis=0)
                 for name, low_end, high_end in zip(names, low.tolist(), high.tolist(), strict=True):
                     intervals |= {f"low/{name}": low_end, f"high/{name}": high_end}
         if self._resamples and world:

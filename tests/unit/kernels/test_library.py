@@ -80,6 +80,18 @@ def test_kernels_that_passed_their_trial_are_not_tried_again(
     assert load_library() is not None
 
 
+def test_a_trial_that_fails_is_not_blamed_on_the_compiler(
+    copying_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(copying_compiler))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RECMILL_FAIL", "probe.kernel:raise")
+    module._load_or_warn.cache_clear()
+    assert load_library() is None
+    assert "a trial run failed: RuntimeError: requested by RECMILL_FAIL at probe.kernel. Training" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 def num_compilations(home: Path) -> int:
     """Return how often `copying_compiler` was called."""
     return len((home / "calls").read_text(encoding="utf-8").splitlines())
