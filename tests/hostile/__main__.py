@@ -16,14 +16,19 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from . import mutations
+from . import arguments, environments, limits, mutations, races
 from .sandbox import load_everything
 from .verdict import Finding
 from .worlds import Worlds
 
 RunTrial = Callable[[Worlds, str, int, random.Random, random.Random], tuple[str, list[Finding]]]
 KINDS: dict[str, tuple[RunTrial, float]] = {  # and its share of all trials
-    "mutations": (mutations.run_trial, 1.0),
+    "mutations": (mutations.run_trial, 0.6),
+    "arguments": (arguments.run_trial, 0.24),
+    "environment": (environments.run_environment, 0.06),
+    "descriptors": (environments.run_descriptors, 0.04),
+    "limits": (limits.run_limits, 0.04),
+    "races": (races.run_trial, 0.02),
 }
 LANES = 2  # trials at a time
 
@@ -98,8 +103,9 @@ def main() -> int:
     counts: dict[str, Counter[str]] = {kind: Counter(ok=0, weak=0, bug=0) for kind, _ in trials}
     for result in results(folder, seed, trials, options.minutes, keeps=bool(options.only)):
         counts[result.kind][result.verdict] += 1
-        for finding in result.findings:
-            print(f"{finding.severity.upper()} {result.kind}/{result.index} {result.what}: {finding.text}", flush=True)
+        if result.findings:
+            texts = "; ".join(finding.text for finding in result.findings)
+            print(f"{result.verdict.upper()} {result.kind}/{result.index} {result.what}: {texts}", flush=True)
     if any(count["bug"] + count["weak"] for count in counts.values()):
         print(f"repeat one: make hostile SEED={seed} ONLY=KIND/NUMBER")
     if options.only:

@@ -176,7 +176,17 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _odd_json(file: Path, choice: random.Random) -> None:
-    odd = ["[" * 100_000, "{}", "[]", "null", "1" * 5000, '{"a": ' * 50_000, "\ufeff" + file.read_text(), "NaN", '"\\ud800"']
+    odd = [
+        "[" * 100_000,
+        "{}",
+        "[]",
+        "null",
+        "1" * 5000,
+        '{"a": ' * 50_000,
+        "\ufeff" + file.read_text(),
+        "NaN",
+        '"\\ud800"',
+    ]
     file.write_text(choice.choice(odd), encoding="utf-8")
 
 
@@ -253,7 +263,9 @@ def _targets(folder: Path) -> list[Target]:
     return found
 
 
-def run_trial(worlds: Worlds, name: str, index: int, choice: random.Random, order: random.Random) -> tuple[str, list[Finding]]:
+def run_trial(
+    worlds: Worlds, name: str, index: int, choice: random.Random, order: random.Random
+) -> tuple[str, list[Finding]]:
     """Make one trial; return what it did and what it found. `order` is the same for all trials."""
     targets = list(_targets(worlds.folder))
     order.shuffle(targets)

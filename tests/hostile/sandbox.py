@@ -59,15 +59,20 @@ class Sandbox:
         merged = own | dict(changes or {})
         return {name: value for name, value in merged.items() if value is not None}
 
-    def fork(self, *arguments: str, seconds: float = SECONDS) -> Outcome:
-        """Run the command in a fork of this process, which has loaded everything."""
+    def fork(self, *arguments: str, seconds: float = SECONDS, is_alone: bool = True) -> Outcome:
+        """Run the command in a fork of this process, which has loaded everything.
+
+        With `is_alone`, this process must have no other children: those that are there afterwards were left behind.
+        """
         before = self._temporary_files()
         stdout, stderr = self._outputs()
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
             _become_command(arguments, self.folder, self.environment(), stdout, stderr)
-        return self._outcome(arguments, wait(pid, seconds), before)
+        code = wait(pid, seconds)
+        processes = end_children(GONE_SECONDS) if is_alone else []
+        return self._outcome(arguments, code, before, processes)
 
     def start(
         self,
@@ -83,11 +88,24 @@ class Sandbox:
             given |= {"env": self.environment(environment), **options}
             return subprocess.Popen([*prefix, RECMILL, *arguments], **given)
 
-    def run(self, *arguments: str, seconds: float = SECONDS, **options: Any) -> Outcome:
+    def run(self, *arguments: str, **options: Any) -> Outcome:
         """Run the real command; `options` are those of `start`."""
         before = self._temporary_files()
-        process = self.start(*arguments, **options)
-        return self.end(process, arguments, before, seconds)
+        return self.end(self.start(*arguments, **options), arguments, before)
+
+    def run_through_pipes(self, *arguments: str, **options: Any) -> Outcome:
+        """Run the real command with pipes as its outputs, because a limit of the file size would apply to files."""
+        before = self._temporary_files()
+        process = self.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+        try:
+            outputs = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            outputs = process.communicate()
+        for path, output in zip(self._outputs(), outputs, strict=True):
+            path.write_bytes(output)
+        code = None if process.returncode == -signal.SIGKILL else process.returncode
+        return self._outcome(arguments, code, before, end_children(GONE_SECONDS))
 
     def end(
         self,
@@ -104,7 +122,7 @@ class Sandbox:
             code = None
             process.kill()
             process.wait()
-        return self._outcome(arguments, code, before or set(), gone_seconds)
+        return self._outcome(arguments, code, before or set(), end_children(gone_seconds))
 
     def remove(self) -> None:
         for path in self.folder.parent.glob(f"{self.folder.name}*"):
@@ -113,10 +131,7 @@ class Sandbox:
     def _outputs(self) -> tuple[Path, Path]:
         return self.temporary.with_suffix(".stdout"), self.temporary.with_suffix(".stderr")
 
-    def _outcome(
-        self, arguments: Sequence[str], code: int | None, before: set[Path], gone_seconds: float = GONE_SECONDS
-    ) -> Outcome:
-        processes = end_children(gone_seconds)
+    def _outcome(self, arguments: Sequence[str], code: int | None, before: set[Path], processes: list[str]) -> Outcome:
         left = [f"process {text}" for text in processes] if code is not None else []
         left += [str(path) for path in sorted(self._temporary_files() - before)]
         stdout, stderr = (path.read_text("utf-8", "replace") for path in self._outputs())
@@ -232,4 +247,3 @@ def terminated_at_end(process: "subprocess.Popen[bytes]") -> Iterator[None]:
         if process.poll() is None:
             process.kill()
             process.wait()
-

@@ -37,7 +37,7 @@ def judge(outcome: Outcome, codes: Collection[int], names: Iterable[str] = ()) -
         found.append(Finding("weak", f"exit code {outcome.code}, expected {expected}{_said(outcome)}"))
     if outcome.left:
         found.append(Finding("bug", f"left behind: {', '.join(outcome.left)}"))
-    if outcome.code and outcome.code > 0:
+    if outcome.code and outcome.code > 0 and not found:
         found += _message_problems(outcome, list(names))
     return found
 

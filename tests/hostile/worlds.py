@@ -149,7 +149,11 @@ def _write_raw(folder: Path) -> None:
     logs.mkdir()
     for day in range(2):
         rows = (
-            [choice.randrange(2), *(choice.randrange(9) for _ in range(13)), *(f"{choice.randrange(4):08x}" for _ in range(26))]
+            [
+                choice.randrange(2),
+                *(choice.randrange(9) for _ in range(13)),
+                *(f"{choice.randrange(4):08x}" for _ in range(26)),
+            ]
             for _ in range(60)
         )
         (logs / f"day_{day}").write_text("".join("\t".join(map(str, row)) + "\n" for row in rows), encoding="utf-8")
