@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,7 +50,10 @@ class Result:
 def run_one(folder: Path, seed: int, kind: str, index: int, keeps: bool) -> Result:
     name = f"{kind}-{index:05d}"
     choice, order = random.Random(f"{seed}/{kind}/{index}"), random.Random(f"{seed}/{kind}")
-    what, findings = KINDS[kind][0](Worlds(folder), name, index, choice, order)
+    try:
+        what, findings = KINDS[kind][0](Worlds(folder), name, index, choice, order)
+    except Exception:  # noqa: BLE001 - one trial must not end all
+        what, findings = "the tester itself failed", [Finding("bug", traceback.format_exc())]
     result = Result(kind, index, what, findings)
     if not keeps:
         for path in folder.glob(f"{name}*"):

@@ -3,15 +3,14 @@
 import itertools
 import os
 import random
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from .sandbox import Outcome, Sandbox
 from .verdict import Finding, is_close, judge, shown
-from .worlds import Worlds, commands, must, normalized
+from .worlds import Worlds, commands, normalized
 
 COMMANDS = [
     *(("clicks", title) for title in ("train", "evaluate", "resume", "list", "verify", "inspect", "results", "audit")),
@@ -22,7 +21,7 @@ COMMANDS = [
 _NUMBERS = ("", " ", "-1", "99", "x", "1.5", "٣", str(10**30))
 GROUP = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 # One or several variables; None removes one.
-ODD: list[dict[str, str | None]] = [
+ODD: list[Mapping[str, str | None]] = [
     *({name: value} for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") for value in _NUMBERS),
     *(
         {"RANK": rank, "WORLD_SIZE": size}
@@ -106,7 +105,7 @@ def _compared(worlds: Worlds, world: str, title: str, outcome: Outcome, sandbox:
     return [Finding("bug", f"exit code 0, but other output: {outcome.stdout[:300]!r}")]
 
 
-def _with_compilers(sandbox: Sandbox, changes: dict[str, str | None]) -> dict[str, str | None]:
+def _with_compilers(sandbox: Sandbox, changes: Mapping[str, str | None]) -> dict[str, str | None]:
     """Replace the names of fake compilers by their paths, or by a PATH that begins with them."""
     changed = dict(changes)
     for name, body in (("failing-g++", "echo no >&2; exit 1"), ("hanging-g++", "exec sleep 100")):

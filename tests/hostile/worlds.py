@@ -178,7 +178,8 @@ def _write_npys(folder: Path) -> None:
         np.save(folder / f"day_{day}_dense.npy", values.random((30, 2), dtype=np.float32))
         np.save(folder / f"day_{day}_labels.npy", values.integers(0, 2, (30, 1), dtype=np.int32))
         ids = [values.integers(0, 9, (30, 2), dtype=np.int32) for _ in range(3)]
-        np.savez(folder / f"day_{day}_sparse_multi_hot.npz", **{str(i): part for i, part in enumerate(ids)})
+        parts = {str(number): part for number, part in enumerate(ids)}
+        np.savez(folder / f"day_{day}_sparse_multi_hot.npz", **parts)  # type: ignore[arg-type]
 
 
 def _quoted(film: str) -> str:
