@@ -259,6 +259,8 @@ def _targets(folder: Path) -> list[Target]:
             names = [*_ANY_FILE, *(_JSON_FILE if path.suffix == ".json" else {})]
             if path.parent.name == "data" or "checkpoints" in path.parts:
                 names += [f"signed-{name}" for name in _SIGNED if name in names]
+            if path == root / "config.toml":
+                names.remove("fifo")  # a config may come from a pipe
             found += [Target(world, str(path.relative_to(root)), name) for name in names]
     return found
 

@@ -5,9 +5,10 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from .sandbox import Outcome, Sandbox, terminated_at_end
+from .sandbox import Sandbox, cpu_seconds, terminated_at_end
 from .verdict import Finding, judge
 from .worlds import Worlds
 
@@ -16,6 +17,7 @@ TRAIN = ("train", "config.toml", "--run", "new", *FOREVER)
 SIGNALS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL", "SIGTERM", "SIGINT"]
 SAVING_SECONDS = 6.0  # how long readers race with a run
 STOP_SECONDS = 60.0
+START_SECONDS = 0.1  # of CPU time: before that, Python itself starts, and nothing of ours can handle a signal
 
 
 def run_trial(
@@ -42,6 +44,7 @@ def _signal(
     process = sandbox.start(*arguments)
     with terminated_at_end(process):
         time.sleep(seconds)
+        is_ready = cpu_seconds(process.pid) > START_SECONDS
         process.send_signal(number)
         if twice:
             time.sleep(1.2)
@@ -50,16 +53,12 @@ def _signal(
         outcome = sandbox.end(process, arguments, seconds=STOP_SECONDS, gone_seconds=30.0)
     codes = {"SIGTERM": {75}, "SIGINT": {130}, "SIGKILL": {-9}}.get(signal_name, {-number, 128 + number, 75, 130})
     if signal_name == "SIGKILL":
-        outcome = Outcome(arguments, outcome.code, outcome.stdout, outcome.stderr, _processes(outcome))
-    if seconds < 0.3 and not outcome.text and outcome.code == -number:
-        codes = {-number}  # Python itself was not ready yet
+        outcome = replace(outcome, left=[text for text in outcome.left if text.startswith("process ")])
+    if not is_ready and not outcome.stdout:
+        codes = {*codes, -number}
+        outcome = replace(outcome, stderr="")  # Python itself may print a traceback
     found = judge(outcome, codes)
     return what, [*found, *_verified(sandbox)]
-
-
-def _processes(outcome: Outcome) -> list[str]:
-    """Return what is left behind without files, which nobody can remove after SIGKILL."""
-    return [text for text in outcome.left if text.startswith("process ")]
 
 
 def _verified(sandbox: Sandbox) -> list[Finding]:
@@ -95,6 +94,8 @@ def _readers(worlds: Worlds, name: str, choice: random.Random) -> tuple[str, lis
             outcome = reader.fork(*choice.choice(readers), is_alone=False)
             reads += 1
             found = judge(outcome, {0})
+            if outcome.code:
+                found = [Finding("bug", f"exit code {outcome.code}: {outcome.text[:300]}")]
             if not found and any(
                 word in outcome.text for word in ("missing", "corrupt", "cannot be read", "unreadable")
             ):

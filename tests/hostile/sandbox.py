@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import importlib
 import os
 import re
 import resource
@@ -24,6 +25,7 @@ FORK_BYTES = 3 << 30  # address space that a forked command may add to that of t
 TEMPORARY = re.compile(r"\..*\.(partial|old)-\d+|\.saving-.*|\..*\.\d+")  # names of files that are being written
 _PR_SET_CHILD_SUBREAPER = 36
 _IN_GROUP = ("train", "evaluate")  # forked, they act as the only process of a group that torchrun has started
+_COMMANDS = ("adopt", "audit", "checkpoint", "evaluate", "recommend", "results", "split", "train")
 _NOT_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RECMILL_FAIL")
 
 
@@ -155,6 +157,12 @@ def wait(pid: int, seconds: float) -> int | None:
     return None
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used."""
+    facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(facts[11]) + int(facts[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def children(pid: int) -> list[int]:
     try:
         lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
@@ -219,23 +227,13 @@ def _own_bytes() -> int:
 
 def load_everything() -> None:
     """Import what commands import, so that a fork of this process needs no time for it."""
-    import numpy
-    import polars
-    import torch
-
-    import recmill.cli
-    import recmill.commands.audit
-    import recmill.commands.checkpoint
-    import recmill.commands.evaluate
-    import recmill.commands.recommend
-    import recmill.commands.results
-    import recmill.training.loop
     from recmill import registry
 
+    for module in ("cli", "training.loop", *(f"commands.{command}" for command in _COMMANDS)):
+        importlib.import_module(f"recmill.{module}")
     for names in (registry.MODELS, registry.DATASETS, registry.TASKS, registry.STORES):
         for name in names:
             registry.load(names, name, "plug-in")
-    del numpy, polars, torch
 
 
 @contextmanager

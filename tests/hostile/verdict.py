@@ -9,7 +9,7 @@ from typing import Literal
 from .sandbox import Outcome
 
 MAX_LINES = 15  # of an error message
-MAX_LINE = 4000  # characters
+MAX_CHARACTERS = 10_000
 _TRACES = ("Traceback (most recent call last)", "internal error", "--- Logging error ---", "Fatal Python error")
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
@@ -47,7 +47,7 @@ def _message_problems(outcome: Outcome, names: list[str]) -> list[Finding]:
     lines = error.splitlines()
     if not outcome.text.strip():
         return [Finding("weak", f"exit code {outcome.code} without a message")]
-    if len(lines) > MAX_LINES or any(len(line) > MAX_LINE for line in lines):
+    if len(lines) > MAX_LINES or len(error) > MAX_CHARACTERS:
         return [Finding("weak", f"an error of {len(lines)} lines, {len(error):,} characters{_said(outcome)}")]
     if names and not any(name in outcome.text for name in names):
         return [Finding("weak", f"exit code {outcome.code}: the message does not name {names[0]}{_said(outcome)}")]
