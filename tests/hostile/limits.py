@@ -27,7 +27,7 @@ LIMITS: list[tuple[str, int]] = [
     *(("NPROC", number) for number in (1, 2, 4, 10) if os.getuid() != 0),  # more than there are now; root has no limit
     ("STACK", 200_000),
 ]
-FREE_KILOBYTES = (0, 4, 16, 64, 150, 300)
+FREE_KILOBYTES = (0, 4, 8, 16, 32, 64, 150)
 FULL_DISK = [
     *(("clicks", title) for title in ("train", "resume", "evaluate", "verify", "list")),
     *(("histories", title) for title in ("recommend-all", "train")),
@@ -115,7 +115,7 @@ def _on_small_disk(worlds: Worlds, name: str, world: str, title: str, kilobytes:
     _fill(sandbox.folder, kilobytes * 1024)
     outcome = sandbox.fork(*commands(world)[title])
     expected = worlds.expected(world, title)
-    found = judge(outcome, {expected.code, 5})
+    found = judge(outcome, {expected.code, 5}, [str(sandbox.folder)])
     return [*found, *_after(worlds, world, title, outcome, sandbox)]
 
 

@@ -122,18 +122,19 @@ def _link_to_copy(file: Path, choice: random.Random) -> None:
     file.symlink_to(real)
 
 
-def _others(file: Path, choice: random.Random) -> Path:
+def _other(file: Path, choice: random.Random) -> Path:
     files = [path for path in sorted(_world_of(file).rglob("*")) if path.is_file() and path != file]
     alike = [path for path in files if path.suffix == file.suffix or path.parent == file.parent]
     return choice.choice(alike or files)
 
 
 def _other_content(file: Path, choice: random.Random) -> None:
-    shutil.copyfile(_others(file, choice), file)
+    shutil.copyfile(_other(file, choice), file)
 
 
 def _swap(file: Path, choice: random.Random) -> None:
-    other = _others(file, choice)
+    beside = [path for path in sorted(file.parent.iterdir()) if path.is_file() and path != file]
+    other = choice.choice(beside) if beside else _other(file, choice)
     content = other.read_bytes()
     shutil.copyfile(file, other)
     file.write_bytes(content)
@@ -309,8 +310,9 @@ def _titles(target: Target) -> list[str]:
 def _judge(worlds: Worlds, target: Target, title: str, outcome: Outcome, sandbox: Sandbox) -> list[Finding]:
     expected = worlds.expected(target.world, title)
     path = Path(target.file)
-    names = [path.name, path.parent.name if path.parent.name not in ("", ".") else path.name]
-    found = judge(outcome, {expected.code, *_codes(target, title)}, () if _is_config(target) else names)
+    folder = path.parent
+    names = [path.name, str(sandbox.folder / folder), f"{folder}/", f"error: {folder}"]
+    found = judge(outcome, {expected.code, *_codes(target)}, () if _is_config(target) else names)
     is_equal = outcome.code == expected.code and normalized(outcome.stdout, sandbox) == expected.stdout
     if outcome.code == 0 and not is_equal and not _may_differ(target, title, outcome):
         found.append(Finding("bug", f"exit code 0, but other output: {outcome.stdout[:200]!r}"))
@@ -322,13 +324,14 @@ def _is_config(target: Target) -> bool:
     return target.file.endswith("config.toml")
 
 
-def _codes(target: Target, title: str) -> set[int]:
+def _codes(target: Target) -> set[int]:
     """Return the exit codes that are right for a corrupt file of this kind."""
     if _is_config(target):
         return {0, 2, 3, 4, 5}
-    if target.group in ("checkpoint", "run"):
-        is_gone = target.mutation in ("delete", "directory", "fifo") or target.mutation.startswith("link-")
-        return {0, 4, 1} if target.file.endswith("results.json") and is_gone else {0, 4}
+    if target.group == "checkpoint":
+        return {0, 4}
+    if target.group == "run":
+        return {0, 1, 4, 5} if target.file.endswith("results.json") else {0, 4, 5}  # 1: no results yet
     if target.file.endswith("dataset.json"):
         return {0, 2, 3, 4, 5}  # it may now describe another dataset than the run's, or one that is too large
     return {0, 3, 4} if target.mutation.startswith(("signed-", "swap")) else {0, 3}

@@ -118,13 +118,15 @@ def commands(world: str) -> dict[str, tuple[str, ...]]:
             "adopt": ("adopt", "npys"),
         }
     train = ("train", "config.toml", "--run", "new")
+    resume = ("train", "config.toml", "--run", "run", "--set", f"train.max_steps={STEPS + 4}")
     found = {
         "evaluate": ("evaluate", "run", "--json"),
         "evaluate-verify": ("evaluate", "run", "--json", "--verify"),
         "evaluate-fallback": ("evaluate", "run", "--json", "--fallback"),
         "train": train,
         "train-verify": (*train, "--verify"),
-        "resume": ("train", "config.toml", "--run", "run", "--set", f"train.max_steps={STEPS + 4}"),
+        "resume": resume,
+        "resume-fallback": (*resume, "--fallback"),
         "again": ("train", "config.toml", "--run", "run"),
         "init-from": (*train, "--init-from", "run"),
         "list": ("checkpoint", "list", "run", "--json"),
