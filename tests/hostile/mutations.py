@@ -346,9 +346,8 @@ def _may_differ(target: Target, title: str, outcome: Outcome) -> bool:
     if target.group == "data":
         is_described = name == "dataset.json"
         return is_described or (keeps_size and title not in NOTICED_BY_DIGEST)
+    if name == "MANIFEST.json" and target.mutation in ("delete", "link-nowhere", "link-itself"):
+        return True  # there is no checkpoint, only what an interrupted removal leaves
     if title == "list" or (title == "evaluate-fallback" and "falling back to" in outcome.stderr):
         return name in outcome.text or keeps_size
-    is_absent = name == "MANIFEST.json" and (target.mutation in ("delete", "link-nowhere", "link-itself"))
-    if is_absent:  # then there is no checkpoint, only what an interrupted removal leaves
-        return True
     return name in ("status.json", "results.json", "metrics.jsonl") and title in ("again", "resume", "results")
