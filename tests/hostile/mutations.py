@@ -1,5 +1,6 @@
 """Corrupt one file of a dataset, a run or a checkpoint, then run a command that reads it."""
 
+import contextlib
 import copy
 import json
 import os
@@ -219,7 +220,7 @@ def _world_of(file: Path) -> Path:
     return next(parent for parent in file.parents if (parent / "config.toml").exists() or (parent / "npys").exists())
 
 
-def _sign(folder: Path, file: Path) -> None:
+def _sign(file: Path) -> None:
     """Make the digests beside a file match its content."""
     facts = {"bytes": file.stat().st_size, "xxh3": xxhash.xxh3_128_hexdigest(file.read_bytes())}
     for name in ("MANIFEST.json", "dataset.json"):
@@ -228,21 +229,14 @@ def _sign(folder: Path, file: Path) -> None:
             content = json.loads(listed.read_bytes())
             content["files"].get(file.name, {}).update(facts)
             listed.write_text(json.dumps(content, indent=1), encoding="utf-8")
-            state = file.with_name("state.json")
-            if name == "MANIFEST.json":
-                _sign_base(folder, listed, state)
-
-
-def _sign_base(folder: Path, manifest: Path, state: Path) -> None:
-    """Let the incremental checkpoints of a changed full one name its new manifest."""
-    for other in manifest.parent.parent.glob("step-*/state.json"):
-        if other == state:
-            continue
-        content = json.loads(other.read_bytes())
-        if content["base"] == manifest.parent.name:
-            content["base_manifest"] = xxhash.xxh3_128_hexdigest(manifest.read_bytes())
-            other.write_text(json.dumps(content, indent=1), encoding="utf-8")
-            _sign(folder, other)
+    manifest = file.with_name("MANIFEST.json")
+    for other in file.parent.parent.glob("step-*/state.json"):  # incremental checkpoints name their base's manifest
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # this is the file that was changed
+            content = json.loads(other.read_bytes())
+            if content["base"] == manifest.parent.name and other != file:
+                content["base_manifest"] = xxhash.xxh3_128_hexdigest(manifest.read_bytes())
+                other.write_text(json.dumps(content, indent=1), encoding="utf-8")
+                _sign(other)
 
 
 # Which trials there are, and what is expected
@@ -281,7 +275,7 @@ def run_trial(
         mutation = "extend"
     (_ANY_FILE | _JSON_FILE)[mutation](file, choice)
     if target.mutation.startswith("signed-"):
-        _sign(sandbox.folder, file)
+        _sign(file)
     arguments = commands(target.world)[title]
     outcome = sandbox.fork(*arguments)
     what = f"{target.world}/{target.file} {target.mutation}; {shown(arguments)}"
