@@ -108,7 +108,7 @@ def main() -> int:
     for result in results(folder, seed, trials, options.minutes, keeps=bool(options.only)):
         counts[result.kind][result.verdict] += 1
         if result.findings:
-            texts = "; ".join(finding.text for finding in result.findings)
+            texts = "; ".join(" / ".join(finding.text.split("\n")) for finding in result.findings)
             print(f"{result.verdict.upper()} {result.kind}/{result.index} {result.what}: {texts}", flush=True)
     if any(count["bug"] + count["weak"] for count in counts.values()):
         print(f"repeat one: make hostile SEED={seed} ONLY=KIND/NUMBER")

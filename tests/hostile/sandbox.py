@@ -134,8 +134,9 @@ class Sandbox:
         return self.temporary.with_suffix(".stdout"), self.temporary.with_suffix(".stderr")
 
     def _outcome(self, arguments: Sequence[str], code: int | None, before: set[Path], processes: list[str]) -> Outcome:
-        left = [f"process {text}" for text in processes] if code is not None else []
+        left = [f"process {text}" for text in processes]
         left += [str(path) for path in sorted(self._temporary_files() - before)]
+        left = [] if code is None else left  # we have killed it
         stdout, stderr = (path.read_text("utf-8", "replace") for path in self._outputs())
         return Outcome(arguments, code, stdout, stderr, left)
 
