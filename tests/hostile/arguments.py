@@ -50,7 +50,16 @@ PATHS = [
 BAD_PATHS = [
     *["", " ", ".", "..", "nowhere", "nowhere/at/all", "~", "-", "--", "/dev/null", "/dev/full", "/dev/null/x"],
     *["/proc/x", "file", "file/below", "empty", "empty/", "loop", "loop/below", "fifo", "dangling", "*", "%s"],
-    *["a\nb", "'\"", "a" * 300, "a/" * 3000, "../" * 500 + "nowhere", "\x01\x1b[31mred", "\udcff\udcfe", "é" * 120],
+    *[
+        "a\nb",
+        "'\"",
+        "a" * 300,
+        "a/" * 3000,
+        "../" * 500 + "dev/null/nowhere",
+        "\x01\x1b[31mred",
+        "\udcff\udcfe",
+        "é" * 120,
+    ],
 ]
 INTEGERS = [
     *["0", "-1", str(2**63), str(10**30), "", "1.5", "nan", "0x10", "1e3", "٣", "9" * 5000, "-0", "1,1", ",", "1,,2"],
