@@ -130,9 +130,9 @@ def _two_trainings(worlds: Worlds, name: str, choice: random.Random) -> tuple[st
     return f"two trainings of one run, {delay} s apart", [*found, *_verified(sandbox)]
 
 
-def _waited(process: "subprocess.Popen[bytes]") -> int | None:
+def _waited(process: "subprocess.Popen[bytes]", seconds: float = 90.0) -> int | None:
     try:
-        return process.wait(90)
+        return process.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
 
@@ -150,8 +150,7 @@ def _removal(worlds: Worlds, name: str, choice: random.Random) -> tuple[str, lis
         time.sleep(choice.random())
         for _ in range(5):
             shutil.rmtree(sandbox.folder / what, ignore_errors=True)
-        time.sleep(2)
-        if process.poll() is None:
+        if _waited(process, 15) is None:  # what it needs is still in memory
             process.send_signal(signal.SIGTERM)
         outcome = sandbox.end(process, arguments, seconds=STOP_SECONDS, gone_seconds=30.0)
     names = ["new"] if outcome.code != 75 else []
