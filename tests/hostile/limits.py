@@ -45,16 +45,15 @@ def run_limits(
     order.shuffle(disks)
     if index % 3 == 0:
         kilobytes, (world, title) = disks[index // 3 % len(disks)]
-        return f"{kilobytes} kB of disk: {shown(commands(world)[title])}", _full_disk(
-            worlds, name, world, title, kilobytes
-        )
-    (what, size), (world, title) = pairs[index % len(pairs)]
+        what = f"{kilobytes} kB of disk: {shown(commands(world)[title])}"
+        return what, _full_disk(worlds, name, world, title, kilobytes)
+    (limit, size), (world, title) = pairs[index % len(pairs)]
     sandbox = worlds.copy(world, name)
     arguments = commands(world)[title]
-    outcome = _run_limited(sandbox, arguments, what, size)
+    outcome = _run_limited(sandbox, arguments, limit, size)
     found = judge(outcome, {worlds.expected(world, title).code, 5})
     found += _after(worlds, world, title, outcome, sandbox)
-    return f"RLIMIT_{what}={size}: {shown(arguments)}", found
+    return f"RLIMIT_{limit}={size}: {shown(arguments)}", found
 
 
 def _run_limited(sandbox: Sandbox, arguments: tuple[str, ...], what: str, size: int) -> Outcome:

@@ -142,29 +142,26 @@ def _swap(file: Path, choice: random.Random) -> None:
 
 
 def _evil(file: Path, choice: random.Random) -> None:
-    evil = pickle.dumps(Evil(_world_of(file) / MARKER))
+    evil = Evil(_world_of(file) / MARKER)
     if file.suffix == ".npy":  # an array of objects, which NumPy would unpickle
         import numpy as np
 
-        np.save(file, np.array([Evil(_world_of(file) / MARKER)], dtype=object), allow_pickle=True)
+        np.save(file, np.array([evil], dtype=object), allow_pickle=True)
     elif file.suffix == ".distcp":
         import torch
 
-        torch.save(Evil(_world_of(file) / MARKER), file)
+        torch.save(evil, file)
     else:
-        file.write_bytes(evil)
+        file.write_bytes(pickle.dumps(evil))
 
 
 def _impossible_json(file: Path, choice: random.Random) -> None:
     value = json.loads(file.read_bytes())
-    places = list(_places(value))
-    parent, key = choice.choice(places)
-    old = parent[key]
-    new = copy.deepcopy(choice.choice([bad for bad in _IMPOSSIBLE if repr(bad) != repr(old)]))
+    parent, key = choice.choice(list(_places(value)))
     if isinstance(parent, dict) and choice.random() < 0.15:
         del parent[key]
     else:
-        parent[key] = new
+        parent[key] = copy.deepcopy(choice.choice([bad for bad in _IMPOSSIBLE if repr(bad) != repr(parent[key])]))
     file.write_text(json.dumps(value), encoding="utf-8")
 
 
