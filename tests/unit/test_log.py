@@ -1,9 +1,10 @@
 import logging
 import warnings
+from pathlib import Path
 
 import pytest
 
-from recmill.observe.log import quiet_libraries
+from recmill.observe.log import log_to_file, quiet_libraries
 
 
 def test_quiet_libraries_hides_warnings_that_no_user_can_act_on_within_its_block_only(
@@ -21,3 +22,17 @@ def test_quiet_libraries_hides_warnings_that_no_user_can_act_on_within_its_block
         logging.getLogger("torchrec").warning("seen again")
     assert [str(warning.message) for warning in caught] == ["something else", "the user's own"]
     assert caplog.messages == ["a failure", "seen again"]
+
+
+def test_a_log_file_that_cannot_be_written_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    log_to_file(tmp_path, rank=0)
+    for number in range(3):
+        logging.getLogger("recmill").info("line %d", number)
+    (tmp_path / "next").mkdir()
+    log_to_file(tmp_path / "next", rank=0)
+    logging.getLogger().handlers.pop().close()
+    said = capsys.readouterr().err
+    assert said.count("No space left on device") == 1
+    assert said.startswith(f"{tmp_path / 'log.txt'}: cannot be written")
+    assert "Traceback" not in said
