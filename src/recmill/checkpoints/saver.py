@@ -283,7 +283,7 @@ class Saver:
         state = State(save.position, self.origin, utc_now(), base, base_manifest, changes)
         all_files = {file: facts for own in files for file, facts in own.items()}
         final = on_disk.commit(save.partial, state, all_files)
-        on_disk.prune(self.directory, self.section.keep, self.section.keep_best)
+        on_disk.prune(final, self.section.keep, self.section.keep_best)
         reach("ckpt.pruned", step)
         size = f"{sum(facts['bytes'] for facts in all_files.values()) / 1e6:,.1f} MB"
         kind = f" of changes since {base}" if base else ""
