@@ -60,11 +60,17 @@ _REMEDIES = {
     errno.ENOSPC: "The disk is full: free some space or choose another disk, then run the same command again.",
     errno.EDQUOT: "Your quota is used up: free some space or choose another disk, then run the same command again.",
     errno.EIO: "The disk reports an error: look at the system log, and choose another disk.",
+    errno.EFBIG: "The file exceeds the limit of its file system or of `ulimit -f`: raise it or choose another disk.",
     errno.EEXIST: "Something with that name exists already, perhaps a file: choose another path.",
     errno.ENOTDIR: "A part of this path is a file: choose another path.",
     errno.EISDIR: "This is a directory where a file was expected.",
     errno.ENOMEM: "There is not enough memory: use fewer processes, smaller tables or a smaller batch.",
 }
+
+
+def remedy_for(error: OSError) -> str:
+    """Return what a user can do about this error number; empty if nothing is known."""
+    return _REMEDIES.get(error.errno or 0, "")
 
 
 def as_user_error(error: BaseException) -> UserError | None:
