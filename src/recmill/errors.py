@@ -71,6 +71,7 @@ _REMEDIES = {
     errno.ENOLCK: "The file system has no locks: choose another one.",
     errno.ESTALE: "The file server no longer knows this file: mount it again, then run the same command again.",
     errno.EIO: "The disk reports an error: look at the system log, and choose another disk.",
+    errno.EFBIG: "The file exceeds the limit of its file system or of `ulimit -f`: raise it or choose another disk.",
     errno.EEXIST: "Something with that name exists already, perhaps a file: choose another path.",
     errno.ENOTDIR: "A part of this path is a file: choose another path.",
     errno.EISDIR: "This is a directory where a file was expected.",
@@ -88,6 +89,11 @@ _MESSAGES = {
     "resource temporarily unavailable": _NO_THREAD,
     "no usable temporary directory": "Free some space there, or set TMPDIR to a directory that you may write to.",
 }
+
+
+def remedy_for(error: OSError) -> str:
+    """Return what a user can do about this error number; empty if nothing is known."""
+    return _REMEDIES.get(error.errno or 0, "")
 
 
 def as_user_error(error: BaseException) -> UserError | None:

@@ -1,9 +1,13 @@
 """Incremental and corrupt checkpoints, full disks and new runs from old ones, with real runs."""
 
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,14 @@ import pytest
 import tomli_w
 import torch
 
+import recmill
+from recmill.checkpoints import format as format_module
+from recmill.checkpoints.format import RowChange, file_facts
+from recmill.checkpoints.incremental import apply_changes
 from recmill.commands.checkpoint import inspect_checkpoint, list_checkpoints
-from recmill.errors import CheckpointError, ConfigError
+from recmill.errors import CheckpointError, ConfigError, ResourceError
 
-from ..checkpoints import flip_a_bit, newest, tensors_of
+from ..checkpoints import flip_a_bit, newest, newest_in, save_network, tensors_of
 from ..conftest import RunCli
 from ..group import evaluate, train
 from .runs import assert_same_run, metric_lines
@@ -138,6 +146,145 @@ def test_a_new_run_starts_from_what_fits_of_an_old_one(dlrm: Config, clicks: Pat
     assert "resuming from step 1" in (tmp_path / "new" / "log.txt").read_text()
 
 
+@pytest.fixture(scope="module")
+def finished(clicks: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
+    """A finished run with checkpoints of steps 0, 2 and 4; the best is the last."""
+    config = {
+        "data": {"path": str(clicks), "limit_val_batches": 1, "limit_test_batches": 1},
+        "model": {"name": "dlrm", "embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]},
+        "train": {"device": "cpu", "global_batch_size": 125, "log_every_steps": 1, "kernels": "torch", "max_steps": 4},
+        "eval": {"global_batch_size": 300, "every_steps": 100, "before_training": True},
+        "checkpoint": {"every_steps": 2, "keep": 3, "at_start": True},
+    }
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(config, run)
+    return config, run
+
+
+@pytest.fixture
+def run(finished: tuple[Config, Path], tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(finished[1], tmp_path / "run"))
+
+
+def longer(run: Path, **options: Any) -> Any:
+    return train(run / "config.toml", run, overrides=["train.max_steps=5"], **options)
+
+
+def test_a_copy_named_as_a_later_step_is_listed_and_refused_by_every_command(run: Path, run_cli: RunCli) -> None:
+    copy = run / "checkpoints" / "step-90000000"
+    shutil.copytree(run / "checkpoints" / "step-00000004", copy)
+    listed = run_cli("checkpoint", "verify", run)
+    assert listed.returncode == 4
+    assert re.search(r"90,000,000 .* copy of step 4 .* COPY\n", listed.stdout)
+    message = rf"{copy} holds the checkpoint of step 4: it is a copy"
+    for command in (longer, evaluate):
+        with pytest.raises(CheckpointError, match=message):
+            command(run)
+    assert copy.is_dir()
+
+
+def test_a_checkpoint_without_its_manifest_is_corrupt_and_never_deleted(run: Path) -> None:
+    (run / "checkpoints" / "step-00000004" / "MANIFEST.json").unlink()
+    assert [facts["health"] == "complete" for facts in list_checkpoints(run)] == [True, True, False]
+    for command in (longer, evaluate):
+        with pytest.raises(CheckpointError, match=r"step-00000004/MANIFEST.json: missing.*--fallback"):
+            command(run)
+    for step in (0, 2):
+        shutil.rmtree(run / "checkpoints" / f"step-0000000{step}")
+    for command in (longer, evaluate):
+        with pytest.raises(CheckpointError, match=r"step-00000004/MANIFEST.json: missing"):
+            command(run)
+    assert list((run / "checkpoints" / "step-00000004").glob("*.distcp"))
+
+
+def test_a_run_whose_saved_checkpoints_are_gone_does_not_start_anew(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    assert [facts.get("kind") for facts in list_checkpoints(run)] == ["full", "full", "missing"]
+    for command in (longer, evaluate):
+        with pytest.raises(CheckpointError, match=r"step 4 was saved, but the newest in .* is of step 2"):
+            command(run)
+    shutil.rmtree(run / "checkpoints")
+    for reader in (longer, evaluate, list_checkpoints):
+        with pytest.raises(CheckpointError, match=r"a checkpoint of step 4 was saved, but there is none in"):
+            reader(run)
+    assert json.loads((run / "status.json").read_text())["step"] == 4
+
+
+def test_the_checkpoint_of_another_run_is_refused(run: Path) -> None:
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("seed = 1\n", "seed = 2\n", 1))
+    for command in (longer, evaluate):
+        with pytest.raises(CheckpointError, match=r"was made with another config than this run's \(seed 1, "):
+            command(run)
+
+
+def test_a_position_that_cannot_be_is_refused(run: Path) -> None:
+    newest = run / "checkpoints" / "step-00000004"
+    state, manifest = (json.loads((newest / name).read_text()) for name in ("state.json", "MANIFEST.json"))
+    state["position"] |= {"epoch": 1, "batch": 3}
+    (newest / "state.json").write_text(json.dumps(state))
+    manifest["files"]["state.json"] = file_facts(newest / "state.json")
+    (newest / "MANIFEST.json").write_text(json.dumps(manifest))
+    message = r"state.json: step 4 is not at batch 3 of epoch 1, as an epoch has 13 batches"
+    with pytest.raises(CheckpointError, match=message):
+        longer(run)
+
+
+def test_checkpoints_of_another_user_are_not_taken_for_none(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permissions do not bind root, as whom tests may run."""
+    real = {name: getattr(os, name) for name in ("listdir", "scandir")}
+
+    def denied(name: str, path: Any = ".") -> Any:
+        if str(path) == str(run / "checkpoints"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real[name](path)
+
+    for name in real:
+        monkeypatch.setattr(os, name, partial(denied, name))
+    for command in (recmill.evaluate, list_checkpoints, partial(recmill.train, run / "config.toml")):
+        with pytest.raises(ResourceError, match=rf"{run / 'checkpoints'}: Permission denied"):
+            command(run)
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_verified_is_not_reported(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system without locks; with them it is pruned later: tests/unit/test_checkpoint_format.py."""
+    first = run / "checkpoints" / "step-00000000"
+    real = format_module.digest
+
+    def prune_first(*arguments: Any) -> str:
+        shutil.rmtree(first, ignore_errors=True)
+        return real(*arguments) if arguments[0].exists() else ""
+
+    monkeypatch.setattr(format_module, "digest", prune_first)
+    found = [(facts["step"], facts["health"]) for facts in list_checkpoints(run, digests=True)]
+    assert found == [(2, "complete"), (4, "complete")]
+
+
+def test_a_run_that_resumes_where_it_ended_repeats_no_line_of_metrics(run: Path) -> None:
+    before = [(line["step"], line["split"]) for line in metric_lines(run)]
+    assert before == [(0, "val"), *((step, "train") for step in (1, 2, 3, 4)), (4, "val"), (4, "test")]
+    (run / "results.json").unlink()
+    train(run / "config.toml", run)
+    assert [(line["step"], line["split"]) for line in metric_lines(run)] == before
+    for step in (2, 4):
+        shutil.rmtree(run / "checkpoints" / f"step-0000000{step}")
+    train(run / "config.toml", run, overrides=["train.max_steps=2"], fallback=True)  # from step 0
+    found = [(line["step"], line["split"]) for line in metric_lines(run)]
+    assert found == [(0, "val"), (1, "train"), (2, "train"), (2, "val"), (2, "test")]
+
+
+def test_changes_that_the_metadata_does_not_describe_are_refused(tmp_path: Path) -> None:
+    save_network(tmp_path, torch.nn.Linear(2, 2), step=1)
+    checkpoint = newest_in(tmp_path)
+    change = RowChange("model.weight", "ids", "rows", column=0, bits=32)
+    checkpoint = replace(checkpoint, state=replace(checkpoint.state, changes=[change]))
+    with pytest.raises(CheckpointError, match=r"\.metadata: does not describe ids, which state\.json names"):
+        apply_changes(checkpoint, {"model.weight": torch.zeros(2, 2)})
+
+
 ON_A_SMALL_DISK = """
 mount -t tmpfs -o size=1200k tmpfs "$1" && cd "$1" && {before} \\
     "{python}" -m recmill train ../run.toml --run run
@@ -170,7 +317,7 @@ def test_a_read_only_directory_is_reported_before_the_first_step_with_at_start(d
     (tmp_path / "run.toml").write_text(tomli_w.dumps(dlrm))
     begun = "mkdir -p run/checkpoints && echo '{}' > run/status.json &&"  # else it would be somebody's directory
     done = run_on_a_small_disk(tmp_path, before=f"{begun} mount -t tmpfs -o ro tmpfs run/checkpoints &&")
-    message = r"/run/checkpoints: a checkpoint could not be written \(Read-only file system\). It needs [\d,]+ bytes, "
+    message = r"/run/checkpoints: a checkpoint could not be written \(.*: Read-only file system\). Earlier checkpoints "
     assert re.search(message, done.stderr)
     assert "step 1  loss" not in done.stderr
 
@@ -187,7 +334,7 @@ def test_a_full_disk_is_reported_with_its_numbers_and_the_earlier_checkpoint_sta
     dlrm["checkpoint"] = {"every_steps": 1, "keep": 9, "on_error": on_error}
     (tmp_path / "run.toml").write_text(tomli_w.dumps(dlrm))
     done = run_on_a_small_disk(tmp_path)
-    assert re.search(r"checkpoint could not be written \(.*\). It needs 2\d\d,\d+ bytes, [\d,]+ are free", done.stderr)
+    assert re.search(r"checkpoint could not be written \(.*\). It needs 2\d\d,\d+ bytes, [\d,]+ were free", done.stderr)
     assert "step-00000001/MANIFEST.json" in done.stdout
     assert ".saving-" not in done.stdout
     assert "CORRUPT" not in done.stdout

@@ -165,6 +165,17 @@ def test_a_run_in_use_says_by_whom_and_is_not_damaged(dlrm: dict[str, Any], tmp_
     assert status(tmp_path / "run")["state"] == "interrupted"
 
 
+def test_a_run_whose_directory_is_removed_ends(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    process = start(endless(dlrm), tmp_path, procs=1)
+    wait_for_step(tmp_path / "run", 3)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == ResourceError.exit_code, output
+    assert f"{tmp_path / 'run'} or its file .lock was removed or replaced while this run was using it" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_first_failing_rank_s_own_error_is_what_the_user_sees(
     dlrm: dict[str, Any], clicks: Path, tmp_path: Path
 ) -> None:

@@ -125,6 +125,21 @@ def test_the_network_sees_the_same_history_in_recommend_and_in_evaluation(
         assert torch.equal(ours, theirs)
 
 
+def test_checkpoints_of_another_config_and_scores_that_are_no_numbers_are_refused(run: Path, tmp_path: Path) -> None:
+    import torch
+
+    model = command._Recommender(run, 1, False, "newest", False)
+    with torch.no_grad():
+        next(model._network.parameters()).fill_(float("nan"))
+    with pytest.raises(CheckpointError, match=r"step-00000004: its model gives scores that are not finite numbers"):
+        model.best(["given"], [np.array([1, 2])])
+    other = shutil.copytree(run, tmp_path / "other")
+    config = (other / "config.toml").read_text()
+    (other / "config.toml").write_text(config.replace("seed = 1\n", "seed = 2\n", 1))
+    with pytest.raises(CheckpointError, match=r"was made with another config than this run's \(seed 1, "):
+        recommend(other, [10])
+
+
 def test_titles_ids_and_commas_name_the_same_history(run: Path) -> None:
     by_id = recommend(run, [20, 30, "40", 10], k=5)
     text = "Casino (1995),City of Lost Children, The (1995), I, Robot, and Others (2004) ,10"
@@ -139,6 +154,7 @@ def test_fallback_uses_the_checkpoint_before_a_corrupt_one(run: Path, tmp_path: 
         recommend(copy, [10, 20])
     before = recommend(copy, [10, 20], fallback=True)
     shutil.rmtree(shard.parent)
+    (copy / "status.json").write_text("{}")  # it names the step that is gone now
     assert before == recommend(copy, [10, 20]) != recommend(run, [10, 20])
 
 

@@ -1,6 +1,9 @@
 """Checkpoints on disk: which are kept, chosen and refused. Most are of a plain network in one process."""
 
 import json
+import os
+import shutil
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from torch import nn
 from recmill.checkpoints import format as format_module
 from recmill.checkpoints import loading
 from recmill.checkpoints.format import Position, choose, committed, file_facts
-from recmill.errors import CheckpointError
+from recmill.errors import CheckpointError, ResourceError
 
 from ..checkpoints import ALONE, ORIGIN, new_saver, newest_in, save_network
 
@@ -65,9 +68,6 @@ def test_damage_is_named_and_the_newest_complete_checkpoint_is_found(
         save_network(tmp_path, nn.Linear(20, 20), step)
     bad = tmp_path / "step-00000002"
     damaged(bad / file, damage)
-    if (file, damage) == ("MANIFEST.json", "missing"):
-        assert newest_in(tmp_path).position.step == 1  # never committed, as far as anybody can tell
-        return
     with pytest.raises(CheckpointError, match=r"step-00000002/.*--fallback"):
         newest_in(tmp_path)
     found = loading.find_checkpoint(tmp_path, "newest", ALONE, fallback=True)
@@ -117,6 +117,12 @@ def test_a_file_that_cannot_be_read_is_corrupt(tmp_path: Path, monkeypatch: pyte
         ("state.json", {"base": "../../elsewhere"}, r"unreadable state \(base"),
         ("state.json", {"position": {"step": -1}}, "unreadable state"),
         ("state.json", {"surprise": 1}, "unreadable state"),
+        ("state.json", {"position": {"step": 1, "loss_sum": float("nan")}}, "unreadable state.*finite"),
+        ("state.json", {"position": {"step": 1, "loss_scale": -1.0}}, "unreadable state"),
+        ("state.json", {"position": {"step": 1, "best": 0.5, "best_step": 2}}, "step 1, but best_step 2 and worse"),
+        ("state.json", {"position": {"step": 1, "worse_evals": 2}}, "step 1, but best_step 0 and worse_evals 2"),
+        ("state.json", {"position": {"step": 1, "best": 0.5}}, "best 0.5, but best_step 0"),
+        ("state.json", {"position": {"step": 1, "steps_at_scale": 2}}, "step 1, but steps_at_scale 2"),
     ],
 )
 def test_a_forged_manifest_or_state_is_refused(tmp_path: Path, file: str, change: dict[str, Any], message: str) -> None:
@@ -149,8 +155,109 @@ def test_the_newest_is_the_highest_step_and_copies_are_left_alone(tmp_path: Path
     assert committed(tmp_path)[-1].name == "step-100000002"
 
 
+def test_a_copy_under_the_name_of_another_step_is_refused_and_not_counted(tmp_path: Path) -> None:
+    network = nn.Linear(2, 2)
+    for step in (1, 2):
+        save_network(tmp_path, network, step)
+    copy = tmp_path / "step-90000000"
+    shutil.copytree(tmp_path / "step-00000002", copy)
+    with pytest.raises(CheckpointError, match=rf"{copy} holds the checkpoint of step 2: it is a copy, or was renamed"):
+        newest_in(tmp_path)
+    found = choose(tmp_path, "newest", fallback=True)
+    assert found is not None
+    assert found.path.name == "step-00000002"
+    for step in (3, 4, 5):  # a run that is training meanwhile
+        save_network(tmp_path, network, step, keep=2)
+    assert [path.name for path in committed(tmp_path)] == ["step-00000004", "step-00000005", copy.name]
+
+
+def test_a_checkpoint_that_was_saved_and_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"a checkpoint of step 2 was saved, but there is none in .*Restore it"):
+        choose(tmp_path, "newest", fallback=True, saved_step=2)
+    save_network(tmp_path, nn.Linear(2, 2), step=1)
+    with pytest.raises(CheckpointError, match=r"step 2 was saved, but the newest in .* is of step 1.*--fallback"):
+        choose(tmp_path, "newest", saved_step=2)
+    found = choose(tmp_path, "newest", fallback=True, saved_step=2)
+    assert found is not None
+    assert found.position.step == 1
+
+
+def test_the_best_is_found_with_fallback_if_the_newest_is_corrupt(tmp_path: Path) -> None:
+    saver = new_saver(tmp_path, nn.Linear(2, 2), keep_best=True)
+    for step in (1, 2, 3):
+        saver.save(Position(step=step, best=0.5, best_step=1))
+    saver.finish()
+    (tmp_path / "step-00000003" / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step-00000003/state.json: unreadable state"):
+        choose(tmp_path, "best")
+    found = choose(tmp_path, "best", fallback=True)
+    assert found is not None
+    assert found.position.step == 1
+
+
+def test_a_checkpoint_that_is_being_read_is_pruned_later(tmp_path: Path) -> None:
+    """A run commits two checkpoints while a reader computes the digests of the first."""
+    network = nn.Linear(2, 2)
+    save_network(tmp_path, network, step=1)
+    steps = iter((2, 3))
+
+    def save_more() -> None:
+        for step in steps:
+            save_network(tmp_path, network, step, keep=2)
+
+    with ExitStack() as hold:
+        found = choose(tmp_path, "newest", on_block=save_more, hold=hold)
+        assert found is not None
+        assert found.position.step == 1
+        save_network(tmp_path, network, step=4, keep=2)
+        assert [path.name[-1] for path in committed(tmp_path)] == ["1", "3", "4"]
+    save_network(tmp_path, network, step=5, keep=2)
+    assert [path.name[-1] for path in committed(tmp_path)] == ["4", "5"]
+
+
+def test_a_reader_chooses_again_if_a_checkpoint_is_pruned_where_files_cannot_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(format_module, "held", lambda path: nullcontext(), raising=False)
+    network = nn.Linear(2, 2)
+    save_network(tmp_path, network, step=1)
+    steps = iter((2, 3))
+
+    def save_more() -> None:
+        for step in steps:
+            save_network(tmp_path, network, step, keep=2)
+
+    found = choose(tmp_path, "newest", on_block=save_more)
+    assert found is not None
+    assert found.position.step == 3
+
+
+def test_an_unreadable_directory_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for another user; permissions do not bind root, as whom tests may run."""
+    save_network(tmp_path, nn.Linear(2, 2), step=1)
+
+    def denied(path: Any, *_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        for name in ("listdir", "scandir"):
+            patch.setattr(os, name, denied)
+        with pytest.raises(ResourceError, match=rf"{tmp_path}: Permission denied"):
+            choose(tmp_path, "newest")
+    monkeypatch.setattr(format_module, "digest", denied)
+    with pytest.raises(ResourceError, match=r"step-00000001/.*: Permission denied"):
+        choose(tmp_path, "newest", fallback=True)
+
+
+def test_a_link_to_nothing_is_corrupt(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"step-00000001/MANIFEST.json: missing"):
+        choose(tmp_path, "newest")
+
+
 def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".saving-step-00000003").mkdir()
+    (tmp_path / ".removing-step-00000001").mkdir()
     save_network(tmp_path, nn.Linear(2, 2), step=4)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 

@@ -30,3 +30,17 @@ def test_a_path_of_any_bytes_can_be_logged(tmp_path: Path, capsys: pytest.Captur
     logging.getLogger("recmill").warning("%s", os.fsdecode(b"/data/caf\xe9"))
     assert (tmp_path / "log.txt").read_text(encoding="utf-8").endswith("WARNING /data/caf\\udce9\n")
     assert "Logging error" not in capsys.readouterr().err
+
+
+def test_a_log_file_that_cannot_be_written_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    log_to_file(tmp_path, rank=0)
+    for number in range(3):
+        logging.getLogger("recmill").info("line %d", number)
+    (tmp_path / "next").mkdir()
+    log_to_file(tmp_path / "next", rank=0)
+    logging.getLogger().handlers.pop().close()
+    said = capsys.readouterr().err
+    assert said.count("No space left on device") == 1
+    assert said.startswith(f"{tmp_path / 'log.txt'}: cannot be written")
+    assert "Traceback" not in said

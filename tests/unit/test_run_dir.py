@@ -1,12 +1,13 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from recmill.errors import CheckpointError
+from recmill.errors import CheckpointError, ResourceError
 from recmill.observe.run_dir import RunDirectory
 
 
@@ -46,6 +47,32 @@ def test_metrics_after_a_step_and_an_incomplete_line_are_removed(tmp_path: Path)
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
 
 
+def test_bytes_that_are_not_utf_8_do_not_prevent_a_resume(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.append_metrics({"step": 1})
+    with run.metrics_file.open("ab") as file:
+        file.write(b'\xff\n{"step": 2, "split": "\xff"}\n')
+    run.append_metrics({"step": 3})
+    run.forget_metrics_after(2)
+    assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_run_directory_that_is_removed_while_in_use_is_noticed(tmp_path: Path, is_replaced: bool) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with run.locked():
+        run.append_metrics({"step": 1})
+        shutil.rmtree(run.path)
+        if is_replaced:
+            run.path.mkdir()
+            (run.path / ".lock").touch()
+        with pytest.raises(ResourceError, match=r"run or its file .lock was removed or replaced while"):
+            run.append_metrics({"step": 2})
+        with pytest.raises(ResourceError, match=r"or its file .lock was removed or replaced"):
+            run.write_status("running", step=2)
+    assert not run.metrics_file.exists()
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
@@ -68,5 +95,5 @@ def test_a_file_of_something_else_shows_that_a_directory_is_not_a_run_s(
 def test_a_status_that_is_not_json_is_an_error_with_its_path(text: str, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.status_file.write_text(text)
-    with pytest.raises(CheckpointError, match=r"status\.json: not readable as JSON"):
+    with pytest.raises(CheckpointError, match=r"status\.json: not readable as JSON. Replace it with \{\}"):
         run.read_status()

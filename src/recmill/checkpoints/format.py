@@ -3,23 +3,25 @@
     step-00000120/  MANIFEST.json (written last: size and digest of every file)  state.json  .metadata  *.distcp
 
 A checkpoint is written into `.saving-step-N`, synced, and only then renamed to `step-N`: it is complete or absent,
-and a kill at any moment leaves earlier checkpoints untouched.
+and a kill at any moment leaves earlier checkpoints untouched. To be removed, it is first renamed to `.removing-step-N`.
+So a `step-N` without a manifest is corrupt; only hidden names are leftovers of a kill.
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from recmill.errors import CheckpointError
+from recmill.errors import CheckpointError, UserError, as_user_error
 from recmill.failpoints import reach
 from recmill.files.atomic import sync_directory, write_synced
 from recmill.files.digests import digest
@@ -32,8 +34,12 @@ OnBlock = Callable[[], None]  # called regularly while files are read, so that r
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 _FORMAT = 2
-_STRICT = ConfigDict(extra="forbid", strict=True)
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _STEP_NAME = re.compile(r"step-\d+")
+
+
+class PrunedError(CheckpointError):
+    """A checkpoint that a run removed while it was being read."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,11 @@ class Position:
     epoch: NonNegativeInt = 0
     batch: NonNegativeInt = 0
     loss_sum: float = 0.0  # since the last report
-    loss_weight: float = 0.0
+    loss_weight: NonNegativeFloat = 0.0
     best: float | None = None  # best validation metric so far
     best_step: NonNegativeInt = 0
     worse_evals: NonNegativeInt = 0  # validations since best_step
-    loss_scale: float = 0.0  # of float16; 0: not set yet
+    loss_scale: NonNegativeFloat = 0.0  # of float16; 0: not set yet
     steps_at_scale: NonNegativeInt = 0
 
     @property
@@ -67,6 +73,14 @@ class Position:
             return replace(self, best=value, best_step=self.step, worse_evals=0)
         return replace(self, worse_evals=self.worse_evals + 1)
 
+    def contradiction(self) -> str:
+        """Say which numbers cannot belong to one position; empty if all can. A step has at most one validation."""
+        if self.best_step + self.worse_evals > self.step:
+            return f"step {self.step}, but best_step {self.best_step} and worse_evals {self.worse_evals}"
+        if (self.best is None) != (self.best_step == 0):
+            return f"best {self.best}, but best_step {self.best_step}"
+        return f"step {self.step}, but steps_at_scale {self.steps_at_scale}" if self.steps_at_scale > self.step else ""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -78,7 +92,7 @@ class Origin:
     dataset: str  # fingerprint of the training data
     seed: NonNegativeInt
     global_batch_size: NonNegativeInt
-    world_size: NonNegativeInt
+    world_size: PositiveInt
     versions: dict[str, str]
 
 
@@ -122,6 +136,11 @@ class Checkpoint:
         return self.state.position
 
     @property
+    def is_copy(self) -> bool:
+        """Whether its directory has another name than the one it was committed with."""
+        return self.path != step_path(self.path.parent, self.position.step)
+
+    @property
     def base(self) -> Path | None:
         return self.path.parent / self.state.base if self.state.base else None
 
@@ -131,13 +150,17 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def committed(directory: Path) -> list[Path]:
-    """Return the checkpoints that have a manifest, oldest first."""
-    return sorted((path for path in _step_paths(directory) if (path / MANIFEST).exists()), key=step_of)
+    """Return the checkpoints, oldest first; no copies such as step-10-best.
 
-
-def _step_paths(directory: Path) -> list[Path]:
-    """Return committed and incomplete checkpoints, but no copies such as step-10-best."""
-    return [path for path in directory.glob("step-*") if _STEP_NAME.fullmatch(path.name)]
+    Only the rename that commits a checkpoint gives it its name. It may have been damaged since.
+    """
+    try:
+        paths = [path for path in directory.iterdir() if _STEP_NAME.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:  # for example a directory of another user
+        raise as_user_error(error) or error from error
+    return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 
 def step_of(path: Path) -> int:
@@ -155,8 +178,7 @@ def begin(partial: Path) -> None:
     if not directory.exists():
         directory.mkdir()
         sync_directory(directory.parent)
-    incomplete = [path for path in _step_paths(directory) if not (path / MANIFEST).exists()]
-    for leftover in [*directory.glob(".saving-*"), *incomplete]:
+    for leftover in [*directory.glob(".saving-*"), *directory.glob(".removing-*")]:
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
 
@@ -184,46 +206,133 @@ def commit(partial: Path, state: State, files: dict[str, FileFacts]) -> Path:
     return final
 
 
-def prune(directory: Path, keep: int, keep_best: bool) -> None:
-    """Remove all but the `keep` newest, the best, and their bases, once the newest is known to be complete."""
-    paths = committed(directory)
-    verify(paths[-1], digests=False)  # its digests were just read back from the disk
-    best = best_path(directory) if keep_best else None
-    kept = {*paths[-keep:], *([best] if best else [])}
-    for path in list(kept):
-        with contextlib.suppress(CheckpointError):  # a corrupt old checkpoint must not prevent a new one
-            if base := read(path).base:
-                kept.add(base)
-    for old in paths:
-        if old not in kept:
-            (old / MANIFEST).unlink()  # first, or a kill would leave an incomplete one that looks complete
-            shutil.rmtree(old)
+def prune(newest: Path, keep: int, keep_best: bool) -> None:
+    """Remove all but the `keep` newest, the best, their bases, and those that another process is reading.
+
+    First check that the newest is complete. Copies and corrupt checkpoints are neither counted nor removed.
+    """
+    best_step = verify(newest, digests=False).position.best_step  # its digests were just read back from the disk
+    own: list[Checkpoint] = []
+    for path in committed(newest.parent):
+        with contextlib.suppress(UserError):
+            if (path / MANIFEST).exists():
+                own.append(_read_own(path))
+    kept = {checkpoint.path for checkpoint in own[-keep:]}
+    if keep_best:
+        kept.add(step_path(newest.parent, best_step))
+    for checkpoint in reversed(own):  # newest first: a base is older than the changes that need it
+        if (checkpoint.path in kept or not _remove(checkpoint.path)) and checkpoint.base:
+            kept.add(checkpoint.base)
+
+
+def _remove(path: Path) -> bool:
+    """Remove a checkpoint, unless another process is reading it. Return whether it was removed."""
+    hidden = path.with_name(f".removing-{path.name}")
+    with (path / MANIFEST).open("r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        os.rename(path, hidden)  # first, or a kill would leave an incomplete one that looks complete
+    shutil.rmtree(hidden)
+    return True
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep a run from pruning a checkpoint and its base within the block. This needs no permission to write.
+
+    Nothing is held if the file system has no locks. Whoever reads a checkpoint that is gone gets a PrunedError.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stack.enter_context((path / MANIFEST).open("rb")), fcntl.LOCK_SH)
+        yield
 
 
 def file_facts(file: Path, on_block: OnBlock = lambda: None) -> FileFacts:
     return {"bytes": file.stat().st_size, "xxh3": digest(file, on_block)}
 
 
-def best_path(directory: Path) -> Path | None:
-    """Return the checkpoint with the best validation metric, which the newest one names; None if it was not kept."""
+def best_path(directory: Path, fallback: bool = False) -> Path | None:
+    """Return the checkpoint with the best validation metric, which the newest one names; None if it was not kept.
+
+    With `fallback`, corrupt checkpoints are not asked.
+    """
     paths = committed(directory)
-    wanted = step_path(directory, read(paths[-1]).position.best_step) if paths else None
-    return wanted if wanted in paths else None
+    for path in reversed(paths):
+        try:
+            best_step = _read_own(path).position.best_step
+        except CheckpointError:
+            if not fallback:
+                raise
+            continue
+        wanted = step_path(directory, best_step)
+        return wanted if best_step and wanted in paths else None
+    return None
 
 
-def choose(directory: Path, which: str, fallback: bool = False, on_block: OnBlock = lambda: None) -> Checkpoint | None:
+def check_none_is_lost(directory: Path, saved_step: int) -> None:
+    """Raise CheckpointError if there is no checkpoint as new as `saved_step`, which status.json names.
+
+    Read the status first: a run writes it after it has committed a checkpoint.
+    """
+    paths = committed(directory)
+    newest = step_of(paths[-1]) if paths else 0
+    if newest < saved_step:
+        fact = f"the newest in {directory} is of step {newest:,}" if paths else f"there is none in {directory}"
+        fallback = " or use an older one with --fallback," if paths else ""
+        raise CheckpointError(
+            f"{directory.parent / 'status.json'} says that a checkpoint of step {saved_step:,} was saved, but {fact}. "
+            f"Restore it,{fallback} or start anew: choose another --run, or remove {directory.parent}."
+        )
+
+
+def choose(
+    directory: Path,
+    which: str,
+    fallback: bool = False,
+    on_block: OnBlock = lambda: None,
+    saved_step: int = 0,
+    hold: contextlib.ExitStack | None = None,
+) -> Checkpoint | None:
     """Return the 'newest' or the 'best' checkpoint after checking every digest; None if there is none.
 
-    With `fallback`, if the chosen one is corrupt, return the newest complete one instead of raising CheckpointError.
+    With `fallback`, if the chosen one is corrupt or lost, return the newest complete one instead of raising
+    CheckpointError. `saved_step`: see `check_none_is_lost`. The checkpoint is not pruned until `hold` is closed.
     """
-    candidates = committed(directory)[::-1]
-    if which == "best":
-        best = best_path(directory)
-        candidates = [best, *candidates] if best else []
+    while True:
+        try:
+            return _choose(directory, which, fallback, on_block, saved_step, hold)
+        except PrunedError:
+            log.info("%s: a checkpoint was pruned while it was being read; choosing again", directory)
+
+
+def _choose(
+    directory: Path, which: str, fallback: bool, on_block: OnBlock, saved_step: int, hold: contextlib.ExitStack | None
+) -> Checkpoint | None:
     problem: CheckpointError | None = None
+    try:
+        check_none_is_lost(directory, saved_step)
+    except CheckpointError as error:
+        problem = error
+    candidates = committed(directory)[::-1]
+    if problem and not (fallback and candidates):
+        raise problem
+    if problem:
+        log.warning("%s", problem)
+    if which == "best":
+        best = best_path(directory, fallback)
+        candidates = [best, *candidates] if best else []
     for path in candidates:
         try:
-            checkpoint = verify(path, on_block=on_block)
+            with contextlib.ExitStack() as attempt:
+                attempt.enter_context(held(path))
+                checkpoint = verify(path, on_block=on_block)
+                if hold:
+                    hold.enter_context(attempt.pop_all())
+        except PrunedError:
+            raise
         except CheckpointError as error:
             if not fallback:
                 raise
@@ -252,10 +361,26 @@ def read(path: Path) -> Checkpoint:
         state = _AS_STATE.validate_json((path / STATE).read_bytes())
         if state.base is not None and not _STEP_NAME.fullmatch(state.base):
             raise ValueError(f"base {state.base!r}")
-    except (ValidationError, ValueError, OSError) as error:
+        if contradiction := state.position.contradiction():
+            raise ValueError(contradiction)
+    except (ValidationError, ValueError) as error:
         fact = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise _corrupt(path, f"{path / STATE}: unreadable state ({fact})") from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
     return Checkpoint(path, state)
+
+
+def _read_own(path: Path) -> Checkpoint:
+    """Read the state of a checkpoint that must be no copy."""
+    checkpoint = read(path)
+    step = checkpoint.position.step
+    if checkpoint.is_copy:
+        raise CheckpointError(
+            f"{path} holds the checkpoint of step {step:,}: it is a copy, or was renamed. Move copies to another "
+            f"directory; the checkpoint of this step is named {step_path(path.parent, step).name}."
+        )
+    return checkpoint
 
 
 def verify(path: Path, digests: bool = True, on_block: OnBlock = lambda: None) -> Checkpoint:
@@ -265,7 +390,7 @@ def verify(path: Path, digests: bool = True, on_block: OnBlock = lambda: None) -
     """
     try:
         _verify_files(path, digests, on_block)
-        checkpoint = read(path)
+        checkpoint = _read_own(path)
         if base := checkpoint.base:
             if not (base / MANIFEST).is_file():
                 raise _corrupt(path, f"{path} holds changes since {base}, which is missing")
@@ -273,7 +398,7 @@ def verify(path: Path, digests: bool = True, on_block: OnBlock = lambda: None) -
                 raise _corrupt(path, f"{path} holds changes since {base}, which has since been replaced")
             _verify_files(base, digests, on_block)
     except OSError as error:  # a bad sector, for example
-        raise _corrupt(path, f"{error.filename or path}: cannot be read ({error.strerror})") from error
+        raise _unreadable(path, error) from error
     return checkpoint
 
 
@@ -287,7 +412,9 @@ def _verify_files(path: Path, digests: bool, on_block: OnBlock) -> None:
                 "version that wrote it."
             )
         listed = {name: (int(facts["bytes"]), str(facts["xxh3"])) for name, facts in content["files"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+    except FileNotFoundError as error:
+        raise _corrupt(path, f"{manifest}: missing") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _corrupt(path, f"{manifest}: unreadable manifest ({error!r})") from error
     if unlisted := {STATE, ".metadata"} - listed.keys():
         raise _corrupt(path, f"{manifest}: does not list {' and '.join(sorted(unlisted))}")
@@ -304,7 +431,16 @@ def _verify_files(path: Path, digests: bool, on_block: OnBlock) -> None:
             raise _corrupt(path, f"{file}: not part of this checkpoint")
 
 
+def _unreadable(path: Path, error: OSError) -> UserError:
+    known = as_user_error(error)
+    if isinstance(error, PermissionError) and known:
+        return known
+    return _corrupt(path, f"{error.filename or path}: cannot be read ({error.strerror})")
+
+
 def _corrupt(path: Path, fact: str) -> CheckpointError:
+    if not os.path.lexists(path):
+        return PrunedError(f"{path} was removed while it was being read. Run the same command again.")
     return CheckpointError(
         f"{fact}. Restore it from an intact copy, or resume from the newest complete checkpoint with --fallback "
         f"(recmill checkpoint verify {path.parent.parent} checks all)."

@@ -9,6 +9,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.checkpoints.format import Checkpoint, RowChange
 from recmill.checkpoints.safe_reader import SafeReader, read_into
+from recmill.errors import CheckpointError
 from recmill.tables.replicated import ReplicatedTables
 from recmill.tables.table_lookup import TableLookup, fused_lookups
 from recmill.tables.torchrec_internals import LocalShard, ShardKey, is_sharded, local_shards, table_of
@@ -73,6 +74,11 @@ def apply_changes(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
     for change in checkpoint.state.changes:
         if change.key not in state:
             continue  # an optimizer state, when only weights are loaded
+        if missing := [key for key in (change.ids, change.values) if key not in described]:
+            raise CheckpointError(
+                f"{checkpoint.path / '.metadata'}: does not describe {missing[0]}, which state.json names. Restore the "
+                "checkpoint from an intact copy, or use another one."
+            )
         tensors = {
             key: torch.empty(described[key].size, dtype=described[key].properties.dtype)
             for key in (change.ids, change.values)

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,18 @@ def find_checkpoint(
     fallback: bool = False,
     set_aside_newer: bool = False,
     on_block: OnBlock = lambda: None,
+    saved_step: int = 0,
+    hold: ExitStack | None = None,
 ) -> Checkpoint | None:
     """Choose and verify a checkpoint on rank 0, because files may change meanwhile. All ranks take part.
 
     `set_aside_newer` renames newer checkpoints, which are corrupt, so that training can write these steps again.
+    `saved_step` and `hold`: see `choose`.
     """
     result: Checkpoint | UserError | None = None
     if world.is_main:
         try:
-            result = choose(directory, which, fallback, on_block)
+            result = choose(directory, which, fallback, on_block, saved_step, hold)
         except UserError as error:
             result = error
         if set_aside_newer and isinstance(result, Checkpoint):
@@ -95,6 +99,8 @@ def _read(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
     if checkpoint.base:
         read_into(in_base, checkpoint.base, alone)
         apply_changes(checkpoint, state)
+    if not alone:
+        dist.barrier()  # rank 0 holds the checkpoint until every rank has read it
 
 
 def _on_any_rank(sizes: Sizes) -> Sizes:

@@ -1,7 +1,9 @@
 """Save checkpoints while training continues: training waits only for a copy, which a thread writes and commits."""
 
 import contextlib
+import errno
 import logging
+import os
 import shutil
 import threading
 import time
@@ -24,7 +26,7 @@ from recmill.checkpoints.format import FileFacts, Origin, Position, RowChange, S
 from recmill.checkpoints.incremental import TouchedRows, collect_changes, has_table_rows, quantize_rows
 from recmill.checkpoints.loading import state_of
 from recmill.config.sections import CheckpointSection
-from recmill.errors import ResourceError, UserError, as_user_error
+from recmill.errors import ResourceError, UserError, as_user_error, remedy_for
 from recmill.failpoints import reach
 from recmill.files.digests import digest
 from recmill.files.timestamps import utc_now
@@ -40,6 +42,12 @@ _Base = tuple[str, str]  # name of a full checkpoint, and the digest of its mani
 
 _TIMEOUT = timedelta(hours=6)  # long, because a slow disk is not a hang
 _COPY_MARGIN = 1.1
+_POLL_SECONDS = 1.0
+_REMOVED = "The run directory was removed or renamed while it was in use: restore it, or choose another --run."
+
+
+class SaveError(RuntimeError):
+    """An error of a save that no user can cause. Its note is the traceback of the rank on which it happened."""
 
 
 @dataclass
@@ -55,6 +63,7 @@ class _Save:
     base: _Base | None = None
     stall_seconds: float | None = None  # how long training waited for the copy; None: it waits until the end
     bytes: int = 0  # over all ranks
+    free_bytes: int | None = None  # when it began
 
 
 @dataclass(eq=False)
@@ -81,6 +90,7 @@ class Saver:
         self._saves_since_full = 0
         self._buffers: list[Tensor] = []
         self._thread: threading.Thread | None = None
+        self._partial = self.directory  # where the thread writes
         self._is_waited_for = False
         self._error: Exception | None = None
 
@@ -94,6 +104,7 @@ class Saver:
             save.tensors = self._copy(save.tensors)
             save.stall_seconds = time.monotonic() - save.started
         reach("ckpt.copied", position.step)
+        self._partial = save.partial
         self._thread = threading.Thread(target=self._write, args=(save,), name="saving", daemon=True)
         self._thread.start()
         if not in_background:
@@ -135,8 +146,11 @@ class Saver:
     def _wait(self) -> None:
         if self._thread:
             self._is_waited_for = True
-            self._beat()
-            self._thread.join()
+            written = -1
+            while self._thread.is_alive():
+                if written != (written := _bytes_in(self._partial)):  # on any rank: this one may wait for another
+                    self._beat()
+                self._thread.join(_POLL_SECONDS)
             self._is_waited_for = False
             self._thread = None
 
@@ -173,7 +187,7 @@ class Saver:
         try:
             self._on_all_ranks(save, lambda: self._check_finite(save))
             save.bytes = sum(self._on_all_ranks(save, lambda: self._bytes_to_write(save)))
-            self._on_all_ranks(save, lambda: self._begin(save))
+            save.free_bytes, *_ = self._on_all_ranks(save, lambda: self._begin(save))
             self._write_shards(save)
             files = self._on_all_ranks(save, lambda: self._file_facts(save))
             changes_by_rank = self._on_all_ranks(save, lambda: save.changes)
@@ -183,17 +197,23 @@ class Saver:
             self.committed_step = save.position.step
             self._base = save.base or committed
             self._saves_since_full = self._saves_since_full + 1 if save.base else 1
-        except Exception as error:  # noqa: BLE001 - raised by handle_failure() or finish(), in the main thread
+        except BaseException as error:  # noqa: BLE001 - raised by handle_failure() or finish(), in the main thread
             if self.world.is_main:
                 shutil.rmtree(save.partial, ignore_errors=True)  # free the space
             self._base = None  # marks of touched rows may be lost: the next checkpoint must be full
             self._error = self._as_save_error(error, save)
 
-    def _as_save_error(self, error: Exception, save: _Save) -> Exception:
-        """Convert disk errors to ResourceError; return internal errors as they are."""
+    def _as_save_error(self, error: BaseException, save: _Save) -> UserError | SaveError:
+        """Convert errors of the disk to ResourceError, and others to one that every rank can unpickle."""
+        if isinstance(error, SaveError):
+            return error
         if isinstance(error, OSError):
-            return self._not_written(error.strerror or str(error), save)
-        return as_user_error(error) or error
+            return self._not_written(error, save)
+        if known := as_user_error(error):
+            return known
+        internal = SaveError(f"rank {self.world.rank} could not save ({type(error).__name__}: {error})")
+        internal.add_note("".join(traceback.format_exception(error)))
+        return internal
 
     def _on_all_ranks(self, save: _Save, action: Callable[[], T]) -> list[T]:
         """Return the results of all ranks, in order. If `action` fails on one rank, raise its error on all."""
@@ -202,10 +222,8 @@ class Saver:
         try:
             result = action()
             self._beat()
-        except Exception as problem:  # noqa: BLE001 - raised below, on all ranks
+        except BaseException as problem:  # noqa: BLE001 - raised below, on all ranks
             error = self._as_save_error(problem, save)
-            if not isinstance(error, UserError):  # other ranks may not be able to unpickle it
-                error = RuntimeError(f"rank {self.world.rank} could not save:\n{traceback.format_exc()}")
         everyone: list[Any] = [(result, error)]
         if self.world.size > 1:
             everyone = [None] * self.world.size
@@ -233,34 +251,34 @@ class Saver:
         own = [value for key, value in save.tensors.items() if is_main or is_sharded(value) or key in save.rows]
         return _local_bytes(own)
 
-    def _begin(self, save: _Save) -> None:
+    def _begin(self, save: _Save) -> int | None:
+        """Create the directory on rank 0, and return the bytes that are free there."""
         if self.world.is_main:
             on_disk.begin(save.partial)
-            if save.bytes > shutil.disk_usage(save.partial).free:
-                raise self._not_written("No space left on device", save)
+            save.free_bytes = shutil.disk_usage(save.partial).free
+            if save.bytes > save.free_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         reach("ckpt.shards", save.position.step)
+        return save.free_bytes
 
-    def _not_written(self, fact: str, save: _Save) -> ResourceError:
-        free = "an unknown number"
-        with contextlib.suppress(OSError):  # the directory itself may be gone
-            existing = self.directory if self.directory.exists() else self.directory.parent
-            free = f"{shutil.disk_usage(existing).free:,}"
-        return ResourceError(
-            f"{self.directory}: a checkpoint could not be written ({fact}). It needs {save.bytes:,} bytes, {free} "
-            "are free. Earlier checkpoints are untouched. Make room or choose another disk, then run the same command "
-            "again."
-        )
+    def _not_written(self, error: OSError, save: _Save) -> ResourceError:
+        file = f"{error.filename}: " if error.filename else ""
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and save.free_bytes is not None
+        sizes = f" It needs {save.bytes:,} bytes, {save.free_bytes:,} were free." if is_full else ""
+        advice = remedy_for(error) or "Fix that and run the same command again."
+        remedy = _REMOVED if error.errno == errno.ENOENT else f"Earlier checkpoints are untouched. {advice}"
+        fact = f"a checkpoint could not be written ({file}{error.strerror or error}).{sizes}"
+        return ResourceError(f"{self.directory}: {fact} {remedy}")
 
     def _write_shards(self, save: _Save) -> None:
         """Write and sync the tensors. All ranks take part."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                writer = dcp.FileSystemWriter(save.partial, sync_files=True, overwrite=False)
+                writer = _Writer(save.partial, sync_files=True, overwrite=False)
                 dcp.save(save.tensors, storage_writer=writer, process_group=self._group)
-        except dcp.CheckpointException as error:
-            fact = next((str(failure[0]) for failure in error.failures.values()), str(error))
-            raise self._not_written(fact, save) from error  # a full disk may appear as 'unexpected pos'
+        except dcp.CheckpointException as error:  # the same on all ranks
+            raise next((failure for failure, _ in error.failures.values()), RuntimeError(str(error))) from error
 
     def _file_facts(self, save: _Save) -> dict[str, FileFacts]:
         """Read back what this rank wrote."""
@@ -283,7 +301,10 @@ class Saver:
         state = State(save.position, self.origin, utc_now(), base, base_manifest, changes)
         all_files = {file: facts for own in files for file, facts in own.items()}
         final = on_disk.commit(save.partial, state, all_files)
-        on_disk.prune(self.directory, self.section.keep, self.section.keep_best)
+        try:
+            on_disk.prune(final, self.section.keep, self.section.keep_best)
+        except (OSError, on_disk.PrunedError) as error:
+            log.warning("older checkpoints could not be removed, and take up space: %s", error)
         reach("ckpt.pruned", step)
         size = f"{sum(facts['bytes'] for facts in all_files.values()) / 1e6:,.1f} MB"
         kind = f" of changes since {base}" if base else ""
@@ -293,6 +314,21 @@ class Saver:
         with contextlib.suppress(OSError):  # the checkpoint is committed, even if this cannot be noted
             self.on_commit(step)
         return final.name, digest(final / on_disk.MANIFEST)
+
+
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise what the disk said. torch raises 'unexpected pos' instead, whatever the cause."""
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from error
+
+
+def _bytes_in(directory: Path) -> int:
+    with contextlib.suppress(OSError):  # a file may be removed meanwhile
+        return sum(file.stat().st_size for file in directory.iterdir())
+    return 0
 
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:

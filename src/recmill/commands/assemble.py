@@ -1,10 +1,13 @@
 """Open and build, from a config, the parts that train, evaluate and recommend work with."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from recmill import registry
-from recmill.config import Config, load_config
+from recmill.checkpoints.format import check_none_is_lost, committed
+from recmill.config import Config, fingerprint, load_config
 from recmill.data.opening import open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -15,7 +18,7 @@ from recmill.schema import SPLITS, ClicksDescription, Dataset
 from recmill.tables.spec import TableSpec
 
 if TYPE_CHECKING:
-    from recmill.checkpoints.format import Checkpoint, Origin
+    from recmill.checkpoints.format import Checkpoint
     from recmill.data.clicks import ClickSource
     from recmill.data.histories import HistorySource
     from recmill.tables.sharding import DistributedModelParallel
@@ -178,7 +181,9 @@ def open_run(path: str | Path) -> tuple[RunDirectory, Config]:
 
 def open_trained_run(path: str | Path) -> tuple[RunDirectory, Config]:
     run, config = open_run(path)
-    if not run.has_checkpoint():
+    saved_step = run.saved_step()
+    if not committed(run.checkpoints):
+        check_none_is_lost(run.checkpoints, saved_step)
         raise CheckpointError(
             f"{path}: no complete checkpoint yet. Train first: recmill train {run.config_file} --run {path}."
         )
@@ -190,34 +195,40 @@ def check_which(checkpoint: str) -> None:
         raise ConfigError(f"checkpoint '{checkpoint}': use the 'newest' or the 'best'.")
 
 
+@contextmanager
 def trained_checkpoint(
-    run: RunDirectory, which: str, dataset: Dataset, world: "World", fallback: bool = False
-) -> "Checkpoint":
-    """Find the newest or the best checkpoint, which must have been trained on `dataset`. All ranks take part."""
+    run: RunDirectory, which: str, config: Config, dataset: Dataset, world: "World", fallback: bool = False
+) -> "Iterator[Checkpoint]":
+    """Find the newest or the best checkpoint of a run, and keep it from being pruned within the block.
+
+    It must have been trained with `config` on `dataset`. All ranks take part.
+    """
     from recmill.checkpoints.loading import find_checkpoint
 
-    found = find_checkpoint(run.checkpoints, which, world, fallback)
-    if found is None:
-        raise CheckpointError(
-            f"{run.path}: no {which} checkpoint. Only a run with checkpoint.keep_best = true keeps the best one; "
-            "use the newest."
-        )
-    check_same_data(found, dataset)
-    return found
+    with ExitStack() as hold:
+        saved_step = run.saved_step()
+        found = find_checkpoint(run.checkpoints, which, world, fallback, saved_step=saved_step, hold=hold)
+        if found is None:
+            raise CheckpointError(
+                f"{run.path}: no {which} checkpoint. Only a run with checkpoint.keep_best = true keeps the best one; "
+                "use the newest."
+            )
+        check_same_run(found, config, dataset)
+        yield found
 
 
-def check_same_data(found: "Checkpoint", dataset: Dataset) -> None:
-    if found.state.origin.dataset != dataset.fingerprint:
+def check_same_run(found: "Checkpoint", config: Config, dataset: Dataset) -> None:
+    """Raise CheckpointError if another run wrote the checkpoint: one with another config or other data."""
+    origin = found.state.origin
+    if origin.dataset != dataset.fingerprint:
         raise CheckpointError(
             f"{found.path} was trained on other data than {dataset.path} holds now. "
             "Put the old data back (the same recipe and seed give the same bytes), or choose another --run."
         )
-
-
-def check_same_config(found: "Checkpoint", now: "Origin") -> None:
-    if found.state.origin.config != now.config:
+    train = config.settings.train
+    ours = (fingerprint(config), train.seed, train.global_batch_size)
+    if (origin.config, origin.seed, origin.global_batch_size) != ours:
         raise CheckpointError(
-            f"{found.path} was made with another config than this run's (seed {found.state.origin.seed}, global "
-            f"batches of {found.state.origin.global_batch_size:,}). Choose another --run, or start a new run from it: "
-            "--init-from RUN."
+            f"{found.path} was made with another config than this run's (seed {origin.seed}, global batches of "
+            f"{origin.global_batch_size:,}). Choose another --run, or start a new run from it: --init-from RUN."
         )

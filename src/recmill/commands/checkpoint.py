@@ -5,9 +5,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recmill.checkpoints.format import best_path, committed, step_of, verify
+from recmill.checkpoints.format import (
+    PrunedError,
+    best_path,
+    check_none_is_lost,
+    committed,
+    held,
+    read,
+    step_of,
+    step_path,
+    verify,
+)
 from recmill.commands.assemble import open_trained_run
-from recmill.errors import CheckpointError
+from recmill.errors import CheckpointError, UserError
 
 Facts = dict[str, Any]
 
@@ -15,21 +25,38 @@ Facts = dict[str, Any]
 def list_checkpoints(run: str | Path, *, digests: bool = False) -> list[Facts]:
     """Describe each checkpoint, oldest first: step, epoch, batch, kind, bytes, saved_at, processes, is_best, health.
 
-    `health` is "complete" or says what is wrong. Without `digests`, only names and sizes of files are compared.
+    `health` is "complete" or says what is wrong; `kind` may then be "missing" or "copy of step N". Without `digests`,
+    only names and sizes of files are compared.
     """
-    directory = open_trained_run(run)[0].checkpoints
+    directory, _ = open_trained_run(run)
+    saved_step = directory.saved_step()
     best = None
-    with suppress(CheckpointError):  # the newest, which names the best one, may be corrupt
-        best = best_path(directory)
-    return [_describe(path, path == best, digests) for path in committed(directory)]
+    with suppress(UserError):  # the newest, which names the best one, may be corrupt
+        best = best_path(directory.checkpoints)
+    found = []
+    for path in committed(directory.checkpoints):
+        with suppress(PrunedError), held(path):  # the run may still be training, and prune it meanwhile
+            found.append(_describe(path, path == best, digests))
+    try:
+        check_none_is_lost(directory.checkpoints, saved_step)
+    except CheckpointError as error:
+        lost: Facts = {"step": saved_step, "path": str(step_path(directory.checkpoints, saved_step)), "bytes": 0}
+        found.append(lost | {"is_best": False, "kind": "missing", "health": str(error)})
+    return found
 
 
 def _describe(path: Path, is_best: bool, digests: bool) -> Facts:
-    facts: Facts = {"step": step_of(path), "path": str(path), "is_best": is_best}
-    facts["bytes"] = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    facts: Facts = {"step": step_of(path), "path": str(path), "is_best": is_best, "bytes": 0}
+    with suppress(OSError):
+        facts["bytes"] = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     try:
         checkpoint = verify(path, digests)
-    except CheckpointError as error:
+    except PrunedError:
+        raise
+    except UserError as error:
+        with suppress(UserError):
+            if (found := read(path)).is_copy:
+                facts["kind"] = f"copy of step {found.position.step:,}"
         return facts | {"health": str(error)}
     return facts | {
         "epoch": checkpoint.position.epoch,
@@ -49,10 +76,12 @@ def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
     step = max(paths) if step is None else step
     if step not in paths:
         raise CheckpointError(f"{run}: no checkpoint of step {step}. There are: {', '.join(map(str, paths))}.")
-    checkpoint = verify(paths[step], digests=False)
+    with held(paths[step]):
+        checkpoint = verify(paths[step], digests=False)
+        described = described_tensors(checkpoint)
     state = asdict(checkpoint.state)
     changed = len(state.pop("changes"))
-    tensors = [_describe_tensor(key, tensor) for key, tensor in sorted(described_tensors(checkpoint).items())]
+    tensors = [_describe_tensor(key, tensor) for key, tensor in sorted(described.items())]
     return {"path": str(checkpoint.path), **state, "changed_tensors": changed, "tensors": tensors}
 
 

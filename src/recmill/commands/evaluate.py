@@ -93,13 +93,13 @@ def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Datase
     from recmill.training.precision import set_tf32
 
     set_tf32(config.settings.train)
-    found = assemble.trained_checkpoint(run, options.checkpoint, dataset, world, options.fallback)
     ranking = {"protocols": options.protocols, "ks": options.ks}
     section = config.settings.eval.model_copy(update={key: value for key, value in ranking.items() if value})
     config = replace(config, settings=config.settings.model_copy(update={"eval": section}))
-    source = assemble.build_source(config, dataset, world.rank, world.size)
-    model = assemble.build_sharded(config, dataset, world)
-    load(found, model)
+    with assemble.trained_checkpoint(run, options.checkpoint, config, dataset, world, options.fallback) as found:
+        source = assemble.build_source(config, dataset, world.rank, world.size)
+        model = assemble.build_sharded(config, dataset, world)
+        load(found, model)
     parts = Parts(model, assemble.task_module(config), source, world, config.settings.data.prefetch, Heartbeat())
     metrics = parts.task.new_metrics(section)
     if isinstance(source, HistorySource):

@@ -16,7 +16,7 @@ from recmill.commands.options import Fallback, Which, flag
 from recmill.config.sections import Section
 from recmill.data.checks import checked_items
 from recmill.data.names import Names
-from recmill.errors import ConfigError, DataError, ResourceError
+from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.observe.progress import Progress
 
@@ -170,6 +170,11 @@ class _Recommender:
 
         with torch.no_grad():
             scores_BV = self._network(*self.network_inputs(histories))
+        if not bool(torch.isfinite(scores_BV).all()):
+            raise CheckpointError(
+                f"{self._checkpoint}: its model gives scores that are not finite numbers. Use another checkpoint, or "
+                "train again with lower learning rates."
+            )
         if not self._include_seen:
             seen_rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
             scores_BV[torch.from_numpy(seen_rows), torch.from_numpy(np.concatenate(histories) - 1)] = float("-inf")
@@ -206,8 +211,11 @@ class _Recommender:
 
         alone = World(0, 1, 0, 1, torch.device("cpu"))
         with quiet_libraries():
-            found = assemble.trained_checkpoint(self._run, self._which, self._dataset, alone, self._fallback)
             model = assemble.model_module(self._config)
             network = model.build(self._config.model, self._dataset.description, alone.device)
-            load(found, network)
+            with assemble.trained_checkpoint(
+                self._run, self._which, self._config, self._dataset, alone, self._fallback
+            ) as found:
+                load(found, network)
+            self._checkpoint = found.path
         return network.eval()

@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recmill.checkpoints.format import committed
 from recmill.commands import assemble
 from recmill.commands.options import Fallback, Procs, Verify, flag
 from recmill.commands.results import RunReport, values_of_split
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.config.sections import Section, TrainSection
 from recmill.environment import process_environment
-from recmill.errors import ConfigError, Interrupted, Preempted, UserError
+from recmill.errors import CheckpointError, ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
 from recmill.hardware.cpu import threads_per_process
@@ -32,7 +33,7 @@ from recmill.schema import Dataset
 from recmill.tables.spec import VALUE_BYTES, TableSpec
 
 if TYPE_CHECKING:
-    from recmill.checkpoints.format import Position
+    from recmill.checkpoints.format import Checkpoint, Position
     from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -126,8 +127,9 @@ def _launch(config: Config, dataset: Dataset, options: Options, procs: int) -> d
         return run_job("train", arguments, procs, section.max_restarts, _precision_environment(section, procs))
     except UserError as error:
         # The launcher knows the cause where rank 0 saw only a consequence.
-        with contextlib.suppress(UserError, OSError), run.locked():  # unless another process holds the lock
-            _write_end(run, error)
+        if run.path.is_dir():  # or somebody removed it
+            with contextlib.suppress(UserError, OSError), run.locked():  # unless another process holds the lock
+                _write_end(run, error)
         raise
 
 
@@ -226,12 +228,14 @@ def _train(
     )
     beat = partial(heartbeat.beat, "reading a checkpoint")
     find = partial(find_checkpoint, which="newest", world=world, fallback=options.fallback, on_block=beat)
-    found = find(run.checkpoints, set_aside_newer=True)
+    found = find(run.checkpoints, set_aside_newer=True, saved_step=run.saved_step())
     position = found.position if found else Position()
     if found:
-        assemble.check_same_data(found, dataset)
-        assemble.check_same_config(found, origin)
-    earlier = find(RunDirectory(options.init_from).checkpoints) if options.init_from and not found else None
+        assemble.check_same_run(found, config, dataset)
+        _check_position(found, source.batches_per_epoch)
+    hold = contextlib.ExitStack()  # the other run may be training, and must not prune what is loaded below
+    other = RunDirectory(options.init_from) if options.init_from and not found else None
+    earlier = find(other.checkpoints, saved_step=other.saved_step(), hold=hold) if other else None
     _check_steps(total_steps(settings.train, source.batches_per_epoch), position, config, run, dataset)
 
     # Describe the run in its directory, and load or initialize the model
@@ -251,6 +255,7 @@ def _train(
         if earlier:
             load(earlier, model, optimizer, options.allow_partial)
             log.info("starting from step %s of another run: %s", f"{earlier.position.step:,}", earlier.path)
+    hold.close()
     heartbeat.beat("loaded", position.step)
     reach("train.loaded")
 
@@ -260,6 +265,8 @@ def _train(
     def evaluate(split: str, at: Position) -> None:
         results[split] = evaluate_split(parts, split, parts.task.new_metrics(settings.eval))
         if world.is_main:
+            if at.step == position.step:  # a run that is resumed here may have the same line already
+                run.forget_metrics_of(at.step, split)
             run.append_metrics({"step": at.step, "epoch": at.epoch, "split": split, **results[split]})
             log.info("step %s  %s  %s", f"{at.step:,}", split, _short(results[split]))
 
@@ -312,6 +319,15 @@ def _wait_for_kernels(compiling: threading.Thread, stop: StopRequest, heartbeat:
             raise stop_error(stop.signal, f"{stop.signal} was received before training had started.")
         heartbeat.beat("compiling CPU kernels")
         compiling.join(_POLL_SECONDS)
+
+
+def _check_position(found: "Checkpoint", batches_per_epoch: int) -> None:
+    at = found.position
+    if at.batch >= batches_per_epoch or at.step != at.epoch * batches_per_epoch + at.batch:
+        raise CheckpointError(
+            f"{found.path / 'state.json'}: step {at.step:,} is not at batch {at.batch:,} of epoch {at.epoch:,}, as an "
+            f"epoch has {batches_per_epoch:,} batches. Restore it from an intact copy, or choose another --run."
+        )
 
 
 def _check_steps(num_steps: int, position: "Position", config: Config, run: RunDirectory, dataset: Dataset) -> None:
@@ -371,7 +387,7 @@ def _saved_config(run: RunDirectory) -> Config | None:
     """Return the config of a run that has a checkpoint; raise if the directory holds something else."""
     if foreign := run.foreign_file():
         raise ConfigError(f"{run.path} is not a run directory: it holds {foreign}. Choose another --run.")
-    return load_config(run.config_file) if run.config_file.is_file() and run.has_checkpoint() else None
+    return load_config(run.config_file) if run.config_file.is_file() and committed(run.checkpoints) else None
 
 
 def _is_finished(run: RunDirectory, dataset: Dataset) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,15 @@ def _hide_library_warnings() -> None:
 class _RunFile(logging.FileHandler):
     """The log file of a run. The next run in the same process replaces this handler."""
 
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Report the first line that cannot be written, on the console. A run does not depend on its log."""
+        if not self._has_failed:
+            self._has_failed = True
+            with contextlib.suppress(OSError):
+                CONSOLE.print(f"{self.baseFilename}: cannot be written ({sys.exc_info()[1]}). The run continues.")
+
 
 def log_to_file(directory: Path, rank: int) -> None:
     """Log to the run directory, also in a program that calls `recmill.train` and sets up no logging."""
@@ -70,7 +80,8 @@ def log_to_file(directory: Path, rank: int) -> None:
     root = logging.getLogger()
     for earlier in [handler for handler in root.handlers if isinstance(handler, _RunFile)]:
         root.removeHandler(earlier)
-        earlier.close()
+        with contextlib.suppress(OSError):  # a full disk, which was reported
+            earlier.close()
     name = "log.txt" if rank == 0 else f"log.rank-{rank}.txt"
     handler = _RunFile(directory / name, encoding="utf-8", errors="backslashreplace")  # a path may hold any bytes
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

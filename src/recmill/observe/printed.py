@@ -119,7 +119,8 @@ def print_checkpoints(found: Sequence[dict[str, Any]]) -> None:
         known = [str(facts.get(name, "?")) for name in ("epoch", "batch", "kind")]
         size = f"{facts['bytes'] / 1e6:,.1f}"
         mark = "best" if facts["is_best"] else ""
-        health = "complete" if facts["health"] == "complete" else "CORRUPT"
+        problem = facts.get("kind", "corrupt").split()[0].upper()  # CORRUPT, COPY or MISSING
+        health = "complete" if facts["health"] == "complete" else problem
         rows.append([f"{facts['step']:,}", *known, size, facts.get("saved_at", "?"), mark, health])
     print_table(["step", "epoch", "batch", "kind", "MB", "saved", "", "health"], rows)
     for facts in found:

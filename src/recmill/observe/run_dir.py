@@ -1,17 +1,16 @@
 """The run directory: config, status, metrics and results of a run, and its lock."""
 
 import json
-import math
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from recmill.errors import CheckpointError
+from recmill.errors import CheckpointError, ResourceError
 from recmill.files.atomic import write_json, write_text
 from recmill.files.locks import exclusive_lock
 from recmill.files.timestamps import utc_now
@@ -33,6 +32,7 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self._status_lock = threading.Lock()
         self._has_ended = False
+        self._lock_file: os.stat_result | None = None  # while this object holds the lock
 
     def foreign_file(self) -> str | None:
         """Return the name of a file that no run has written, if any: training must not write here."""
@@ -41,15 +41,29 @@ class RunDirectory:
         names = sorted(path.name for path in self.path.iterdir())
         return next((name for name in names if not _EARLY_FILES.fullmatch(name)), None)
 
-    def has_checkpoint(self) -> bool:
-        return any(self.checkpoints.glob("step-*/MANIFEST.json"))
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the directory's lock within the block, or raise ResourceError naming the process that holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(self.path / ".lock", "Wait for it, stop it, or choose another --run."):
-            yield
+        path = self.path / ".lock"
+        with exclusive_lock(path, "Wait for it, stop it, or choose another --run."):
+            self._lock_file = path.stat()
+            try:
+                yield
+            finally:
+                self._lock_file = None
+
+    def _check_still_there(self) -> None:
+        """Raise ResourceError if somebody removed or replaced the directory after it was locked."""
+        if self._lock_file is None:
+            return
+        with suppress(FileNotFoundError):
+            if os.path.samestat((self.path / ".lock").stat(), self._lock_file):
+                return
+        raise ResourceError(
+            f"{self.path} or its file .lock was removed or replaced while this run was using it. "
+            "Restore the directory and run the same command to resume, or run it to start anew."
+        )
 
     def write_status(self, state: State, **facts: Any) -> None:
         """Replace status.json, from any thread.
@@ -59,40 +73,52 @@ class RunDirectory:
         with self._status_lock:
             if state == "running" and self._has_ended:
                 return
+            self._check_still_there()
             self._has_ended = state != "running"
             write_json(self.status_file, {"state": state, "updated_at": utc_now(), "pid": os.getpid(), **facts})
 
     def read_status(self) -> dict[str, Any]:
-        return _read_json(self.status_file) if self.status_file.is_file() else {}
+        return _read_json(self.status_file, "Replace it with {}") if self.status_file.is_file() else {}
+
+    def saved_step(self) -> int:
+        """Return the last step that status.json reports as saved in a checkpoint; 0: none."""
+        step = self.read_status().get("step", 0)
+        return step if isinstance(step, int) else 0
 
     def read_results(self) -> dict[str, dict[str, Any]]:
-        return _read_json(self.results_file)
+        return _read_json(self.results_file, "Remove it")
 
     def append_metrics(self, line: dict[str, Any]) -> None:
+        self._check_still_there()
         with self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**line, "time": round(time.time(), 3)}) + "\n")
 
     def forget_metrics_after(self, step: int) -> None:
         """Remove the lines of later steps, which a resumed run will repeat."""
-        if self.metrics_file.is_file():
-            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if _step_of(line) <= step]
-            write_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
+        self._keep_metrics(lambda line_step, _: line_step <= step)
+
+    def forget_metrics_of(self, step: int, split: str) -> None:
+        """Remove the line of an evaluation that a resumed run repeats."""
+        self._keep_metrics(lambda *line: line != (step, split))
+
+    def _keep_metrics(self, is_kept: Callable[[int, str], bool]) -> None:
+        """Remove the lines of other steps and splits, and incomplete ones, which a killed run may leave."""
+        if not self.metrics_file.is_file():
+            return
+        kept = []
+        for line in self.metrics_file.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                values = json.loads(line)
+                if is_kept(int(values["step"]), values.get("split")):
+                    kept.append(f"{line}\n")
+        write_text(self.metrics_file, "".join(kept))
 
 
-def _step_of(line: str) -> float:
-    """Return the step of a line of metrics.jsonl; infinity for an incomplete line, which a killed run may leave."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not readable as JSON. Remove it; checkpoints do not depend on it.")
+        raise CheckpointError(f"{path}: not readable as JSON. {remedy}; checkpoints do not depend on it.")
     return value
