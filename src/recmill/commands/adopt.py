@@ -15,7 +15,7 @@ from recmill.config.options import checked_options
 from recmill.config.sections import Section
 from recmill.data.checks import BadValues, ClickChecks, bad_labels
 from recmill.data.click_rows import split_blocks
-from recmill.data.npy_files import npz_arrays
+from recmill.data.npy_files import npy_array, npz_arrays
 from recmill.data.opening import open_dataset
 from recmill.datasets.clicks import dense_names, sparse_names, split_rows
 from recmill.datasets.writing import ADOPTED, MADE_BY, seal
@@ -184,12 +184,12 @@ def _checked_shapes(path: Path, days: list[str], sparse: str) -> dict[tuple[str,
 def _shapes(file: Path, dtypes: list[str], problems: list[str]) -> list[tuple[int, int]]:
     """Return (rows, columns) of the array in an npy file, or of each one in an npz file; add to `problems`."""
     try:
-        arrays = npz_arrays(file) if file.suffix == ".npz" else [np.load(file, mmap_mode="r", allow_pickle=False)]
+        arrays = npz_arrays(file) if file.suffix == ".npz" else [npy_array(file)]
     except FileNotFoundError:
         other = file.with_name(file.name.replace(_ONE_HOT, _NOT_RENAMED))
         problems.append(f"{file.name}: missing" + (f"; rename {other.name} to it" if other.exists() else ""))
         return []
-    except (DataError, ValueError, EOFError) as error:
+    except (DataError, ValueError) as error:
         problems.append(f"{file.name}: not a complete NumPy file ({error})")
         return []
     for array in arrays:

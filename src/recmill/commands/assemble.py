@@ -1,11 +1,11 @@
 """Open and build, from a config, the parts that train, evaluate and recommend work with."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 from recmill import registry
 from recmill.config import Config, load_config
-from recmill.data.opening import open_dataset
+from recmill.data.opening import Verify, open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
 from recmill.hardware.memory import memory_bytes
@@ -39,7 +39,7 @@ def table_specs(config: Config, dataset: Dataset) -> list[TableSpec]:
     return model_module(config).tables(config.model, dataset.description)
 
 
-def open_matching_dataset(config: Config, verify: Literal["sizes", "digests"] = "sizes") -> Dataset:
+def open_matching_dataset(config: Config, verify: Verify = "sizes") -> Dataset:
     """Open the config's dataset and check that the model and the other sections fit it."""
     dataset = open_dataset(config.settings.data.path, verify)
     kind = model_module(config).KIND

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from recmill.data.parquet_files import reading
 from recmill.errors import DataError
 
 _MAX_COMPARED = 100_000  # difflib takes seconds for this many names
@@ -20,8 +21,9 @@ class Names:
 
         self._file = file
         self._what = what
-        names = pl.read_parquet(file).sort("id")
-        self.originals: Any = names["original_id"]
+        with reading(file):
+            names = pl.read_parquet(file).sort("id")
+            self.originals: Any = names["original_id"]
         self.titles: Any = names["title"] if "title" in names.columns else self.originals
 
     def find(self, names: str | Sequence[str | int], flag: str) -> list[int]:
