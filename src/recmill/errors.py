@@ -1,6 +1,8 @@
 """Errors that a user or a machine can cause, one class per exit code. Any other exception is an internal error."""
 
 import errno
+import os
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -67,13 +69,26 @@ _REMEDIES = {
 }
 
 
+_UNREADABLE = "You may not read it: change its permissions, or those of the directories above it."
+
+
+def _is_unreadable(error: OSError) -> bool:
+    """Return whether permission to read is missing: the error itself does not say whether to read or to write."""
+    if error.errno != errno.EACCES or not error.filename:
+        return False
+    if os.path.lexists(error.filename):
+        return not os.access(error.filename, os.R_OK)
+    return not os.access(Path(error.filename).absolute().parent, os.R_OK | os.X_OK)
+
+
 def as_user_error(error: BaseException) -> UserError | None:
     """Convert an error that a user or a machine can cause to a UserError; return None for internal errors."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         path = f"{error.filename}: " if error.filename else ""
-        return ResourceError(f"{path}{error.strerror}. {_REMEDIES[error.errno]}")
+        remedy = _UNREADABLE if _is_unreadable(error) else _REMEDIES[error.errno]
+        return ResourceError(f"{path}{error.strerror}. {remedy}")
     if isinstance(error, MemoryError) or any(message in str(error) for message in _OUT_OF_MEMORY):
         return ResourceError(f"Out of memory ({error}). {_REMEDIES[errno.ENOMEM]}")
     return None

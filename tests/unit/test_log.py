@@ -1,9 +1,10 @@
 import logging
 import warnings
+from pathlib import Path
 
 import pytest
 
-from recmill.observe.log import quiet_libraries
+from recmill.observe.log import log_to_file, quiet_libraries
 
 
 def test_quiet_libraries_hides_warnings_that_no_user_can_act_on_within_its_block_only(
@@ -21,3 +22,9 @@ def test_quiet_libraries_hides_warnings_that_no_user_can_act_on_within_its_block
         logging.getLogger("torchrec").warning("seen again")
     assert [str(warning.message) for warning in caught] == ["something else", "the user's own"]
     assert caplog.messages == ["a failure", "seen again"]
+
+
+def test_lines_of_a_run_hold_no_control_characters(tmp_path: Path) -> None:
+    log_to_file(tmp_path, rank=0)
+    logging.getLogger("recmill").error("%s is a path\nof two lines", "a\x1b]0;title\x07")
+    assert (tmp_path / "log.txt").read_text().endswith("ERROR a\\x1b]0;title\\x07 is a path\nof two lines\n")

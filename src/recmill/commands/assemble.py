@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, cast
 
 from recmill import registry
 from recmill.config import Config, load_config
+from recmill.config.options import given_path
 from recmill.data.opening import Verify, open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -170,7 +171,7 @@ def _ids_per_row(config: Config, dataset: Dataset, tables: list[TableSpec]) -> d
 
 
 def open_run(path: str | Path) -> tuple[RunDirectory, Config]:
-    run = RunDirectory(path)
+    run = RunDirectory(given_path(path, "RUN"))
     if not run.config_file.is_file():
         raise CheckpointError(f"{run.path}: no config.toml, so this is no run directory. Train first: recmill train.")
     return run, load_config(run.config_file)

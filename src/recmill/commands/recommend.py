@@ -13,6 +13,7 @@ import numpy as np
 
 from recmill.commands import assemble
 from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag
+from recmill.config.options import given_path
 from recmill.config.sections import Section
 from recmill.data.checks import checked_items
 from recmill.data.names import Names
@@ -93,7 +94,7 @@ def recommend_all(
     import polars as pl
     from polars.io.plugins import register_io_source
 
-    output = Path(output).absolute()
+    output = given_path(output, "--output").absolute()
     if output.exists():
         raise DataError(f"{output} exists. Choose another --output, or move it away.")
     model = _Recommender(run, k, include_seen, checkpoint, fallback, verify)

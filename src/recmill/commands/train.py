@@ -14,6 +14,7 @@ from recmill.commands import assemble
 from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, flag
 from recmill.commands.results import RunReport, values_of_split
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
+from recmill.config.options import given_path
 from recmill.config.sections import Section, TrainSection
 from recmill.environment import process_environment
 from recmill.errors import ConfigError, Interrupted, Preempted, UserError
@@ -80,7 +81,7 @@ def train(
     checked = _with_absolute_path(load_config(config, overrides))
     if allow_partial and init_from is None:
         raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
-    directory = RunDirectory(Path(run).absolute())
+    directory = RunDirectory(given_path(run, "--run").absolute())
     saved = _saved_config(directory)
     if saved is not None and (changed := differences(saved, checked)):
         facts = "\n  ".join([f"{directory.path} was started with another config:", *changed])
