@@ -74,7 +74,7 @@ _UNREADABLE = "You may not read it: change its permissions, or those of the dire
 
 def _is_unreadable(error: OSError) -> bool:
     """Return whether permission to read is missing: the error itself does not say whether to read or to write."""
-    if error.errno != errno.EACCES or not error.filename:
+    if error.errno != errno.EACCES or not isinstance(error.filename, str):
         return False
     if os.path.lexists(error.filename):
         return not os.access(error.filename, os.R_OK)

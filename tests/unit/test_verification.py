@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recmill.data import verification
-from recmill.data.opening import Verify, open_dataset
+from recmill.data.opening import Checks, open_dataset
 from recmill.errors import DataError
 
 
@@ -35,7 +35,7 @@ def copy(clicks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(shutil.copytree(clicks, tmp_path / "copy"))
 
 
-def opened(path: Path, read: list[str], verify: Verify = "once") -> list[str]:
+def opened(path: Path, read: list[str], verify: Checks = "once") -> list[str]:
     """Open the dataset and return the files that were read for it."""
     read.clear()
     open_dataset(path, verify)

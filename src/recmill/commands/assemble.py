@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 from recmill import registry
 from recmill.config import Config, load_config
 from recmill.config.options import given_path
-from recmill.data.opening import Verify, open_dataset
+from recmill.data.opening import Checks, open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
 from recmill.hardware.memory import memory_bytes
@@ -40,7 +40,7 @@ def table_specs(config: Config, dataset: Dataset) -> list[TableSpec]:
     return model_module(config).tables(config.model, dataset.description)
 
 
-def open_matching_dataset(config: Config, verify: Verify = "sizes") -> Dataset:
+def open_matching_dataset(config: Config, verify: Checks = "sizes") -> Dataset:
     """Open the config's dataset and check that the model and the other sections fit it."""
     dataset = open_dataset(config.settings.data.path, verify)
     kind = model_module(config).KIND

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from recmill.data import opening
+from recmill.data.opening import Checks
 from recmill.environment import process_environment
 
 Procs = Annotated[PositiveInt, Field(description="Processes on this machine.")]
@@ -19,7 +19,7 @@ Which = Annotated[Literal["newest", "best"], Field(description="best: by validat
 Fallback = Annotated[bool, Field(description="If the newest checkpoint is corrupt, use the newest that is not.")]
 
 
-def dataset_checks(verify: bool | None) -> opening.Verify:
+def dataset_checks(verify: bool | None) -> Checks:
     """Return what to verify when a dataset is opened. If a launcher started several processes, rank 0 does it."""
     if verify is False or process_environment().rank:
         return "sizes"

@@ -41,8 +41,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def _loaded(name: str, source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    is_mapping = isinstance(source, Mapping)
-    values = json.loads(json.dumps(source, default=plain)) if is_mapping else _read_toml(Path(source))
+    values = json.loads(json.dumps(source, default=plain)) if isinstance(source, Mapping) else _read_toml(Path(source))
     problems: list[Problem] = []
     overridden: set[str] = set()
     for override in [overrides] if isinstance(overrides, str) else overrides:

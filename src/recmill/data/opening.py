@@ -16,10 +16,10 @@ from recmill.data.verification import digest_problems
 from recmill.errors import DataError
 from recmill.schema import DESCRIPTION_FILE, Dataset, HistoriesDescription, from_json
 
-Verify = Literal["sizes", "once", "digests"]
+Checks = Literal["sizes", "once", "digests"]
 
 
-def open_dataset(path: str | Path, verify: Verify = "sizes") -> Dataset:
+def open_dataset(path: str | Path, verify: Checks = "sizes") -> Dataset:
     """Open the prepared dataset in `path`, or raise a DataError that lists its problems.
 
     `sizes` checks what is cheap: the description, sizes and headers of files, splits, and lengths of histories.
