@@ -173,7 +173,7 @@ def test_bad_data_is_one_clear_error(
         "no description": "no dataset.json",
         "truncated": "day_0_sparse.npy: 8,127 bytes, expected 8,128",
         "bit": "day_0_sparse.npy: its content changed",
-        "past its table": f"{file}: row 42, column C4: id 2000 is not in 0..1999",
+        "one past its table": f"{file}: row 42, column C4: id 2000 is not in 0..1999",
         "infinite": f"{copy / 'day_0_dense.npy'}: row 42, column I2: -inf is not a finite number",
         "one label": f"{copy / 'day_0_labels.npy'}: row 42: label -1 is neither 0 nor 1",
     }
@@ -186,7 +186,7 @@ def test_bad_data_is_one_clear_error(
         flip_bit(file)
     else:
         part, column, value = {
-            "past its table": ("sparse", 3, 2000),
+            "one past its table": ("sparse", 3, 2000),
             "infinite": ("dense", 1, -np.inf),
             "one label": ("labels", 0, -1),
         }[damage]
