@@ -68,10 +68,9 @@ def to_toml(config: Config) -> str:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # /dev/zero never ends
-            raise ConfigError(f"{path} is not a regular file. Name a run config (.toml).")
-        if path.is_file() and path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path} has {path.stat().st_size:,} bytes, too many for a run config (.toml).")
+        is_too_large = path.stat().st_size > _MAX_BYTES
+        if not path.is_dir() and (is_too_large or not path.is_file()):  # /dev/zero never ends
+            raise ConfigError(f"{path} is not a file of at most {_MAX_BYTES:,} bytes. Name a run config (.toml).")
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. Name a run config (.toml); examples are in configs/.") from None

@@ -14,7 +14,7 @@ from recmill.schema import Dataset, FileInfo
 
 _MEMORY_FILE = "verified-files.txt"  # in the cache folder: one line for each version of a file
 _MAX_MEMORY_BYTES = 1 << 23  # about 80,000 lines; then the file is started anew
-_SETTLED_SECONDS = 2.0  # a file that changed later than this may change again without getting a new time
+_SETTLED_SECONDS = 2.0  # a file that changed less than this ago may change again without getting another time
 
 
 def digest_problems(dataset: Dataset, which: Literal["new", "all"]) -> Iterator[str]:

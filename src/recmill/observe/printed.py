@@ -29,9 +29,8 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def print_table(header: Row, rows: Sequence[Row]) -> None:
-    first, *others = table_lines([header, *rows])
-    widths = [max(map(len, map(escaped, column))) for column in zip(header, *rows, strict=True)]
-    _print("\n".join([first, "  ".join("-" * width for width in widths), *others]))
+    rule = ["-" * max(len(escaped(cell)) for cell in column) for column in zip(header, *rows, strict=True)]
+    _print("\n".join(table_lines([header, rule, *rows])))
 
 
 def print_dataset(description: dict[str, Any]) -> None:
