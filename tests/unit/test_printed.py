@@ -45,5 +45,5 @@ def test_what_a_terminal_would_act_on_is_escaped(capsys: pytest.CaptureFixture[s
         r"\x1b[2Ja\rb\n\u202ec",
         r"\udcff Łódź",
     ]
-    print_written_recommendations({"rows": 1, "users": 1, "output": "a\x1b[31m"})
-    assert capsys.readouterr().out == "1 rows for 1 users: a\\x1b[31m\n"
+    print_written_recommendations({"rows": 1, "users": 1, "output": "a\x1b[31m\n"})
+    assert capsys.readouterr().out == "1 rows for 1 users: a\\x1b[31m\\n\n"

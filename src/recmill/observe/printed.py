@@ -18,7 +18,7 @@ def escaped(text: str, keep: str = "") -> str:
 
 
 def _print(text: str = "") -> None:
-    print(escaped(text, keep="\n"))
+    print(escaped(text))
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
@@ -30,7 +30,8 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
 
 def print_table(header: Row, rows: Sequence[Row]) -> None:
     rule = ["-" * max(len(escaped(cell)) for cell in column) for column in zip(header, *rows, strict=True)]
-    _print("\n".join(table_lines([header, rule, *rows])))
+    for line in table_lines([header, rule, *rows]):
+        _print(line)
 
 
 def print_dataset(description: dict[str, Any]) -> None:
