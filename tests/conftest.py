@@ -22,6 +22,13 @@ Config = dict[str, Any]
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def flip_bit(file: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.fixture(scope="session")
 def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2,002 rows (1,501 for training), 4 tables; sizes chosen so that nothing divides evenly."""

@@ -66,7 +66,7 @@ def _run(arguments: list[str]) -> int:
 
 def _print_error(text: str) -> None:
     rank = process_environment().rank
-    print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr)
+    print(printed.escaped(f"[rank {rank}] {text}" if rank else text, keep="\n\t"), file=sys.stderr)
 
 
 class _Command(click.Command):

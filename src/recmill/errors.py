@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -71,7 +72,6 @@ _REMEDIES = {
     errno.ENOLCK: "The file system has no locks: choose another one.",
     errno.ESTALE: "The file server no longer knows this file: mount it again, then run the same command again.",
     errno.EIO: "The disk reports an error: look at the system log, and choose another disk.",
-    errno.EFBIG: "The file exceeds the limit of its file system or of `ulimit -f`: raise it or choose another disk.",
     errno.EEXIST: "Something with that name exists already, perhaps a file: choose another path.",
     errno.ENOTDIR: "A part of this path is a file: choose another path.",
     errno.EISDIR: "This is a directory where a file was expected.",
@@ -91,9 +91,21 @@ _MESSAGES = {
 }
 
 
+_UNREADABLE = "You may not read it: change its permissions, or those of the directories above it."
+
+
 def remedy_for(error: OSError) -> str:
     """Return what a user can do about this error number; empty if nothing is known."""
     return _REMEDIES.get(error.errno or 0, "")
+
+
+def _is_unreadable(error: OSError) -> bool:
+    """Return whether permission to read is missing: the error itself does not say whether to read or to write."""
+    if error.errno != errno.EACCES or not isinstance(error.filename, str):
+        return False
+    if os.path.lexists(error.filename):
+        return not os.access(error.filename, os.R_OK)
+    return not os.access(Path(error.filename).absolute().parent, os.R_OK | os.X_OK)
 
 
 def as_user_error(error: BaseException) -> UserError | None:
@@ -103,7 +115,8 @@ def as_user_error(error: BaseException) -> UserError | None:
     if isinstance(error, OSError) and error.errno in _WRONG_PATHS:
         return ConfigError(f"{_shortened(error.filename)}{error.strerror}. {_WRONG_PATHS[error.errno]}")
     if isinstance(error, OSError) and error.errno in _REMEDIES:
-        return ResourceError(f"{_shortened(error.filename)}{error.strerror}. {_REMEDIES[error.errno]}")
+        remedy = _UNREADABLE if _is_unreadable(error) else _REMEDIES[error.errno]
+        return ResourceError(f"{_shortened(error.filename)}{error.strerror}. {remedy}")
     text = str(error)
     if isinstance(error, MemoryError):
         return ResourceError(f"{f'Out of memory ({text})' if text else 'Out of memory'}. {_REMEDIES[errno.ENOMEM]}")

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cli": {"commands", "config", "environment", "errors", "launch", "observe", "recmill", "registry"},
     "commands": None,
     "config": {"errors", "recmill", "registry"},
-    "data": {"batch", "errors", "files", "metrics", "rng", "schema"},
+    "data": {"batch", "errors", "files", "hardware", "metrics", "observe", "rng", "schema"},
     "datasets": {
         "config", "data", "errors", "failpoints", "files", "hardware", "metrics", "observe", "recmill", "rng", "schema",
     },
@@ -53,7 +53,8 @@ TORCH_FREE_MODULES = [
     *(f"recmill.commands.{name}" for name in ("adopt", "audit", "checkpoint", "doctor", "download", "evaluate")),
     *(f"recmill.commands.{name}" for name in ("prepare", "recommend", "results", "split", "train")),
     *("recmill.checkpoints.format", "recmill.tables.pins", "recmill.tables.spec"),
-    *(f"recmill.data.{name}" for name in ("checks", "click_rows", "npy_files", "opening", "seen", "windows")),
+    *(f"recmill.data.{name}" for name in ("checks", "click_rows", "npy_files", "opening", "parquet_files", "seen")),
+    *("recmill.data.verification", "recmill.data.windows"),
 ]
 MAY_IMPORT_TORCHREC_DISTRIBUTED = {"tables", "training"}
 MAY_IMPORT_TORCH_DISTRIBUTED = {"checkpoints", "tables", "training", "world"}

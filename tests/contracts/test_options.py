@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from recmill.commands import recommend, train
+from recmill.commands.options import dataset_checks
 from recmill.config import Section
 
 
@@ -36,3 +37,10 @@ def test_options_have_the_names_and_defaults_of_the_keyword_arguments(
         if default is not inspect.Parameter.empty:
             assert found[name] == (list(default) if isinstance(default, tuple) else default), name
     assert all(field.description for field in options.model_fields.values())
+
+
+def test_only_rank_0_reads_the_files_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [dataset_checks(verify) for verify in (None, True, False)] == ["once", "digests", "sizes"]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert [dataset_checks(verify) for verify in (None, True, False)] == ["sizes"] * 3

@@ -17,7 +17,7 @@ import tomli_w
 from recmill import evaluate, recommend, train
 from recmill.errors import ConfigError
 
-from ..conftest import RunCli
+from ..conftest import RunCli, flip_bit
 from ..distributed.runs import losses
 
 
@@ -161,7 +161,9 @@ def test_a_model_on_the_wrong_kind_of_data_is_a_config_error(
     assert_one_clear_error(done, 2, "model 'dlrm' learns from clicks", "holds histories")
 
 
-@pytest.mark.parametrize("damage", ["no description", "truncated", "one past its table", "infinite", "one label"])
+@pytest.mark.parametrize(
+    "damage", ["no description", "truncated", "bit", "one past its table", "infinite", "one label"]
+)
 def test_bad_data_is_one_clear_error(
     damage: str, run_cli: RunCli, dlrm: dict[str, Any], clicks: Path, tmp_path: Path
 ) -> None:
@@ -170,14 +172,18 @@ def test_bad_data_is_one_clear_error(
     facts = {
         "no description": "no dataset.json",
         "truncated": "day_0_sparse.npy: 8,127 bytes, expected 8,128",
+        "bit": "day_0_sparse.npy: its content changed",
         "one past its table": f"{file}: row 42, column C4: id 2000 is not in 0..1999",
         "infinite": f"{copy / 'day_0_dense.npy'}: row 42, column I2: -inf is not a finite number",
         "one label": f"{copy / 'day_0_labels.npy'}: row 42: label -1 is neither 0 nor 1",
     }
+    flags = []
     if damage == "no description":
         (copy / "dataset.json").unlink()
     elif damage == "truncated":
         os.truncate(file, file.stat().st_size - 1)
+    elif damage == "bit":
+        flip_bit(file)
     else:
         part, column, value = {
             "one past its table": ("sparse", 3, 2000),
@@ -187,15 +193,32 @@ def test_bad_data_is_one_clear_error(
         values = np.load(copy / f"day_0_{part}.npy", mmap_mode="r+")
         values[42, column] = value
         values.flush()
+        flags = ["--no-verify"]  # as if the dataset had been made with this value
     config = write_config(tmp_path, {**dlrm, "data": {"path": str(copy)}})
-    assert_one_clear_error(run_cli("train", config, "--run", "r"), 3, facts[damage])
+    assert_one_clear_error(run_cli("train", config, "--run", "r", *flags), 3, facts[damage])
     assert not (tmp_path / "r" / "results.json").exists()
 
 
 def without_root_s_privilege() -> None:
-    """Drop root's right to write anywhere, so that file permissions hold for the command."""
-    drop_from_bounding_set, may_override_permissions = 24, 1
-    ctypes.CDLL(None).prctl(drop_from_bounding_set, may_override_permissions)
+    """Drop root's right to read and write anywhere, so that file permissions hold for the command."""
+    drop_from_bounding_set, may_override_permissions, may_read = 24, 1, 2
+    for right in (may_override_permissions, may_read):
+        ctypes.CDLL(None).prctl(drop_from_bounding_set, right)
+
+
+@pytest.mark.parametrize("what", ["dataset", "input"])
+def test_no_permission_to_read_is_a_resource_error(what: str, run_cli: RunCli, clicks: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(clicks, tmp_path / "copy"))
+    raw = tmp_path / "raw.parquet"
+    raw.touch()
+    columns = ("--user-column", "u", "--item-column", "i")
+    command, file = {
+        "dataset": (("audit", copy), copy / "day_1_dense.npy"),
+        "input": (("prepare", "histories", "--input", raw, *columns, "--output", "d"), raw),
+    }[what]
+    file.chmod(0)
+    done = run_cli(*command, preexec_fn=without_root_s_privilege)
+    assert_one_clear_error(done, 5, f"{file}: Permission denied. You may not read it")
 
 
 @pytest.mark.parametrize("where", ["prepare", "new run", "old run"])

@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import polars as pl
 import pytest
 import tomli_w
 
+import recmill
 from recmill import prepare, recommend, recommend_all
 from recmill.commands import recommend as command
 from recmill.commands.assemble import build_source, model_module, open_matching_dataset, open_trained_run
-from recmill.errors import CheckpointError, ConfigError
+from recmill.errors import CheckpointError, ConfigError, DataError
 
 from ..checkpoints import flip_a_bit
-from ..conftest import RunCli
+from ..conftest import RunCli, flip_bit
 from ..group import evaluate, train
 from ..histories_raw import histories_of
 from .test_command_line import assert_one_clear_error
@@ -145,6 +147,20 @@ def test_titles_ids_and_commas_name_the_same_history(run: Path) -> None:
     text = "Casino (1995),City of Lost Children, The (1995), I, Robot, and Others (2004) ,10"
     assert recommend(run, text, k=5) == by_id
     assert recommend(run, list(map(TITLES.__getitem__, [20, 30, 40, 10])), k=5) == by_id
+
+
+def test_a_corrupt_dataset_is_reported_by_its_file(run: Path, movies: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(movies, tmp_path / "data"))
+    own = Path(shutil.copytree(run, tmp_path / "run"))
+    config = own / "config.toml"
+    config.write_text(config.read_text().replace(str(movies), str(copy)))
+    flip_bit(copy / "items.parquet")
+    for call in (recmill.evaluate, partial(recommend, history="10")):
+        with pytest.raises(DataError, match=r"items\.parquet: its content changed"):
+            call(own)
+    (copy / "items.parquet").write_bytes(bytes((copy / "items.parquet").stat().st_size))
+    with pytest.raises(DataError, match=r"items\.parquet: not a Parquet file that can be read"):
+        recommend(own, "10", verify=False)
 
 
 def test_fallback_uses_the_checkpoint_before_a_corrupt_one(run: Path, tmp_path: Path) -> None:

@@ -115,6 +115,19 @@ def test_of_a_single_day_the_last_rows_are_held_out(
     assert ranges(description, "test") == [("day_0", val_stop, 50)]
 
 
+def test_the_last_of_a_single_day_is_no_option(tmp_path: Path) -> None:
+    write_day(tmp_path / "one", "day_0", 50)
+    with pytest.raises(ConfigError, match=r"--last-day test-first needs two days or more\. Use --val-fraction"):
+        adopt(tmp_path / "one", last_day="test-first")
+
+
+def test_a_damaged_header_is_named(npys: Path) -> None:
+    file = npys / "day_1_labels.npy"
+    file.write_bytes(file.read_bytes().replace(b"(50, 1)", b"(50, 1("))
+    with pytest.raises(DataError, match=r"day_1_labels\.npy: not a complete NumPy file \(bad header"):
+        adopt(npys)
+
+
 def test_a_fraction_of_the_last_of_several_days_is_no_option(npys: Path) -> None:
     with pytest.raises(ConfigError, match="add --last-day none"):
         adopt(npys, val_fraction=0.1)

@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,11 @@ from recmill import prepare
 from recmill.commands import audit as audit_module
 from recmill.commands.adopt import adopt
 from recmill.commands.audit import AuditReport, audit
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, DataError
 from recmill.files.digests import digest
 from recmill.schema import ClicksDescription, FileInfo, RowRange, SparseFeature, to_json
 
-from ..conftest import RunCli
+from ..conftest import RunCli, flip_bit
 from ..criteo_raw import write_rows
 
 SIZES = [3, 40, 500]
@@ -246,7 +247,7 @@ def test_ids_outside_their_tables_are_counted_with_the_first_place(value: int, c
     path = write(tmp_path / "d", made_days())
     damage(path, "day_1_sparse.npy", (17, column), value)
     damage(path, "day_1_sparse.npy", (99, column), value)
-    report = audit(path)
+    report = audit(path, verify=False)
     in_train = np.concatenate([np.load(path / f"day_{day}_sparse.npy")[:, column] for day in range(2)])
     assert report.tables[column].ids_in_train == len(np.setdiff1d(in_train, [value]))
     (text,) = failures(report)
@@ -258,7 +259,7 @@ def test_ids_outside_their_tables_are_counted_with_the_first_place(value: int, c
 def test_dense_values_that_are_no_numbers_are_found(value: float, tmp_path: Path) -> None:
     path = write(tmp_path / "d", made_days())
     damage(path, "day_2_dense.npy", (200, 1), value)
-    assert failures(audit(path)) == [
+    assert failures(audit(path, verify=False)) == [
         "day_2_dense.npy: 1 dense values that are not finite, "
         f"the first in row 200, column I2: {value} is not a finite number"
     ]
@@ -267,7 +268,9 @@ def test_dense_values_that_are_no_numbers_are_found(value: float, tmp_path: Path
 def test_wrong_labels_are_found(tmp_path: Path) -> None:
     path = write(tmp_path / "d", made_days())
     damage(path, "day_0_labels.npy", (5, 0), 2)
-    assert failures(audit(path)) == ["day_0_labels.npy: 1 wrong labels, the first in row 5: label 2 is neither 0 nor 1"]
+    assert failures(audit(path, verify=False)) == [
+        "day_0_labels.npy: 1 wrong labels, the first in row 5: label 2 is neither 0 nor 1"
+    ]
 
 
 @pytest.mark.parametrize("label", [0, 1])
@@ -307,7 +310,7 @@ def test_days_with_different_transforms_are_a_failure(form: str, tmp_path: Path)
 def test_a_day_without_logarithms_among_others_is_a_failure(tmp_path: Path) -> None:
     path = write(tmp_path / "d", made_days())
     np.save(path / "day_0_dense.npy", made_days()[0].counts.astype(np.float32))
-    (text,) = failures(audit(path))
+    (text,) = failures(audit(path, verify=False))
     assert "no logarithm of whole numbers in day_0; log(x+3) in day_1, day_2" in text
 
 
@@ -330,7 +333,7 @@ def test_dense_values_stored_as_counts_are_judged_as_the_model_gets_them(tmp_pat
     for number, day in enumerate(days):
         np.save(path / f"day_{number}_dense.npy", (np.maximum(day.counts, -1) + 1).astype(np.float32))
     change_description(path, dense_stored="plus-one")
-    report = audit(path)
+    report = audit(path, verify=False)
     assert failures(report) == []
     assert {part.dense for part in report.parts} == {"log(x+2)"}
 
@@ -417,3 +420,12 @@ def test_the_command_prints_tables_findings_and_a_verdict(tmp_path: Path, run_cl
     assert printed["failures"] == 1
     assert printed["shared_rows"] == {"val": 30, "test": 0}
     assert [table["rows"] for table in printed["tables"]] == SIZES
+
+
+@pytest.mark.parametrize("file", ["day_1_dense.npy", "day_1_sparse_multi_hot.npz", "train-00001.parquet"])
+def test_a_flipped_bit_is_an_error_that_names_the_file(file: str, tmp_path: Path) -> None:
+    form = {"npy": "npy", "npz": "multi-hot", "parquet": "parquet"}[file.rpartition(".")[2]]
+    path = write(tmp_path / "d", made_days(), form)
+    flip_bit(path / file)
+    with pytest.raises(DataError, match=f"{re.escape(file)}: its content changed"):
+        audit(path)

@@ -101,6 +101,7 @@ def test_every_option_of_a_command_is_a_flag_with_help(command: str) -> None:
     ("error", "code", "message"),
     [
         (DataError("no such row"), 3, "recmill: data error: no such row\n"),
+        (DataError("no 'a\x1b[2J'\n  \u202ex\r"), 3, "recmill: data error: no 'a\\x1b[2J'\n  \\u202ex\\r\n"),
         (KeyError("x"), 1, "recmill: internal error; please report it with --debug output: KeyError: 'x'\n"),
         (KeyboardInterrupt(), 130, "recmill: interrupted; what was committed before is complete\n"),
     ],

@@ -99,9 +99,14 @@ def test_a_block_is_decoded_once_while_it_is_cached(parquet: Dataset, scanned: M
     [
         ({"label": [0] * ROWS, "C1": [0] * ROWS}, r"no column I1; it has label, C1"),
         ({"label": [0] * ROWS, "I1": [0.0] * ROWS, "C1": [0] * 42 + [None] * 58}, r"row 42, column C1: no value"),
+        (
+            {"label": [0] * ROWS, "I1": [0.0] * ROWS, "C1": ["a"] * ROWS},
+            r"column C1 is String, not numbers",
+        ),
+        ({"label": [0] * 90, "I1": [0.0] * 90, "C1": [0] * 90}, r"day.parquet: 2 rows from row 88 on, expected 8"),
     ],
 )
-def test_parquet_files_with_missing_columns_or_values_are_refused(
+def test_parquet_files_with_other_columns_rows_or_values_are_refused(
     parquet: Dataset, columns: dict[str, Any], fact: str
 ) -> None:
     write(parquet.path, **columns)
@@ -113,6 +118,15 @@ def test_a_file_that_is_no_parquet_is_refused(parquet: Dataset) -> None:
     (parquet.path / "day.parquet").write_text("no")
     with pytest.raises(DataError, match="not a Parquet file that can be read"):
         StoredDay(parquet, "day")
+
+
+def test_a_corrupt_block_of_a_parquet_file_names_the_file(parquet: Dataset) -> None:
+    day = StoredDay(parquet, "day")
+    content = bytearray((parquet.path / "day.parquet").read_bytes())
+    content[4:40] = bytes(36)  # the beginning of the first column
+    (parquet.path / "day.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=r"day.parquet: not a Parquet file that can be read \(.+\)\. Prepare it again"):
+        day.take(slice(0, ROWS))
 
 
 @pytest.mark.parametrize(

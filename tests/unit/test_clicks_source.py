@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from recmill.batch import CtrBatch
-from recmill.data.clicks import ClickSource
+from recmill.data.clicks import ClickSource, SplitRows
 from recmill.data.opening import open_dataset
 from recmill.data.share import Batching
+from recmill.schema import ClicksDescription, Dataset, RowRange, SparseFeature
 
 Row = tuple[Any, ...]
 
@@ -120,3 +121,23 @@ def test_validation_and_test_are_the_halves_of_the_last_day_in_order(clicks: Pat
     assert found == (last_day[:251] if split == "val" else last_day[251:])
     assert len(last_day) in (501, 502)
     assert len(ranks[0]) == click_source(clicks, eval_batch_size=100).num_eval_batches(split) == 3
+
+
+def test_rows_of_more_than_65536_ranges_come_in_the_requested_order(tmp_path: Path) -> None:
+    """Every second of 140,000 rows is in the split, each in a range of its own; row n has the dense value n."""
+    count = 70_000
+    np.save(tmp_path / "day_0_dense.npy", np.arange(2 * count, dtype=np.float32)[:, None])
+    for part in ("sparse", "labels"):
+        np.save(tmp_path / f"day_0_{part}.npy", np.zeros((2 * count, 1), np.int32))
+    description = ClicksDescription(
+        name="by hand",
+        made_by="a test",
+        recipe={},
+        files={},
+        dense=["I1"],
+        sparse=[SparseFeature(name="C1", rows=1)],
+        splits={"train": [RowRange(day="day_0", start=2 * n, stop=2 * n + 1) for n in range(count)]},
+    )
+    rows = np.array([69_999, 0, 65_536, 1, 65_537])
+    found = SplitRows(Dataset(tmp_path, description, fingerprint=""), "train").take(rows)
+    assert found.dense[:, 0].tolist() == (2 * rows).tolist()

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,36 @@ def test_a_file_that_is_not_toml_is_a_config_error(tmp_path: Path, text: str) ->
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(file)
+
+
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+    config = load_config(GOOD)
+    file = tmp_path / "run.toml"
+    file.write_text("\ufeff" + to_toml(config), encoding="utf-8")
+    assert load_config(file) == config
+
+
+def test_too_deep_nesting_is_a_config_error(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    for text in (f"x = {'[' * 5000}", f"{'a.' * 5000}a = 1"):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"run\.toml or --set: .* nested too deeply"):
+            load_config(file)
+        with pytest.raises(ConfigError, match=r"config or --set: .* nested too deeply"):
+            load_config(GOOD, [text])
+
+
+def test_only_a_regular_file_of_a_sensible_size_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large.toml").touch()
+    os.truncate(tmp_path / "large.toml", 2_000_000)
+    for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path / "large.toml"):
+        with pytest.raises(ConfigError, match=f"{path} is not a file of at most 1,000,000 bytes"):
+            load_config(path)
+
+
+def test_an_empty_data_path_is_a_config_error() -> None:
+    assert "--set: 'data.path': String should have at least 1 character, got ''" in problem(GOOD, ("data.path=",))
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Which raw files `prepare criteo` finds, and which rows each split gets."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,16 @@ def test_a_directory_without_logs_or_of_both_kinds_is_named(tmp_path: Path) -> N
     }
     write_rows(tmp_path / "unlabelled" / "test.txt", [row[1:] for row in ROWS])
     assert_refused(tmp_path / "unlabelled", "test.txt without train.txt")
+
+
+@pytest.mark.parametrize("how", ["hard link", "symbolic link", "copy"])
+def test_a_log_that_occurs_twice_is_refused(how: str, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    write_days(raw, [10, 12])
+    if how == "hard link":
+        (raw / "day_2").hardlink_to(raw / "day_0")
+    elif how == "symbolic link":
+        (raw / "day_2").symlink_to(raw / "day_0")
+    else:
+        shutil.copy(raw / "day_0", raw / "day_2")
+    assert_refused(raw, f"{raw / 'day_2'} has the same content as {raw / 'day_0'}")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,8 @@ class Server:
     cuts: list[int] = field(default_factory=list)
     failures: list[int] = field(default_factory=list)
     has_length: bool = True
+    length: str | None = None  # instead of the real one
+    location: str = ""  # in answers of `failures`
     checksum: str | None = None
     ranges: list[str | None] = field(default_factory=list)
     url: str = ""
@@ -60,7 +63,7 @@ class Server:
         wanted = request.headers.get("Range")
         self.ranges.append(wanted)
         if self.failures:
-            return self.send(request, self.failures.pop(0), b"", {})
+            return self.send(request, self.failures.pop(0), b"", {"Location": self.location})
         headers = {"ETag": self.etag} if self.etag else {}
         if wanted and request.headers.get("If-Range") == self.etag:
             start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])  # type: ignore[index]
@@ -75,7 +78,7 @@ class Server:
         for name, value in headers.items():
             request.send_header(name, value)
         if self.has_length:
-            request.send_header("Content-Length", str(len(body)))
+            request.send_header("Content-Length", self.length or str(len(body)))
         request.end_headers()
         is_data = status in (200, 206) and not request.path.endswith(".md5")
         request.wfile.write(body[: self.cuts.pop(0)] if self.cuts and is_data else body)
@@ -197,11 +200,23 @@ def test_busy_servers_are_retried_and_missing_files_fail_at_once(server: Server,
 
 
 @pytest.mark.parametrize(
-    ("has_length", "message"), [(True, "more than the 200 bytes"), (False, "does not say how long the file is")]
+    ("has_length", "length", "message"),
+    [
+        (True, None, "more than the 200 bytes"),
+        (False, None, "does not say how long the file is"),
+        (True, "abc", "the server gives the length 'abc'"),
+        (True, "-5", "the server gives the length '-5'"),
+    ],
 )
 def test_files_that_are_too_large_or_of_unknown_length_are_refused(
-    server: Server, tmp_path: Path, has_length: bool, message: str, monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    tmp_path: Path,
+    has_length: bool,
+    length: str | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    server.length = length
     source = replace(download_module.SOURCES["movielens"]["ml-1m"], max_bytes=200)
     monkeypatch.setitem(download_module.SOURCES["movielens"], "ml-1m", source)
     server.has_length = has_length
@@ -219,9 +234,18 @@ def with_link(name: str) -> bytes:
     return buffer.getvalue()
 
 
+def encrypted() -> bytes:
+    """Mark the first member as encrypted, in its own header and in the directory of the archive."""
+    content = bytearray(ARCHIVE)
+    for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        content[content.index(signature) + flags] |= 1
+    return bytes(content)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (encrypted(), "'ml-1m/ratings.dat' is encrypted"),
         (zipped({**FILES, "../evil": "x"}), r"'\.\./evil' would leave its directory"),
         (zipped({**FILES, "/etc/evil": "x"}), "'/etc/evil' would leave"),
         (zipped({**FILES, "ml-1m\\..\\..\\evil": "x"}), "would leave"),
@@ -258,6 +282,33 @@ def test_without_a_known_checksum_the_published_one_is_used_or_a_warning_logged(
     assert download("goodreads", tmp_path / "b", url=url).read_bytes() == server.content
 
 
+@pytest.mark.parametrize("target", ["http://127.0.0.1:abc/f", "http://../f"])
+def test_a_malformed_address_is_not_retried(server: Server, tmp_path: Path, target: str) -> None:
+    server.failures, server.location = [302], target
+    with pytest.raises(DataError, match=r"ml-1m\.zip: .* another copy with --url"):
+        download("movielens", tmp_path, url=server.url)
+    assert len(server.ranges) == 1
+    assert left_in(tmp_path) == []
+
+
+def test_what_a_kill_after_the_last_rename_left_is_removed(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished = tmp_path / UNFINISHED
+
+    def unpacked_and_killed(*arguments: Any) -> None:
+        unpack(*arguments)
+        raise KeyboardInterrupt
+
+    unpack = download_module._unpack
+    monkeypatch.setattr(download_module, "_unpack", unpacked_and_killed)
+    with pytest.raises(KeyboardInterrupt):
+        download("movielens", tmp_path, url=server.url)
+    assert unfinished.is_dir()
+    download("movielens", tmp_path, url=server.url)
+    assert [path.name for path in tmp_path.iterdir()] == ["ml-1m"]
+
+
 def test_an_unreachable_server_is_one_error_with_manual_steps(server: Server, tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"refused.*or download https://mcauleylab.* to .*csv\."):
         download("goodreads", tmp_path, url="http://127.0.0.1:1/goodreads_interactions.csv")
@@ -269,8 +320,16 @@ def test_mistakes_are_reported_before_any_work(tmp_path: Path, run_cli: RunCli) 
         download("movielense", tmp_path)
     with pytest.raises(ConfigError, match="unknown variant of movielens 'ml-2m'"):
         download("movielens", tmp_path, variant="ml-2m")
-    with pytest.raises(ConfigError, match=r"--url file:///etc/passwd: .* begins with https:// or http://"):
-        download("movielens", tmp_path, url="file:///etc/passwd")
+    for url in (
+        "file:///etc/passwd",
+        "http://",
+        "http://host:abc/f",
+        "http://[::1/f",
+        "http://host/a b",
+        "http://h\u00f6st/f",
+    ):
+        with pytest.raises(ConfigError, match=rf"--url {re.escape(url)}: expected an address like https://host/file"):
+            download("movielens", tmp_path, url=url)
     (tmp_path / "ml-1m").mkdir()
     with pytest.raises(DataError, match="ml-1m exists, without all of"):
         download("movielens", tmp_path)

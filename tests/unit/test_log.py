@@ -44,3 +44,9 @@ def test_a_log_file_that_cannot_be_written_is_reported_once(tmp_path: Path, caps
     assert said.count("No space left on device") == 1
     assert said.startswith(f"{tmp_path / 'log.txt'}: cannot be written")
     assert "Traceback" not in said
+
+
+def test_lines_of_a_run_hold_no_control_characters(tmp_path: Path) -> None:
+    log_to_file(tmp_path, rank=0)
+    logging.getLogger("recmill").error("%s is a path\nof two lines", "a\x1b]0;title\x07")
+    assert (tmp_path / "log.txt").read_text().endswith("ERROR a\\x1b]0;title\\x07 is a path\nof two lines\n")

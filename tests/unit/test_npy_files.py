@@ -1,10 +1,11 @@
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from recmill.data.npy_files import npz_arrays
+from recmill.data.npy_files import npy_array, npz_arrays
 from recmill.errors import DataError
 
 
@@ -34,3 +35,28 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "b.npz", ids=np.zeros(9))
     with pytest.raises(DataError, match="not a NumPy archive"):
         npz_arrays(tmp_path / "b.npz")
+
+
+@pytest.mark.filterwarnings("ignore:Reading .npy")  # NumPy repairs some headers, and says so
+@pytest.mark.parametrize(
+    ("name", "read", "error"), [("a.npy", npy_array, ValueError), ("a.npz", npz_arrays, DataError)]
+)
+def test_a_flipped_bit_in_any_byte_gives_an_array_or_one_kind_of_error(
+    name: str, read: Callable[[Path], Any], error: type[Exception], tmp_path: Path
+) -> None:
+    arrays: dict[str, Any] = {"0": np.zeros((4, 2), np.int32)}
+    if name == "a.npz":
+        np.savez(tmp_path / name, **arrays)
+    else:
+        np.save(tmp_path / name, arrays["0"])
+    good = (tmp_path / name).read_bytes()
+    failed = 0
+    for position in range(len(good)):
+        bad = bytearray(good)
+        bad[position] ^= 1 << position % 8
+        (tmp_path / name).write_bytes(bad)
+        try:
+            read(tmp_path / name)
+        except error:
+            failed += 1
+    assert failed > 50

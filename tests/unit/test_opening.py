@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recmill import train
 from recmill.data.opening import open_dataset
 from recmill.errors import DataError
 from recmill.files.digests import digest
+
+from ..conftest import Config, flip_bit
 
 
 @pytest.fixture
@@ -70,11 +73,27 @@ def test_all_missing_files_are_named_at_once(broken: Callable[..., Path]) -> Non
 @pytest.mark.parametrize(("kind", "file"), [("clicks", "day_0_dense.npy"), ("histories", "users.parquet")])
 def test_a_flipped_bit_is_found_by_verify(broken: Callable[..., Path], kind: str, file: str) -> None:
     path = broken(kind)
-    content = bytearray((path / file).read_bytes())
-    content[-1] ^= 1
-    (path / file).write_bytes(content)
+    flip_bit(path / file)
     open_dataset(path)  # sizes and counts still agree
     assert f"{file}: its content changed" in problem(path, "digests")
+
+
+@pytest.mark.parametrize("verify", [None, True])
+def test_training_finds_a_flipped_bit_before_it_starts(
+    broken: Callable[..., Path], dlrm: Config, tmp_path: Path, verify: bool | None
+) -> None:
+    path = broken("clicks")
+    flip_bit(path / "day_0_dense.npy")
+    with pytest.raises(DataError, match=r"day_0_dense\.npy: its content changed"):
+        train(dlrm, tmp_path / "run", overrides=[f"data.path={path}"], verify=verify)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_header_is_named(broken: Callable[..., Path]) -> None:
+    path = broken("clicks")
+    content = (path / "day_0_labels.npy").read_bytes()
+    (path / "day_0_labels.npy").write_bytes(content.replace(b"(500, 1)", b"(500, 1("))
+    assert "day_0_labels.npy: not a NumPy file (bad header: " in problem(path)
 
 
 def test_an_array_of_another_shape_is_named(broken: Callable[..., Path]) -> None:

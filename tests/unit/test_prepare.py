@@ -1,18 +1,21 @@
 import fcntl
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import recmill
 from recmill import prepare
 from recmill.data.opening import open_dataset
 from recmill.datasets.synthetic import random_clicks
 from recmill.errors import ConfigError, DataError
 from recmill.failpoints import VARIABLE
 
-from ..conftest import RunCli
+from ..conftest import Config, RunCli
 
 
 def test_preparing_the_same_again_does_nothing(tmp_path: Path) -> None:
@@ -171,3 +174,28 @@ def test_an_overwhelming_signal_still_has_a_finite_best(tmp_path: Path) -> None:
     truth = prepare("synthetic-clicks", tmp_path / "d", rows=1000, signal=100.0)["truth"]["val"]
     assert truth["auroc"] > 0.99
     assert 0 <= truth["logloss"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda config: recmill.train(config, ""), "--run"),
+        (lambda config: recmill.train(config, "run", init_from=""), "RUN"),
+        (lambda config: recmill.evaluate(""), "RUN"),
+        (lambda config: recmill.recommend_all("run", ""), "--output"),
+        (lambda config: prepare("random-clicks", ""), "--output"),
+        (lambda config: prepare("criteo", "d", input=""), "--input"),
+        (lambda config: recmill.split("", "d"), "--input"),
+        (lambda config: recmill.split("log", ""), "--output"),
+        (lambda config: recmill.download("movielens", ""), "--output"),
+        (lambda config: recmill.adopt(""), "DIRECTORY"),
+        (lambda config: recmill.audit(""), "DATASET"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(
+    call: Callable[[Config], Any], what: str, dlrm: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{what} is empty"):
+        call(dlrm)
+    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,12 @@
 import pytest
 
-from recmill.observe.printed import print_checkpoints, print_table, print_values, table_lines
+from recmill.observe.printed import (
+    print_checkpoints,
+    print_table,
+    print_values,
+    print_written_recommendations,
+    table_lines,
+)
 
 
 def test_columns_are_aligned_without_trailing_spaces() -> None:
@@ -29,3 +35,15 @@ def test_a_corrupt_checkpoint_is_marked_and_its_problem_printed(capsys: pytest.C
     assert lines[2].endswith("complete")
     assert lines[3].endswith("CORRUPT")
     assert lines[4] == "checkpoints/step-10: a file is missing."
+
+
+def test_what_a_terminal_would_act_on_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(["title"], [["\x1b[2Ja\rb\n\u202ec"], ["\udcff Łódź"]])
+    assert capsys.readouterr().out.splitlines() == [
+        "title",
+        "-" * 20,
+        r"\x1b[2Ja\rb\n\u202ec",
+        r"\udcff Łódź",
+    ]
+    print_written_recommendations({"rows": 1, "users": 1, "output": "a\x1b[31m\n"})
+    assert capsys.readouterr().out == "1 rows for 1 users: a\\x1b[31m\\n\n"

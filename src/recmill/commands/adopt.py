@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from recmill.config.options import checked_options
+from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section
 from recmill.data.checks import BadValues, ClickChecks, bad_labels
 from recmill.data.click_rows import split_blocks
-from recmill.data.npy_files import npz_arrays
+from recmill.data.npy_files import npy_array, npz_arrays
 from recmill.data.opening import open_dataset
 from recmill.datasets.clicks import dense_names, sparse_names, split_rows
 from recmill.datasets.writing import ADOPTED, MADE_BY, seal
@@ -37,9 +37,9 @@ _UNKNOWN_SIZE = 2**63 - 1  # of a table, until all ids were read
 
 
 class Options(Section):
-    last_day: Literal["val-first", "test-first", "none"] = Field(
-        "val-first",
-        description="Which half of the last day is for validation; the other is for test. none: train on all.",
+    last_day: Literal["val-first", "test-first", "none"] | None = Field(
+        None,
+        description="Which half of the last day is for val (default val-first), not for test. none: train on all.",
     )
     val_fraction: float | None = Field(
         None,
@@ -56,6 +56,10 @@ class Options(Section):
         None, description="How the dense values were made, like 'log(x+3)'; kept as a note in dataset.json."
     )
 
+    @property
+    def recipe(self) -> dict[str, Any]:
+        return {**self.model_dump(), "last_day": self.last_day or "val-first"}
+
 
 def adopt(path: str | Path, **options: Any) -> dict[str, Any]:
     """Describe the files in `path` and return the description. Only `dataset.json` is written.
@@ -63,7 +67,7 @@ def adopt(path: str | Path, **options: Any) -> dict[str, Any]:
     Options are those of `recmill adopt --help`, with underscores: adopt("d", last_day="none", table_size=[1000]).
     """
     checked: Options = checked_options("adopt", Options, options)
-    path = Path(path)
+    path = given_path(path, "DIRECTORY")
     if not path.is_dir():
         raise DataError(f"{path}: no such directory. Give the one that holds day_0_dense.npy or train_dense.npy.")
     if _is_adopted(path, checked):
@@ -82,7 +86,7 @@ def _is_adopted(path: Path, options: Options) -> bool:
         return False
     try:
         description = open_dataset(path).description
-        if description.name == ADOPTED and description.recipe == options.model_dump():
+        if description.name == ADOPTED and description.recipe == options.recipe:
             open_dataset(path, verify="digests")
             return True
     except DataError as error:
@@ -135,7 +139,7 @@ def _describe_headers(path: Path, options: Options) -> ClicksDescription:
     return ClicksDescription(
         name=ADOPTED,
         made_by=MADE_BY,
-        recipe=options.model_dump(),
+        recipe=options.recipe,
         files={f"{day}_{part}": FileInfo(bytes=0, rows=day_rows[day], xxh3="") for day, part in shapes},
         dense=dense_names(shapes[days[0], _DENSE][0][1]),
         sparse=_features(np.broadcast_to(sizes, num_tables)),
@@ -184,12 +188,12 @@ def _checked_shapes(path: Path, days: list[str], sparse: str) -> dict[tuple[str,
 def _shapes(file: Path, dtypes: list[str], problems: list[str]) -> list[tuple[int, int]]:
     """Return (rows, columns) of the array in an npy file, or of each one in an npz file; add to `problems`."""
     try:
-        arrays = npz_arrays(file) if file.suffix == ".npz" else [np.load(file, mmap_mode="r", allow_pickle=False)]
+        arrays = npz_arrays(file) if file.suffix == ".npz" else [npy_array(file)]
     except FileNotFoundError:
         other = file.with_name(file.name.replace(_ONE_HOT, _NOT_RENAMED))
         problems.append(f"{file.name}: missing" + (f"; rename {other.name} to it" if other.exists() else ""))
         return []
-    except (DataError, ValueError, EOFError) as error:
+    except (DataError, ValueError) as error:
         problems.append(f"{file.name}: not a complete NumPy file ({error})")
         return []
     for array in arrays:
@@ -229,11 +233,13 @@ def _last_day(num_days: int, options: Options) -> tuple[str, float]:
     if options.last_day == "none":
         return "none", options.val_fraction or 0.0
     if num_days == 1:
+        if options.last_day:
+            raise ConfigError(f"--last-day {options.last_day} needs two days or more. Use --val-fraction for one day.")
         return "none", options.val_fraction or VAL_FRACTION
     if options.val_fraction is not None:
         fact = f"--val-fraction {options.val_fraction}: with {num_days} days the last one is for val and test"
         raise ConfigError(f"{fact}. Leave it out, or add --last-day none: then it is a share of all rows.")
-    return options.last_day, 0.0
+    return options.last_day or "val-first", 0.0
 
 
 def _largest_ids(dataset: Dataset) -> np.ndarray:

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 from recmill import registry
 from recmill.checkpoints.format import check_none_is_lost, committed
 from recmill.config import Config, fingerprint, load_config
-from recmill.data.opening import open_dataset
+from recmill.config.options import given_path
+from recmill.data.opening import Checks, open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
 from recmill.hardware.memory import memory_bytes
@@ -42,7 +43,7 @@ def table_specs(config: Config, dataset: Dataset) -> list[TableSpec]:
     return model_module(config).tables(config.model, dataset.description)
 
 
-def open_matching_dataset(config: Config, verify: Literal["sizes", "digests"] = "sizes") -> Dataset:
+def open_matching_dataset(config: Config, verify: Checks = "sizes") -> Dataset:
     """Open the config's dataset and check that the model and the other sections fit it."""
     dataset = open_dataset(config.settings.data.path, verify)
     kind = model_module(config).KIND
@@ -173,7 +174,7 @@ def _ids_per_row(config: Config, dataset: Dataset, tables: list[TableSpec]) -> d
 
 
 def open_run(path: str | Path) -> tuple[RunDirectory, Config]:
-    run = RunDirectory(path)
+    run = RunDirectory(given_path(path, "RUN"))
     if not run.config_file.is_file():
         raise CheckpointError(f"{run.path}: no config.toml, so this is no run directory. Train first: recmill train.")
     return run, load_config(run.config_file)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from recmill.config.options import checked_options
+from recmill.commands.options import Verify, dataset_checks
+from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section
 from recmill.config.sizes import parse_bytes
 from recmill.data.checks import BadValues, ClickChecks
@@ -37,6 +38,7 @@ _BAD_VALUES = {"id": "ids outside their tables", "dense": "dense values that are
 
 class Options(Section):
     memory_budget: str = Field("2GB", description="Most memory to use; with less the data is read more often.")
+    verify: Verify = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def audit(path: str | Path, **options: Any) -> AuditReport:
     Options are those of `recmill audit --help`, with underscores: audit("d", memory_budget="500MB").
     """
     checked: Options = checked_options("audit", Options, options)
-    dataset = open_dataset(path)
+    dataset = open_dataset(given_path(path, "DATASET"), dataset_checks(checked.verify))
     description = dataset.description
     if not isinstance(description, ClicksDescription):
         raise ConfigError(f"{path} holds histories: recmill audit is for click logs.")

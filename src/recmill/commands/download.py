@@ -10,6 +10,7 @@ import shutil
 import stat
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 from contextlib import suppress
@@ -17,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from recmill.config.options import checked_options
+from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section, key
 from recmill.errors import ConfigError, DataError, ResourceError
-from recmill.files.atomic import new_directory, write_json
+from recmill.files.atomic import new_directory, remove_leftovers, write_json
 from recmill.files.locks import exclusive_lock
 from recmill.observe.progress import Progress
 from recmill.registry import unknown
@@ -88,11 +89,11 @@ def download(name: str, output: str | Path, **options: Any) -> Path:
         raise ConfigError(unknown(f"variant of {name}", variant, SOURCES[name]))
     source = SOURCES[name][variant]
     url = checked.url or source.url
-    if not url.startswith(("https://", "http://")):
-        raise ConfigError(f"--url {url}: expected an address that begins with https:// or http://.")
-    target = Path(output).absolute() / (variant if source.members else source.file)
+    _check_address(url)
+    target = given_path(output, "--output").absolute() / (variant if source.members else source.file)
     if all((target / member).is_file() for member in source.members or [""]):
         log.info("%s is already there: nothing to do", target)
+        _remove_finished_work(target, source)
         return target
     if target.exists():
         members = ", ".join(source.members) or "the data"
@@ -102,9 +103,34 @@ def download(name: str, output: str | Path, **options: Any) -> Path:
     return target
 
 
+def _check_address(url: str) -> None:
+    """Raise if a connection would never succeed. `port` raises a ValueError if it is no number."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good or not re.fullmatch(r"[!-~]+", url):
+        raise ConfigError(f"--url {url}: expected an address like https://host/file, with %20 for a space.")
+
+
+def _unfinished(target: Path, source: Source) -> Path:
+    return target.parent / f".{source.file}.unfinished"
+
+
+def _remove_finished_work(target: Path, source: Source) -> None:
+    """Remove what a download left that was killed when its data was already in place."""
+    partial = _unfinished(target, source)
+    with suppress(OSError, ResourceError):  # in use, or read-only: nothing depends on it
+        remove_leftovers(target)
+        if partial.is_dir():
+            with exclusive_lock(partial / "lock", ""):
+                shutil.rmtree(partial)
+
+
 def _download(url: str, source: Source, target: Path) -> None:
     """Fetch, check and unpack. After a network error the partial file is kept, after an error in the data it is not."""
-    partial = target.parent / f".{source.file}.unfinished"
+    partial = _unfinished(target, source)
     partial.mkdir(parents=True, exist_ok=True)
     data = partial / "data"
     with exclusive_lock(partial / "lock", "Wait for that `recmill download` to end."), data.open("ab") as file:
@@ -165,6 +191,8 @@ def _fetch_once(url: str, file: BinaryIO, version_note: Path, max_bytes: int) ->
         if error.code == 416:
             file.truncate(0)
         raise
+    except (http.client.InvalidURL, ValueError) as error:  # a name that cannot be one, or a redirection to it
+        raise DataError(f"{url}: {error}. Give the address of another copy with --url.") from None
     except (OSError, http.client.HTTPException) as error:
         raise ConnectionError(getattr(error, "reason", error)) from None
     with answer:
@@ -179,9 +207,10 @@ def _fetch_once(url: str, file: BinaryIO, version_note: Path, max_bytes: int) ->
 def _append(answer: http.client.HTTPResponse, file: BinaryIO, url: str, max_bytes: int) -> None:
     have = file.seek(0, os.SEEK_END)
     length = answer.headers.get("Content-Length")
-    if length is None and not answer.chunked:
-        raise DataError(f"{url}: the server does not say how long the file is, so a break would go unnoticed.")
-    total = have + int(length) if length else None
+    if not answer.chunked and not (length or "").isdecimal():
+        fact = "does not say how long the file is" if length is None else f"gives the length {length!r}"
+        raise DataError(f"{url}: the server {fact}, so a break would go unnoticed. Give another address with --url.")
+    total = None if answer.chunked else have + int(length or 0)
     with Progress(f"downloading {Path(url).name}", total or max_bytes, "bytes") as progress:
         progress.advance(have)
         while True:
@@ -238,6 +267,8 @@ def _checked_members(archive: zipfile.ZipFile, source: Source) -> dict[str, zipf
         path = PurePosixPath(info.filename.replace("\\", "/"))
         if path.is_absolute() or ".." in path.parts or stat.S_ISLNK(info.external_attr >> 16):
             raise DataError(f"{source.file}: '{info.filename}' would leave its directory. Do not use this file.")
+        if info.flag_bits & 1:
+            raise DataError(f"{source.file}: '{info.filename}' is encrypted. Is it the right file?")
     names = {member: f"{source.file.removesuffix('.zip')}/{member}" for member in source.members}
     if missing := [name for name in names.values() if name not in archive.namelist()]:
         raise DataError(f"{source.file}: no {', '.join(missing)} in it. Is it the right file?")

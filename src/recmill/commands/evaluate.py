@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from recmill import registry
 from recmill.commands import assemble
-from recmill.commands.options import Fallback, Procs, Verify, Which, flag
+from recmill.commands.options import Fallback, Procs, Verify, Which, dataset_checks, flag
 from recmill.config import Config
 from recmill.config.options import checked_options
 from recmill.config.sections import RankingProtocol, Section
@@ -33,7 +33,7 @@ class Options(Section):
     ks: list[int] | None = flag(None, "Cut-offs of ranking metrics, like 1,5,10.  [default: the run's]", "--k")
     bootstrap: int = flag(0, "95 % intervals of ranking metrics, from N resamples of the users.", metavar="N")
     procs: Procs = 1
-    verify: Verify = False
+    verify: Verify = None
 
 
 def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
     """
     checked = checked_options("evaluate", Options, options)
     directory, config = assemble.open_trained_run(run)
-    dataset = assemble.open_matching_dataset(config, "digests" if checked.verify else "sizes")
+    dataset = assemble.open_matching_dataset(config, dataset_checks(checked.verify))
     _check_ranking(config, dataset, checked)
     device = config.settings.train.device
     if is_launched_with(checked.procs):

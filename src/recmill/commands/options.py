@@ -4,10 +4,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from recmill.data.opening import Checks
+from recmill.environment import process_environment
+
 Procs = Annotated[PositiveInt, Field(description="Processes on this machine.")]
-Verify = Annotated[bool, Field(description="Check every byte of the dataset before starting.")]
+Verify = Annotated[
+    bool | None,
+    Field(
+        description="Read every byte of the dataset first, or none.  [default: files not yet known to be correct]",
+        json_schema_extra={"flags": ["--verify/--no-verify"]},
+    ),
+]
 Which = Annotated[Literal["newest", "best"], Field(description="best: by validation, if checkpoint.keep_best was set.")]
 Fallback = Annotated[bool, Field(description="If the newest checkpoint is corrupt, use the newest that is not.")]
+
+
+def dataset_checks(verify: bool | None) -> Checks:
+    """Return what to verify when a dataset is opened. If a launcher started several processes, rank 0 does it."""
+    if verify is False or process_environment().rank:
+        return "sizes"
+    return "digests" if verify else "once"
 
 
 def flag(default: Any, help: str, *names: str, metavar: str | None = None) -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from recmill import registry
-from recmill.config.options import checked_options
+from recmill.config.options import checked_options, given_path
 from recmill.data.opening import open_dataset
 from recmill.datasets.protocol import DatasetModule
 from recmill.datasets.writing import needs_writing, remove_finished_work, resumable_directory
@@ -21,7 +21,7 @@ def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options
     """
     module = cast(DatasetModule, registry.load(registry.DATASETS, name, "dataset"))
     plan = module.plan(checked_options(name, module.Options, options))
-    output = Path(output).absolute()
+    output = given_path(output, "--output").absolute()
     if needs_writing(output, name, plan.recipe, overwrite):
         with resumable_directory(output, plan.recipe, plan.inputs, discard=overwrite) as work:
             module.write(plan, work)

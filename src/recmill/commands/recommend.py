@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recmill.commands import assemble
-from recmill.commands.options import Fallback, Which, flag
+from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag
+from recmill.config.options import given_path
 from recmill.config.sections import Section
 from recmill.data.checks import checked_items
 from recmill.data.names import Names
@@ -41,6 +42,7 @@ class Options(Section):
     include_seen: bool = flag(False, "Include items that are in the history already.")
     checkpoint: Which = "newest"
     fallback: Fallback = False
+    verify: Verify = None
 
 
 def recommend(
@@ -52,16 +54,17 @@ def recommend(
     include_seen: bool = False,
     checkpoint: str = "newest",
     fallback: bool = False,
+    verify: bool | None = None,
 ) -> list[dict[str, Any]]:
     """Return [{"item": original id, "title": ..., "score": ...}, ...], best first, without items of the history.
 
     `history`: original ids or titles of items, oldest first. Or `users`: original ids of users, whose rows have "user"
-    and "rank" (from 1) as well. Either may be one text with commas between the names. `checkpoint`, `fallback`: as for
-    `evaluate`.
+    and "rank" (from 1) as well. Either may be one text with commas between the names. `checkpoint`, `fallback`,
+    `verify`: as for `evaluate`.
     """
     if (history is None) == (users is None):
         raise ConfigError("Recommend for a history or for users: give exactly one of the two.")
-    model = _Recommender(run, k, include_seen, checkpoint, fallback)
+    model = _Recommender(run, k, include_seen, checkpoint, fallback, verify)
     if history is not None:
         seen = np.array(model.items.find(history, "--history")) + 1
         model.check_enough_left(seen, "outside this history")
@@ -82,6 +85,7 @@ def recommend_all(
     include_seen: bool = False,
     checkpoint: str = "newest",
     fallback: bool = False,
+    verify: bool | None = None,
 ) -> dict[str, Any]:
     """Recommend for every user of the dataset, to a Parquet file with columns user, rank, item, title, score.
 
@@ -90,10 +94,10 @@ def recommend_all(
     import polars as pl
     from polars.io.plugins import register_io_source
 
-    output = Path(output).absolute()
+    output = given_path(output, "--output").absolute()
     if output.exists():
         raise DataError(f"{output} exists. Choose another --output, or move it away.")
-    model = _Recommender(run, k, include_seen, checkpoint, fallback)
+    model = _Recommender(run, k, include_seen, checkpoint, fallback, verify)
     names = model.users().originals
     num_rows = 0
     num_short = 0  # users with fewer than K items left
@@ -123,14 +127,16 @@ def recommend_all(
 class _Recommender:
     """A run's model on CPU, unsharded. The network is loaded when it is first used, after all arguments are checked."""
 
-    def __init__(self, run: str | Path, k: int, include_seen: bool, which: str, fallback: bool) -> None:
+    def __init__(
+        self, run: str | Path, k: int, include_seen: bool, which: str, fallback: bool, verify: bool | None = None
+    ) -> None:
         assemble.check_which(which)
         self._run, self._config = assemble.open_trained_run(run)
         if assemble.model_module(self._config).KIND != "histories":
             raise ConfigError(
                 f"{self._run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend."
             )
-        self._dataset = assemble.open_matching_dataset(self._config)
+        self._dataset = assemble.open_matching_dataset(self._config, dataset_checks(verify))
         self._k = k
         self._include_seen = include_seen
         self._which = which

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from pydantic import PositiveInt
 
-from recmill.config.options import checked_options
+from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section, key
 from recmill.datasets.compressed import read_blocks
 from recmill.errors import DataError
@@ -32,8 +32,8 @@ def split(input: str | Path, output: str | Path, **options: Any) -> dict[str, An
     Returns input, days, the total number of lines, and whether the rest of the log was left out.
     """
     checked = checked_options("split", Options, options)
-    input = Path(input)
-    output = Path(output).absolute()
+    input = given_path(input, "--input")
+    output = given_path(output, "--output").absolute()
     if not input.is_file():
         raise DataError(f"{input}: no such file. --input is one raw log: plain, .gz or .zst.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

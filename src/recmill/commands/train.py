@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from recmill.checkpoints.format import committed
 from recmill.commands import assemble
-from recmill.commands.options import Fallback, Procs, Verify, flag
+from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, flag
 from recmill.commands.results import RunReport, values_of_split
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
+from recmill.config.options import given_path
 from recmill.config.sections import Section, TrainSection
 from recmill.environment import process_environment
 from recmill.errors import CheckpointError, ConfigError, Interrupted, Preempted, UserError
@@ -49,7 +50,7 @@ class Options(Section):
     init_from: str | None = flag(None, "A new run starts from the newest checkpoint of this one.", metavar="RUN")
     allow_partial: bool = flag(False, "With --init-from: take the tables and layers that have the same size.")
     fallback: Fallback = False
-    verify: Verify = False
+    verify: Verify = None
 
 
 class TrainResults(dict[str, Values]):
@@ -66,7 +67,7 @@ def train(
     *,
     procs: int = 1,
     overrides: Sequence[str] = (),
-    verify: bool = False,
+    verify: bool | None = None,
     init_from: str | Path | None = None,
     allow_partial: bool = False,
     fallback: bool = False,
@@ -75,19 +76,20 @@ def train(
 
     A run that a signal stops raises `recmill.errors.Preempted` or, on Ctrl-C, `Interrupted`.
     `config`: a TOML file or the same as a mapping; `overrides`: ["optim.dense.lr=0.02", ...]; `procs`: processes on
-    this machine (under torchrun: those that torchrun started); `verify`: also check every byte of the dataset. A new
-    run starts from the newest checkpoint of the run `init_from`, with `allow_partial` from those tensors that have the
-    same size. `fallback`: if the newest checkpoint is corrupt, resume from the newest that is not.
+    this machine (under torchrun: those that torchrun started); `verify`: read every byte of the dataset first, or none;
+    by default those of files that are not known to be correct. A new run starts from the newest checkpoint of the run
+    `init_from`, with `allow_partial` from those tensors that have the same size. `fallback`: if the newest checkpoint
+    is corrupt, resume from the newest that is not.
     """
     checked = _with_absolute_path(load_config(config, overrides))
     if allow_partial and init_from is None:
         raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
-    directory = RunDirectory(Path(run).absolute())
+    directory = RunDirectory(given_path(run, "--run").absolute())
     saved = _saved_config(directory)
     if saved is not None and (changed := differences(saved, checked)):
         facts = "\n  ".join([f"{directory.path} was started with another config:", *changed])
         raise ConfigError(f"{facts}\nChoose another --run, or train from its own config.toml.")
-    dataset = assemble.open_matching_dataset(checked, "digests" if verify else "sizes")
+    dataset = assemble.open_matching_dataset(checked, dataset_checks(verify))
     if saved == checked and _is_finished(directory, dataset):
         log.info("%s is finished: nothing to do", directory.path)
         results = directory.read_results()

@@ -14,6 +14,8 @@ from recmill.config.problems import Problem, contradictions, contradictions_with
 from recmill.config.sections import Section, Settings
 from recmill.errors import ConfigError
 
+_MAX_BYTES = 10**6  # of a config file
+
 
 @dataclass(frozen=True)
 class Config:
@@ -31,10 +33,15 @@ class Config:
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Load a TOML file, or a mapping like one, and apply overrides such as "optim.dense.lr=0.02"."""
-    if isinstance(source, Mapping):
-        name, values = "config", json.loads(json.dumps(source, default=plain))
-    else:
-        name, values = str(source), _read_toml(Path(source))
+    name = "config" if isinstance(source, Mapping) else str(source)
+    try:
+        return _loaded(name, source, overrides)
+    except RecursionError:
+        raise ConfigError(f"{name} or --set: a value or key is nested too deeply.") from None
+
+
+def _loaded(name: str, source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    values = json.loads(json.dumps(source, default=plain)) if isinstance(source, Mapping) else _read_toml(Path(source))
     problems: list[Problem] = []
     overridden: set[str] = set()
     for override in [overrides] if isinstance(overrides, str) else overrides:
@@ -61,7 +68,10 @@ def to_toml(config: Config) -> str:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        is_too_large = path.stat().st_size > _MAX_BYTES
+        if not path.is_dir() and (is_too_large or not path.is_file()):  # /dev/zero never ends
+            raise ConfigError(f"{path} is not a file of at most {_MAX_BYTES:,} bytes. Name a run config (.toml).")
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. Name a run config (.toml); examples are in configs/.") from None
     except IsADirectoryError:

@@ -1,6 +1,7 @@
 """Keyword arguments or command-line flags -> a validated `Options` model."""
 
 import json
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -13,8 +14,17 @@ from recmill.registry import unknown
 OptionsT = TypeVar("OptionsT", bound=Section)
 
 
+def given_path(path: str | Path, what: str) -> Path:
+    """Return the path. An empty one, as from an unset shell variable, would mean the current directory."""
+    if not str(path):
+        raise ConfigError(f"{what} is empty. Give a path; the current directory is '.'.")
+    return Path(path)
+
+
 def checked_options(command: str, options_class: type[OptionsT], options: dict[str, Any]) -> OptionsT:
     """Validate the options of `command`; one ConfigError names every problem by its flag."""
+    if empty := [key for key, value in options.items() if value == ""]:
+        raise ConfigError(f"--{empty[0].replace('_', '-')} is empty. Give it a value, or leave it out.")
     try:
         return options_class.model_validate_json(json.dumps(options, default=plain))
     except ValidationError as error:

@@ -64,7 +64,9 @@ class MultiHotSection(Section):
 
 
 class DataSection(Section):
-    path: MayChange[str] = key(..., "Directory of the prepared dataset, relative to the current directory.")
+    path: MayChange[str] = key(
+        ..., "Directory of the prepared dataset, relative to the current directory.", min_length=1
+    )
     order: Literal["shuffled", "file", "batch"] = key(
         "shuffled", "Training order: a new permutation each epoch, as stored, or as stored but shuffled in each batch."
     )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from recmill.data.npy_files import npz_arrays
+from recmill.data.parquet_files import reading
 from recmill.errors import DataError
 from recmill.schema import ClicksDescription, Dataset
 
@@ -135,12 +136,12 @@ class _ParquetDay:
         path = dataset.path / file
         self._num_rows = dataset.clicks.files[file].rows
         self._block = partial(decode, path)
-        try:
+        with reading(path):
             names = pl.read_parquet_schema(path)
-        except (pl.exceptions.PolarsError, OSError) as error:
-            raise DataError(f"{path}: not a Parquet file that can be read ({error}). Prepare it again.") from None
         if missing := [name for name in _columns(dataset.clicks) if name not in names]:
             raise DataError(f"{path}: no column {', '.join(missing)}; it has {', '.join(names)}. Prepare it again.")
+        if bad := [name for name in _columns(dataset.clicks) if not names[name].is_numeric()]:
+            raise DataError(f"{path}: column {bad[0]} is {names[bad[0]]}, not numbers. Prepare it again.")
 
     def take(self, rows: np.ndarray | slice) -> ClickRows:
         if isinstance(rows, slice):
@@ -166,7 +167,13 @@ def _columns(description: ClicksDescription) -> list[str]:
 def _decode(description: ClicksDescription, path: Path, first_row: int) -> ClickRows:
     import polars as pl
 
-    columns = pl.scan_parquet(path).select(_columns(description)).slice(first_row, BLOCK_ROWS).collect().get_columns()
+    with reading(path):
+        block_rows = pl.scan_parquet(path).select(_columns(description)).slice(first_row, BLOCK_ROWS).collect()
+    expected = min(BLOCK_ROWS, description.files[path.name].rows - first_row)
+    if block_rows.height != expected:
+        fact = f"{block_rows.height:,} rows from row {first_row:,} on, expected {expected:,}"
+        raise DataError(f"{path}: {fact}. Prepare the dataset again.")
+    columns = block_rows.get_columns()
     for column in columns:
         if column.null_count():
             row = first_row + int(np.argmax(column.is_null().to_numpy()))

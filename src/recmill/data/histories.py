@@ -13,6 +13,7 @@ import torch
 from recmill import rng
 from recmill.batch import HistoryInputs, RankingBatch, SequenceBatch
 from recmill.data.checks import checked_items
+from recmill.data.parquet_files import reading
 from recmill.data.share import Batching, Share
 from recmill.data.windows import WindowRules, ending_windows, packed, train_windows
 from recmill.errors import DataError
@@ -221,7 +222,9 @@ class HistorySource:
         for user in np.flatnonzero(lengths > negatives.available - NUM_NEGATIVES).tolist():
             num_seen = len(np.unique(self._items[self._offsets[user] : self._offsets[user + 1]]))
             if negatives.available - num_seen < NUM_NEGATIVES:
-                names = pl.scan_parquet(dataset.path / "users.parquet").filter(pl.col("id") == user).collect()
+                file = dataset.path / "users.parquet"
+                with reading(file):
+                    names = pl.scan_parquet(file).filter(pl.col("id") == user).collect()
                 raise DataError(
                     f"{dataset.path}: protocol '{protocol}' needs {NUM_NEGATIVES} items a user has never seen; user "
                     f"{names['original_id'][0]} has seen {num_seen} of {negatives.available}. "

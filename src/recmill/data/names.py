@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from recmill.data.parquet_files import reading
 from recmill.errors import DataError
 
 _MAX_COMPARED = 100_000  # difflib takes seconds for this many names
@@ -20,8 +21,9 @@ class Names:
 
         self._file = file
         self._what = what
-        names = pl.read_parquet(file).sort("id")
-        self.originals: Any = names["original_id"]
+        with reading(file):
+            names = pl.read_parquet(file).sort("id")
+            self.originals: Any = names["original_id"]
         self.titles: Any = names["title"] if "title" in names.columns else self.originals
 
     def find(self, names: str | Sequence[str | int], flag: str) -> list[int]:
@@ -38,7 +40,7 @@ class Names:
         for name in wanted:
             if len(rows[name]) > 1:
                 ids = ", ".join(self.originals[row] for row in rows[name][:_MAX_LISTED])
-                fact = f"'{name}' is the title of {len(rows[name])} {self._what}s"
+                fact = f"{name!r} is the title of {len(rows[name])} {self._what}s"
                 raise DataError(f"{flag}: {fact}. Use the id of one: {ids}{' ...' * (len(rows[name]) > _MAX_LISTED)}.")
         return [rows[name][0] for name in wanted]
 
@@ -46,8 +48,8 @@ class Names:
         columns = "column original_id" if self.titles is self.originals else "columns original_id and title"
         named = []
         for name in missing[:_MAX_LISTED]:
-            similar = " or ".join(f"'{other}'" for other in _similar(name, list(known)))
-            named.append(f"'{name}' (did you mean {similar}?)" if similar else f"'{name}'")
+            similar = " or ".join(f"{other!r}" for other in _similar(name, list(known)))
+            named.append(f"{name!r} (did you mean {similar}?)" if similar else f"{name!r}")
         more = " and more" if len(self.originals) > _MAX_SUGGESTED else ""
         return (
             f"{flag}: {len(missing)} {self._what}(s) are not in {self._file}, {columns}: {', '.join(named)}. "

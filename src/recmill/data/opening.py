@@ -1,6 +1,7 @@
 """Open a prepared dataset and check that its files agree with its `dataset.json`."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal
@@ -11,24 +12,29 @@ from pydantic import ValidationError
 
 from recmill.data.checks import REMEDY, value_problems
 from recmill.data.npy_files import read_header
+from recmill.data.verification import digest_problems
 from recmill.errors import DataError
-from recmill.files.digests import digest
 from recmill.schema import DESCRIPTION_FILE, Dataset, HistoriesDescription, from_json
 
+Checks = Literal["sizes", "once", "digests"]
 
-def open_dataset(path: str | Path, verify: Literal["sizes", "digests"] = "sizes") -> Dataset:
+
+def open_dataset(path: str | Path, verify: Checks = "sizes") -> Dataset:
     """Open the prepared dataset in `path`, or raise a DataError that lists its problems.
 
     `sizes` checks what is cheap: the description, sizes and headers of files, splits, and lengths of histories.
-    `digests` also reads every byte and checks every value. Without it, values are checked when they are read:
-    click rows by `SplitRows` in every batch, items of histories once, by `checks.checked_items`.
+    `once` also compares the digests of files that are not known to be correct. `digests` reads every byte and checks
+    every value. Otherwise values are checked when they are read: click rows by `SplitRows` in every batch, items of
+    histories once, by `checks.checked_items`.
     """
     dataset = _described(Path(path))
     checks: list[Callable[[Dataset], Iterable[str]]] = [_click_problems]
     if isinstance(dataset.description, HistoriesDescription):
         checks = [_history_problems, _length_problems]
+    if verify == "once":
+        checks = [partial(digest_problems, which="new"), *checks]
     if verify == "digests":
-        checks = [_digest_problems, *checks, value_problems]
+        checks = [partial(digest_problems, which="all"), *checks, value_problems]
     for check in (_file_problems, *checks):
         if problems := "".join(f"  {problem}\n" for problem in check(dataset)):
             raise DataError(f"{dataset.path} is incomplete or corrupt:\n{problems}{REMEDY}")
@@ -66,12 +72,6 @@ def _file_problems(dataset: Dataset) -> Iterator[str]:
             yield f"{name}: missing"
         elif file.stat().st_size != info.bytes:
             yield f"{name}: {file.stat().st_size:,} bytes, expected {info.bytes:,}: truncated or changed"
-
-
-def _digest_problems(dataset: Dataset) -> Iterator[str]:
-    for name, info in dataset.description.files.items():
-        if (found := digest(dataset.path / name)) != info.xxh3:
-            yield f"{name}: its content changed (xxh3 {found}, expected {info.xxh3})"
 
 
 def _npy_problems(dataset: Dataset, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Iterator[str]:

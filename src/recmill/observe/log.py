@@ -7,9 +7,15 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from recmill.observe.printed import escaped
 from recmill.observe.progress import CONSOLE
 
 _NOISY = ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace", "torch.distributed")
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record), keep="\n\t")
 
 
 class _ConsoleHandler(logging.Handler):
@@ -26,7 +32,7 @@ def set_up_console() -> None:
     root = logging.getLogger()
     if not any(isinstance(handler, _ConsoleHandler) for handler in root.handlers):
         handler = _ConsoleHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_Formatter("%(message)s"))
         root.addHandler(handler)
     logging.getLogger("recmill").setLevel(logging.INFO)
     root.addFilter(_is_error)  # TorchRec's planner logs to the root logger itself; our loggers never do
@@ -84,5 +90,5 @@ def log_to_file(directory: Path, rank: int) -> None:
             earlier.close()
     name = "log.txt" if rank == 0 else f"log.rank-{rank}.txt"
     handler = _RunFile(directory / name, encoding="utf-8", errors="backslashreplace")  # a path may hold any bytes
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
     root.addHandler(handler)

@@ -1,20 +1,37 @@
 """What commands print: plain aligned columns, for people and for tools like awk."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 Row = Sequence[str]
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """Return the text with escapes like \\x1b for what a terminal would act on; `keep`: characters left as they are.
+
+    These are control characters, line breaks, changes of the writing direction and undecodable bytes of file names.
+    Ids, titles, column names and paths may contain them.
+    """
+    return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+
+
+def _print(text: str = "") -> None:
+    print(escaped(text))
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
     """Return one line per row, with its cells in aligned columns."""
+    rows = [list(map(escaped, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def print_table(header: Row, rows: Sequence[Row]) -> None:
-    rule = ["-" * max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    print("\n".join(table_lines([header, rule, *rows])))
+    rule = ["-" * max(len(escaped(cell)) for cell in column) for column in zip(header, *rows, strict=True)]
+    for line in table_lines([header, rule, *rows]):
+        _print(line)
 
 
 def print_dataset(description: dict[str, Any]) -> None:
@@ -23,14 +40,14 @@ def print_dataset(description: dict[str, Any]) -> None:
         rows = {split: sum(r["stop"] - r["start"] for r in ranges) for split, ranges in description["splits"].items()}
         counts = ", ".join(f"{split} {count:,}" for split, count in rows.items())
         features = f"{len(description['dense'])} dense, {len(description['sparse'])} sparse features"
-        print(f"{description['name']}: rows {counts}; {features}; {size:,.1f} MB")
+        _print(f"{description['name']}: rows {counts}; {features}; {size:,.1f} MB")
     else:
-        print(
+        _print(
             f"{description['name']}: {description['num_users']:,} users, {description['num_items']:,} items, "
             f"{description['num_interactions']:,} interactions; {size:,.1f} MB"
         )
     for split, values in description["truth"].items():
-        print(f"best reachable, {split}: " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        _print(f"best reachable, {split}: " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
 
 
 def print_audit(report: Any) -> None:
@@ -44,7 +61,7 @@ def print_audit(report: Any) -> None:
         rate = None if part.split == "unlabelled" else part.clicks / part.rows
         parts.append([part.day, part.split, f"{part.rows:,}", percent(rate), part.dense])
     print_table(["day", "split", "rows", "label rate", "dense values"], parts)
-    print()
+    _print()
     splits = list(report.shared_rows)
     what = "unseen or rare" if any(table.unseen_or_rare for table in report.tables) else "unseen"
     tables = [
@@ -57,12 +74,12 @@ def print_audit(report: Any) -> None:
         for table in report.tables
     ]
     print_table(["table", "rows", "ids in train", *(f"{what} in {split}" for split in splits)], tables)
-    print()
-    print(f"rows: {sum(report.rows.values()):,} in all; " + ", ".join(f"{s} {n:,}" for s, n in report.rows.items()))
-    print("table sizes: " + ",".join(str(table.rows) for table in report.tables))
+    _print()
+    _print(f"rows: {sum(report.rows.values()):,} in all; " + ", ".join(f"{s} {n:,}" for s, n in report.rows.items()))
+    _print("table sizes: " + ",".join(str(table.rows) for table in report.tables))
     for finding in report.findings:
-        print(f"{'FAILURE' if finding.kind == 'failure' else finding.kind} {finding.text}")
-    print(f"audit: {report.num_failures or 'no'} failure{'' if report.num_failures == 1 else 's'}")
+        _print(f"{'FAILURE' if finding.kind == 'failure' else finding.kind} {finding.text}")
+    _print(f"audit: {report.num_failures or 'no'} failure{'' if report.num_failures == 1 else 's'}")
 
 
 def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> None:
@@ -90,7 +107,7 @@ def print_results(reports: Sequence[Any]) -> None:
     ]
     print_table(["run", "model", "test metric", "reached", "best reachable"], rows)
     for report in reports:
-        print(f"{report.run}/: config.toml env.json status.json log.txt metrics.jsonl results.json checkpoints/")
+        _print(f"{report.run}/: config.toml env.json status.json log.txt metrics.jsonl results.json checkpoints/")
 
 
 def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:
@@ -100,7 +117,7 @@ def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_written_recommendations(written: dict[str, Any]) -> None:
-    print(f"{written['rows']:,} rows for {written['users']:,} users: {written['output']}")
+    _print(f"{written['rows']:,} rows for {written['users']:,} users: {written['output']}")
 
 
 def print_checks(checks: Sequence[Any], would_work: bool) -> None:
@@ -109,8 +126,8 @@ def print_checks(checks: Sequence[Any], would_work: bool) -> None:
     print_table(["check", "", "found"], rows)
     for check in checks:
         if not check.is_good:
-            print(f"{check.name}: {check.remedy}")
-    print("Training would work." if would_work else "Training would not work until the problems above are fixed.")
+            _print(f"{check.name}: {check.remedy}")
+    _print("Training would work." if would_work else "Training would not work until the problems above are fixed.")
 
 
 def print_checkpoints(found: Sequence[dict[str, Any]]) -> None:
@@ -125,11 +142,11 @@ def print_checkpoints(found: Sequence[dict[str, Any]]) -> None:
     print_table(["step", "epoch", "batch", "kind", "MB", "saved", "", "health"], rows)
     for facts in found:
         if facts["health"] != "complete":
-            print(facts["health"])
+            _print(facts["health"])
 
 
 def print_checkpoint(facts: dict[str, Any]) -> None:
-    print(facts["path"])
+    _print(facts["path"])
     kind = f"changes of {facts['changed_tensors']} shards since {facts['base']}" if facts["base"] else "full"
     state = {"kind": kind, "saved": facts["saved_at"]} | facts["position"] | facts["origin"]
     state |= state.pop("versions")

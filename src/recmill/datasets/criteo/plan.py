@@ -219,7 +219,18 @@ def _find_logs(path: Path, source: str | None) -> list[RawLog]:
         present = ", ".join(file.name for file in files[:5]) or "nothing"
         raise DataError(f"{path}: no {expected} (nor with .gz or .zst); it holds {present}.")
     names = _kaggle_names(path, by_name) if is_kaggle else _day_names(path, by_name)
-    return [RawLog(n, by_name[n].absolute(), by_name[n].stat().st_size, sample_digest(by_name[n])) for n in names]
+    logs = [RawLog(n, by_name[n].absolute(), by_name[n].stat().st_size, sample_digest(by_name[n])) for n in names]
+    _check_different(logs)
+    return logs
+
+
+def _check_different(logs: list[RawLog]) -> None:
+    """Raise if two logs are the same file, or have the same content: their rows would count twice."""
+    seen: dict[tuple[int, str], RawLog] = {}
+    for raw in logs:
+        other = seen.setdefault((raw.bytes, raw.sample), raw)
+        if other is not raw and raw.bytes:
+            raise DataError(f"{raw.path} has the same content as {other.path}. Replace it by the log of its own day.")
 
 
 def _kaggle_names(path: Path, by_name: dict[str, Path]) -> list[str]:

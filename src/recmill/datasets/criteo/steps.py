@@ -67,8 +67,11 @@ def write(plan: Plan, work: Work) -> Description:
         ) from error
 
 
-def _check_disk(plan: Plan, work: Work) -> int:
-    """Raise if the disk is too small. Return the bytes needed at the peak, estimated from the logs' first rows."""
+def _check_disk(plan: Plan, work: Work, vocabulary_sizes: list[int] | None = None) -> int:
+    """Raise if the disk is too small. Return the bytes needed at the peak, estimated from the logs' first rows.
+
+    The companions of contiguous ids without --table-size count only with `vocabulary_sizes`, which are known later.
+    """
     rules = plan.rules
     rows = [forecast_rows(raw.path) for raw in plan.logs]
     ids_bytes = CRITEO.num_sparse * (8 if rules.wide_ids else 4)
@@ -80,7 +83,9 @@ def _check_disk(plan: Plan, work: Work) -> int:
     if rules.shuffle != "none":  # a bucket stays until all of it is written
         scratch = min(plan.limits.memory // 4, sum(rows) * (stored_bytes + 4))
     if rules.multi_hot:
-        tables = [min(size, max(rows) + FIRST_ID) if rules.ids == "contiguous" else size for size in rules.table_size]
+        tables = [min(size, sum(rows) + FIRST_ID) if rules.ids == "contiguous" else size for size in rules.table_size]
+        if vocabulary_sizes:
+            tables = [feature.rows for feature in plan.features(vocabulary_sizes)]
         scratch += max(rows) * ids_bytes + 4 * sum(a * b for a, b in zip(tables, rules.multi_hot, strict=False))
     # The parsed rows of a log are removed once they are stored: only the largest log needs room for both.
     needed = sum(rows) * max(parsed_bytes, stored_bytes) + max(rows) * min(parsed_bytes, stored_bytes) + scratch
@@ -105,6 +110,8 @@ class _Preparation:
         self.train = [segment for segment in self.segments if segment.split == "train"]
         if self.rules.ids == "contiguous":
             self._count()
+            if self.rules.multi_hot:
+                _check_disk(self.plan, self.work, self.vocabulary_sizes)
             self._map_in_rounds()
         if self.rules.shuffle != "none":
             self._scatter()

@@ -11,6 +11,7 @@ import polars as pl
 from pydantic import NonNegativeInt, model_validator
 
 from recmill.config.sections import key
+from recmill.data.parquet_files import reading
 from recmill.datasets.compressed import forecast_rows
 from recmill.datasets.histories import delimited
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
@@ -48,8 +49,9 @@ def plan(options: Options) -> InteractionsPlan:
     columns = {name: column for name in names if (column := getattr(options, f"{name}_column")) is not None}
     read: Callable[[], Iterator[pl.DataFrame]]
     if suffix == ".parquet":
-        selected = _select_parquet(path, columns)
-        rows = selected.select(pl.len()).collect().item()
+        with reading(path, "Get it again."):
+            selected = _select_parquet(path, columns)
+            rows = selected.select(pl.len()).collect().item()
         read = partial(_read_parquet, path, columns, selected)
     else:
         rows = forecast_rows(path)
@@ -66,10 +68,7 @@ def _read_text(table: delimited.Table, columns: dict[str, str]) -> Iterator[pl.D
 
 
 def _select_parquet(path: Path, columns: dict[str, str]) -> pl.LazyFrame:
-    try:
-        schema = pl.read_parquet_schema(path)
-    except pl.exceptions.PolarsError as error:
-        raise DataError(f"{path}: not a complete Parquet file ({error}). Get it again.") from None
+    schema = pl.read_parquet_schema(path)
     return pl.scan_parquet(path).select(_parquet_column(path, schema, *names) for names in columns.items())
 
 
@@ -108,7 +107,7 @@ def _read_parquet(path: Path, columns: dict[str, str], selected: pl.LazyFrame) -
             _check_values(path, batch, columns, done)
             done += batch.height
             yield batch
-    except pl.exceptions.PolarsError as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         raise DataError(f"{path}: after row {done:,}: {str(error).splitlines()[0]}. Is the file complete?") from None
     if not done:
         raise DataError(f"{path}: no rows.")
