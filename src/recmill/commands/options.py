@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-Procs = Annotated[PositiveInt, Field(description="Processes on this machine.")]
+Procs = Annotated[PositiveInt, Field(description="Processes on this machine: up to 4 per core, or RECMILL_MAX_PROCS.")]
 Verify = Annotated[bool, Field(description="Check every byte of the dataset before starting.")]
 Which = Annotated[Literal["newest", "best"], Field(description="best: by validation, if checkpoint.keep_best was set.")]
 Fallback = Annotated[bool, Field(description="If the newest checkpoint is corrupt, use the newest that is not.")]

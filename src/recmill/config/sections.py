@@ -225,6 +225,9 @@ class TrainSection(Section):
     max_restarts: MayChange[NonNegativeInt] = key(
         0, "How often a job restarts after one of its processes was killed, crashed or hung (--procs)."
     )
+    join_seconds: MayChange[PositiveFloat] = key(
+        600.0, "How long the first process of a job waits until all others have started."
+    )
     hang_seconds: MayChange[PositiveFloat] = key(1800.0, "A process without progress for this long counts as hung.")
 
     def contradictions(self) -> list[str]:
