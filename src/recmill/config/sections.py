@@ -226,7 +226,7 @@ class TrainSection(Section):
         0, "How often a job restarts after one of its processes was killed, crashed or hung (--procs)."
     )
     join_seconds: MayChange[PositiveFloat] = key(
-        600.0, "How long the first process of a job waits until all others have started."
+        600.0, "How long a process waits for the others of its job to start."
     )
     hang_seconds: MayChange[PositiveFloat] = key(1800.0, "A process without progress for this long counts as hung.")
 
