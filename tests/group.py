@@ -43,7 +43,7 @@ def _rank(rank: int, procs: int, folder: str, body: Callable[..., Any], argument
     from recmill import world
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(procs), "GLOO_SOCKET_IFNAME": "lo"}
-    world._store = lambda size, timeout: dist.FileStore(f"{folder}/store", size)  # no port to agree upon
+    world._store = lambda size, *_: dist.FileStore(f"{folder}/store", size)  # no port to agree upon
     try:
         result = body(*arguments, **options)
     except Exception as error:

@@ -1,15 +1,16 @@
 """The command line: parses flags, calls the function of the same name in `commands/`, prints what it returns."""
 
+import contextlib
 import gc
 import importlib
-import io
 import json
 import os
 import sys
 import traceback
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,8 +18,9 @@ from annotated_types import Gt
 
 import recmill  # imports each command at its first use
 from recmill import registry
-from recmill.environment import process_environment
-from recmill.errors import as_user_error
+from recmill.environment import is_launched, process_environment
+from recmill.errors import ConfigError, ResourceError, as_user_error
+from recmill.launch.early import begin, restore_default_signals
 from recmill.launch.failures import WorkerError
 from recmill.launch.local import leave
 from recmill.observe import printed
@@ -28,11 +30,10 @@ _DEBUG = "--debug"  # accepted anywhere on the command line
 
 def main() -> None:
     """Run a command and exit with 0 or the exit code of its error; print one message, and a traceback with --debug."""
+    begin()
     gc.set_threshold(200_000, 20, 20)  # scanning the many objects that imports create took 0.2 s per command
-    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr does this by default
-        sys.stdout.reconfigure(errors="backslashreplace")  # a title that the terminal cannot show ends no command
     code = _run([argument for argument in sys.argv[1:] if argument != _DEBUG])
-    if process_environment().is_launched:
+    if is_launched():
         leave(code)
     sys.exit(code)
 
@@ -48,8 +49,8 @@ def _run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         _print_error("recmill: interrupted; what was committed before is complete")
         return 130
-    except BrokenPipeError:  # the reader of our output closed it, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python's flush at exit fails
+    except (BrokenPipeError, SystemExit):  # as click raises it: the reader of our output closed it, as `| head` does
+        _discard_stdout()
         return 141
     except Exception as error:
         if _DEBUG in sys.argv:
@@ -65,8 +66,28 @@ def _run(arguments: list[str]) -> int:
 
 
 def _print_error(text: str) -> None:
-    rank = process_environment().rank
-    print(printed.escaped(f"[rank {rank}] {text}" if rank else text, keep="\n\t"), file=sys.stderr)
+    try:
+        rank = process_environment().rank
+    except ConfigError:  # the error is about the rank
+        rank = 0
+    with contextlib.suppress(OSError):  # nobody reads stderr
+        text = printed.escaped(f"[rank {rank}] {text}" if rank else text, keep="\n\t")
+        print(text, file=sys.stderr, flush=True)
+
+
+def _discard_stdout() -> None:
+    """Send what is left in the buffer of stdout nowhere; otherwise Python's flush at exit fails."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def _after_work() -> Iterator[None]:
+    """Print within the block what a command has written to files: it succeeded, even if nobody reads stdout."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError:
+        _discard_stdout()
 
 
 class _Command(click.Command):
@@ -91,7 +112,9 @@ class _Datasets(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         def prepare(output: str, **values: Any) -> None:
             given = {name: value for name, value in values.items() if value is not None}
-            printed.print_dataset(recmill.prepare(cmd_name, output, **given))
+            dataset = recmill.prepare(cmd_name, output, **given)
+            with _after_work():
+                printed.print_dataset(dataset)
 
         module = registry.load(registry.DATASETS, cmd_name, "dataset")
         flags: list[click.Parameter] = [
@@ -174,10 +197,17 @@ def _print(report: Any, as_json: bool, print_text: Callable[[Any], None]) -> Non
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(_DEBUG, is_flag=True, help="Show tracebacks; accepted anywhere on the command line.")
 @click.version_option(recmill.__version__, prog_name="recmill")
-def commands(debug: bool) -> None:
+@click.pass_context
+def commands(context: click.Context, debug: bool) -> None:
     """Train recommenders with very large embedding tables, from a laptop to a cluster."""
     from recmill.observe.log import set_up_console
 
+    if context.invoked_subcommand != "train":  # which has nothing to clean up
+        restore_default_signals()
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ResourceError("The current directory was deleted. Change to one that exists.") from None
     set_up_console()
 
 
@@ -189,7 +219,9 @@ commands.add_command(_Datasets("prepare", help="Make a prepared dataset."))
 @click.option("--output", required=True, type=click.Path(), help="Directory to write to: VARIANT/ or a file.")
 def download_command(name: str, output: str, **options: Any) -> None:
     """Download public raw data and verify it: MovieLens or Goodreads. Mind their terms of use."""
-    print(recmill.download(name, output, **options))
+    path = recmill.download(name, output, **options)
+    with _after_work():
+        print(path)
 
 
 @commands.command("split", cls=_Command)
@@ -204,7 +236,9 @@ def split_command(input: str, output: str, **options: Any) -> None:
 @click.argument("directory", type=click.Path())
 def adopt_command(directory: str, **options: Any) -> None:
     """Describe the npy files of TorchRec's or MLPerf's scripts in DIRECTORY as a prepared dataset."""
-    printed.print_dataset(recmill.adopt(directory, **options))
+    dataset = recmill.adopt(directory, **options)
+    with _after_work():
+        printed.print_dataset(dataset)
 
 
 @commands.command("audit", cls=_Command)
@@ -228,7 +262,8 @@ def train_command(config: str, run: str, **options: Any) -> None:
     """
     results = recmill.train(config, run, **options)
     if process_environment().rank == 0:
-        printed.print_results([results.report])
+        with _after_work():
+            printed.print_results([results.report])
 
 
 @commands.command("evaluate", cls=_Command)
@@ -261,7 +296,9 @@ def recommend_command(
     if is_for_all != (output is not None):
         raise click.UsageError("--all and --output go together: the items of all users are written to a file.")
     if output is not None:
-        _print(recmill.recommend_all(run, output, **options), as_json, printed.print_written_recommendations)
+        written = recmill.recommend_all(run, output, **options)
+        with _after_work():
+            _print(written, as_json, printed.print_written_recommendations)
     else:
         _print(recmill.recommend(run, history, users=users, **options), as_json, printed.print_recommendations)
 

@@ -31,16 +31,28 @@ class ProcessEnvironment:
     launcher: int | None
 
 
+def is_launched() -> bool:
+    """Return whether a launcher started this process, however sensible its variables are."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def process_environment() -> ProcessEnvironment:
     """Read which process of which job this is; a process that nobody launched is rank 0 of 1."""
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name in os.environ and other not in os.environ:
+            raise ConfigError(f"{name} = {os.environ[name]!r}, but {other} is not set. Set both, or unset {name}.")
+    size = _number("WORLD_SIZE", 1, at_least=1)
     rank = _number("RANK", 0)
-    size = _number("WORLD_SIZE", 1)
+    _check_rank("RANK", rank, "WORLD_SIZE", size)
+    local_size = _number("LOCAL_WORLD_SIZE", size, at_least=1, at_most=size)
+    local_rank = _number("LOCAL_RANK", rank % local_size)
+    _check_rank("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
     return ProcessEnvironment(
-        is_launched="RANK" in os.environ and "WORLD_SIZE" in os.environ,
+        is_launched=is_launched(),
         rank=rank,
         size=size,
-        local_rank=_number("LOCAL_RANK", rank),
-        local_size=_number("LOCAL_WORLD_SIZE", size),
+        local_rank=local_rank,
+        local_size=local_size,
         attempt=_number(_TORCHRUN_ATTEMPT, _number(_ATTEMPT, 0)),
         job=Path(os.environ[_JOB]) if _JOB in os.environ else None,
         launcher=_number(_LAUNCHER, 0) or None,
@@ -62,9 +74,14 @@ class Rendezvous:
     prefix: str | None
 
 
+def meeting_place() -> str:
+    """Return the address of the store, for messages."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def rendezvous() -> Rendezvous:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
+        if not os.environ.get(name):
             raise ConfigError(
                 f"WORLD_SIZE = {os.environ.get('WORLD_SIZE')}, but {name} is not set: the processes cannot find each "
                 "other. Set it to rank 0's address or port, or start them with torchrun or `recmill train --procs`."
@@ -74,7 +91,7 @@ def rendezvous() -> Rendezvous:
     descriptor = _number(_STORE_DESCRIPTOR, 0) if _STORE_DESCRIPTOR in os.environ else None
     return Rendezvous(
         host=os.environ["MASTER_ADDR"],
-        port=_number("MASTER_PORT", 0),
+        port=_number("MASTER_PORT", 0, at_least=1, at_most=65535),
         is_server=descriptor is not None or (_number("RANK", 0) == 0 and not agent_is_server),
         descriptor=descriptor,
         prefix=None if attempt is None else f"recmill/{attempt}",
@@ -100,11 +117,28 @@ def launched_environment(
     }
 
 
-def _number(name: str, default: int) -> int:
+def max_processes(cores: int) -> int:
+    """Return how many processes may be started on this machine: RECMILL_MAX_PROCS, or 4 per core and at least 16."""
+    return _number("RECMILL_MAX_PROCS", max(16, 4 * cores), at_least=1)
+
+
+def _number(name: str, default: int, at_least: int = 0, at_most: int = 2**31 - 1) -> int:
     text = os.environ.get(name)
     if text is None:
         return default
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         raise ConfigError(f"environment variable {name} = {text!r} is not a number. Unset it, or correct it.") from None
+    if not at_least <= number <= at_most:
+        raise ConfigError(
+            f"environment variable {name} = {text!r} is not in {at_least}..{at_most}. Unset it, or correct it."
+        )
+    return number
+
+
+def _check_rank(name: str, rank: int, size_name: str, size: int) -> None:
+    if rank >= size:
+        raise ConfigError(
+            f"{name} = {rank}, but {size_name} = {size}: ranks are 0 to {size - 1}. Correct one of the two variables."
+        )

@@ -52,6 +52,10 @@ class ResourceError(UserError):
     kind = "resource error"
 
 
+class LostPeerError(ResourceError):
+    """Another process of the job is missing or has ended: a consequence, whose cause that process reports."""
+
+
 _KINDS = (UserError, ConfigError, DataError, CheckpointError, ResourceError, Preempted, Interrupted)
 KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in _KINDS}
 
@@ -75,6 +79,7 @@ _REMEDIES = {
     errno.EEXIST: "Something with that name exists already, perhaps a file: choose another path.",
     errno.ENOTDIR: "A part of this path is a file: choose another path.",
     errno.EISDIR: "This is a directory where a file was expected.",
+    errno.EAGAIN: "The system can start no more processes or threads: use fewer of them.",
     errno.ENOMEM: "There is not enough memory: use fewer processes, smaller tables or a smaller batch.",
 }
 _NO_THREAD = "No process or thread can be started: raise the limits (ulimit -u, ulimit -v), or use fewer of them."

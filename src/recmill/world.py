@@ -1,21 +1,38 @@
-"""`World`: which process of a run this is, and the few collectives that are not about tables."""
+"""`World`: which process of a run this is, how it finds the others, and the collectives that are not about tables."""
 
-from collections.abc import Iterator
+import errno
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from recmill.environment import process_environment, rendezvous
-from recmill.errors import ConfigError
+from recmill.environment import meeting_place, process_environment, rendezvous
+from recmill.errors import ConfigError, LostPeerError, ResourceError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(minutes=30)  # rank 0 may digest a large checkpoint while the others wait
+_POLL_SECONDS = 0.1
+_ANNOUNCE_SECONDS = 1.5  # a job whose processes start together says nothing
+_GONE_SECONDS = 1.0  # how long a process that lost its connections may take to disappear
+_MAX_RANKS_SHOWN = 8
+_REMEDY = "Look at the output of that process for the cause, then start all of them again: training resumes."
 
 
 @dataclass(frozen=True)
@@ -27,6 +44,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    processes: tuple[str, ...] = ()  # by rank, as `_this_process` describes them; empty for a group of one
 
     @property
     def is_main(self) -> bool:
@@ -79,14 +97,55 @@ class World:
         dist.all_to_all_single(received, torch.tensor(numbers))
         return received.tolist()
 
+    def explained(self, error: BaseException) -> BaseException:
+        """Return the error, or what it means if gloo raised it: the connection to another rank broke."""
+        if "gloo/transport" not in str(error):
+            return error
+        reason = str(error).partition("] ")[2].partition(". ")[0]
+        gone = self._gone_ranks()
+        who = f"{_named(gone)} of the job ended" if gone else "another process of the job ended or does not answer"
+        lost = LostPeerError(f"Rank {self.rank} cannot continue: {who} ({reason}). {_REMEDY}")
+        lost.rank = gone[0] if len(gone) == 1 else None
+        return lost
+
+    def _gone_ranks(self) -> list[int]:
+        """Return the ranks whose processes ran on this machine and have ended; wait a moment for the first."""
+        here, _, _ = _this_process().rpartition(" ")
+        deadline = time.monotonic() + _GONE_SECONDS
+        while True:
+            on_this_machine = [rank for rank, process in enumerate(self.processes) if process.startswith(f"{here} ")]
+            gone = [rank for rank in on_this_machine if not _is_running(self.processes[rank].rpartition(" ")[2])]
+            if gone or time.monotonic() > deadline:
+                return gone
+            time.sleep(_POLL_SECONDS)
+
+
+def _this_process() -> str:
+    """Describe this process, so that another one on the same machine can tell whether it still runs."""
+    return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()} {os.getpid()}"
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN])) + (", ..." if len(ranks) > _MAX_RANKS_SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
 
 @contextmanager
-def joined_world(device: str, wait_seconds: float = 0.0) -> Iterator[World]:
+def joined_world(device: str, join_seconds: float = 600.0, wait_seconds: float = 0.0) -> Iterator[World]:
     """Join the process group within the block, in a process that continues afterwards."""
-    world = join_world(device, wait_seconds)
+    world = join_world(device, join_seconds, wait_seconds)
     try:
         yield world
         finish_together(world)
+    except RuntimeError as error:
+        raise world.explained(error) from error
     finally:
         dist.destroy_process_group()
 
@@ -97,20 +156,31 @@ def finish_together(world: World) -> None:
         dist.barrier()
 
 
-def join_world(device: str, wait_seconds: float = 0.0) -> World:
+def join_world(device: str, join_seconds: float = 600.0, wait_seconds: float = 0.0) -> World:
     """Join the process group that the environment describes: torchrun's, our launcher's, or a group of one.
 
-    Collectives wait for the other ranks at least `wait_seconds`.
+    Raise LostPeerError if the other ranks have not joined within `join_seconds`. Collectives wait for them at least
+    `wait_seconds`. Signals are handled at once meanwhile.
     """
     own = process_environment()
-    world = World(own.rank, own.size, own.local_rank, own.local_size, _device(device, own.local_rank))
+    own_device = _device(device, own.local_rank)
     timeout = max(_TIMEOUT, timedelta(seconds=wait_seconds))
     backend = "gloo"
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
         backend = "cpu:gloo,cuda:nccl"
-    store = _store(world.size, timeout)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    deadline = time.monotonic() + join_seconds
+    store = _store(own.size, timeout, deadline)
+    processes = () if own.size == 1 else _wait_for_peers(store, own.rank, own.size, deadline)
+    world = World(own.rank, own.size, own.local_rank, own.local_size, own_device, processes)
+    join = partial(dist.init_process_group, backend, store=store, rank=own.rank, world_size=own.size, timeout=timeout)
+    try:
+        _interruptible(join, math.inf)
+    except RuntimeError as error:
+        if "Unable to find address" in str(error):
+            fact = f"gloo finds no network interface for the processes: {str(error).rpartition('. ')[2]}"
+            raise ConfigError(f"{fact}. Correct the environment variable GLOO_SOCKET_IFNAME.") from error
+        raise world.explained(error) from error
     return world
 
 
@@ -124,12 +194,115 @@ def _device(device: str, local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _store(size: int, timeout: timedelta) -> dist.Store:
+def _store(size: int, timeout: timedelta, deadline: float) -> dist.Store:
     if size == 1:
         return dist.HashStore()
     place = rendezvous()
-    # With a socket that our launcher bound to loopback; TCPStore's own would listen on every interface.
-    store = dist.TCPStore(
-        place.host, place.port, size, place.is_server, timeout=timeout, master_listen_fd=place.descriptor
-    )
+    descriptor = place.descriptor
+    if not place.is_server:
+        _wait_for_server(place.host, place.port, deadline)
+    elif descriptor is None:
+        descriptor = _listen(place.host, place.port)
+    connect = partial(dist.TCPStore, place.host, place.port, size, place.is_server, timeout, wait_for_workers=False)
+    try:
+        # With a socket that is bound to one address; TCPStore's own would listen on every interface.
+        store = _interruptible(partial(connect, master_listen_fd=descriptor), deadline)
+    except (RuntimeError, TimeoutError):
+        raise ResourceError(
+            f"What listens on MASTER_ADDR = {place.host}, MASTER_PORT = {place.port} is not rank 0 of this job. "
+            "Choose another port, the same for all processes."
+        ) from None
     return store if place.prefix is None else dist.PrefixStore(place.prefix, store)
+
+
+def _listen(host: str, port: int) -> int:
+    """Return the descriptor of a socket that listens on this address alone."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family).detach()
+    except OSError as error:
+        fact = f"Rank 0 cannot listen on MASTER_ADDR = {host}, MASTER_PORT = {port}: {error.strerror}."
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise ResourceError(f"{fact} Choose another port, the same for all processes.") from None
+        raise ConfigError(f"{fact} MASTER_ADDR must be an address of the machine that runs rank 0.") from None
+
+
+def _wait_for_server(host: str, port: int, deadline: float) -> None:
+    """Wait until rank 0 listens. (TCPStore would retry as well, but print a C++ stack for each attempt.)"""
+    announce = _Announcement(f"waiting for rank 0 at {host}:{port}")
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        except socket.gaierror as error:
+            raise ConfigError(f"MASTER_ADDR = {host} is not known here: {error.strerror}. Correct it.") from None
+        except OSError as error:
+            reason = error.strerror or "no answer"
+        if time.monotonic() > deadline:
+            raise _missing_error([0], f" It should listen on MASTER_ADDR = {host}, MASTER_PORT = {port}: {reason}.")
+        announce.if_due()
+        time.sleep(_POLL_SECONDS)
+
+
+def _wait_for_peers(store: dist.Store, rank: int, size: int, deadline: float) -> tuple[str, ...]:
+    """Wait until all ranks have joined, and return which process each of them is."""
+    keys = [f"recmill/process/{peer}" for peer in range(size)]
+    announce = _Announcement(f"waiting for {size} processes at {meeting_place()}: this is rank {rank}")
+    try:
+        others_size = store.compare_set("recmill/size", "", str(size)).decode()
+        if others_size != str(size):
+            raise ConfigError(f"WORLD_SIZE = {size}, but another process of this job has WORLD_SIZE = {others_size}.")
+        if store.add(f"recmill/rank/{rank}", 1) > 1:
+            raise ConfigError(f"RANK = {rank}, but another process of this job has that rank. Give each its own.")
+        store.set(keys[rank], _this_process())
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                raise _missing_error([peer for peer in range(size) if not store.check([keys[peer]])])
+            announce.if_due()
+            time.sleep(_POLL_SECONDS)
+        return tuple(store.get(key).decode() for key in keys)
+    except RuntimeError as error:
+        raise LostPeerError(f"Rank 0 ended before all processes had joined. {_REMEDY}") from error
+
+
+class _Announcement:
+    """A line that is logged once, if the wait is long enough to be noticed."""
+
+    def __init__(self, line: str) -> None:
+        self._line = line
+        self._due_at = time.monotonic() + _ANNOUNCE_SECONDS
+
+    def if_due(self) -> None:
+        if time.monotonic() > self._due_at:
+            log.info("%s", self._line)
+            self._due_at = math.inf
+
+
+def _missing_error(ranks: list[int], detail: str = "") -> LostPeerError:
+    error = LostPeerError(
+        f"{_named(ranks).capitalize()} of the job did not join within train.join_seconds.{detail} Start every rank "
+        "from 0 to WORLD_SIZE - 1, or raise that key if they start slowly."
+    )
+    error.rank = ranks[0] if len(ranks) == 1 else None
+    return error
+
+
+def _interruptible(call: Callable[[], T], deadline: float) -> T:
+    """Return the result of a call that waits in C++; raise TimeoutError at the deadline.
+
+    It runs in another thread: signal handlers only run when the main thread executes Python.
+    """
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not result.done():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        wait([result], _POLL_SECONDS)
+    return result.result()

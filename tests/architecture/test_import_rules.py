@@ -13,7 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # What each package or module of recmill may import from recmill, besides itself. None: everything.
 MAY_IMPORT: dict[str, set[str] | None] = {
-    "__main__": {"cli"},
+    "__main__": {"cli", "launch"},
     "batch": {"tables"},
     "checkpoints": {"config", "errors", "failpoints", "files", "hardware", "launch", "tables", "world"},
     "cli": {"commands", "config", "environment", "errors", "launch", "observe", "recmill", "registry"},

@@ -128,7 +128,12 @@ def test_a_killed_worker_is_named_and_the_run_resumes_later(dlrm: dict[str, Any]
     assert_same_run(tmp_path / "run", tmp_path / "unbroken")
 
 
-def test_workers_whose_launcher_is_killed_save_and_leave(dlrm: dict[str, Any], tmp_path: Path) -> None:
+def test_workers_whose_launcher_is_killed_save_and_leave(
+    dlrm: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    monkeypatch.setenv("TMPDIR", str(jobs))
     process = start(endless(dlrm), tmp_path, procs=2)
     wait_for_step(tmp_path / "run", 3)
     workers = children(process)
@@ -136,6 +141,7 @@ def test_workers_whose_launcher_is_killed_save_and_leave(dlrm: dict[str, Any], t
     process.communicate(timeout=180)
     wait_until_gone(workers)
     assert status(tmp_path / "run")["state"] == "preempted"
+    assert list(jobs.glob("recmill-*")) == []
 
 
 def test_a_run_killed_while_it_describes_itself_can_be_started_again(dlrm: dict[str, Any], tmp_path: Path) -> None:
@@ -235,7 +241,7 @@ def test_a_lost_terminal_does_not_end_a_run(dlrm: dict[str, Any], tmp_path: Path
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    process.wait(timeout=60)
+    assert process.wait(timeout=60) == 0
     assert status(tmp_path / "run")["state"] == "done"
 
 
@@ -266,3 +272,27 @@ def test_too_little_memory_is_one_error_wherever_it_runs_out(
     assert done.returncode == 5, done.stderr
     assert "recmill: resource error: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_directory_of_a_job_that_was_killed_with_its_launcher_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "recmill-job-left").mkdir()
+    (tmp_path / "recmill-job-left" / "job.json").write_text("{}")
+    with local._job_directory() as first, local._job_directory() as second:  # whose launchers still run
+        assert sorted(tmp_path.iterdir()) == sorted([first, second])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_far_more_processes_than_cores_are_refused_before_any_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.subprocess, "Popen", None)
+    with pytest.raises(ConfigError, match=r"--procs 100000 on \d+ cores: at most \d+ .* Set .* RECMILL_MAX_PROCS"):
+        local.run_job("doctor", {"device": "cpu"}, procs=100_000)
+
+
+def test_a_run_with_closed_standard_files_succeeds(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(dlrm), encoding="utf-8")
+    command = f"exec {sys.executable} -m recmill train run.toml --run run --procs 2 <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=180, check=False).returncode == 0
+    assert status(tmp_path / "run")["state"] == "done"

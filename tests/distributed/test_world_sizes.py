@@ -1,15 +1,26 @@
 """The same run for any world size and any sharding."""
 
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
+import torch.distributed as dist
 
-from recmill import rng
+from recmill import rng, world
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import load_config
 from recmill.data.opening import open_dataset
+from recmill.errors import ConfigError, LostPeerError, ResourceError
+from recmill.launch.signals import stop_with_parent
 from recmill.tables.spec import TableSpec
 
 from ..group import evaluate, train
@@ -95,3 +106,100 @@ def give_tables_memory(network: torch.nn.Module, tables: list[TableSpec], seed: 
         values = rng.uniform_floats(key, 0, table.rows * table.dim, table.init_bound).reshape(table.rows, table.dim)
         (holder,) = [module for name, module in network.named_modules() if name.endswith(f".{table.name}")]
         holder.weight = torch.nn.Parameter(torch.from_numpy(values.copy()))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def start_rank(rank: int, port: int, config: dict[str, Any], folder: Path, fail: str = "") -> "subprocess.Popen[str]":
+    """Start one of two processes by hand, without a launcher."""
+    (folder / "run.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "recmill", "train", str(folder / "run.toml"), "--run", str(folder / "run")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | place | {"RANK": str(rank), "RECMILL_FAIL": fail},
+        preexec_fn=stop_with_parent,
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_waiting_for_others_is_announced_and_a_signal_ends_it(rank: int, dlrm: dict[str, Any], tmp_path: Path) -> None:
+    port = free_port()
+    process = start_rank(rank, port, dlrm, tmp_path)
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    if rank == 0:
+        assert line == f"waiting for 2 processes at 127.0.0.1:{port}: this is rank 0\n"
+        with pytest.raises(ConnectionRefusedError):  # it listens on the given address only
+            socket.create_connection(("127.0.0.2", port))
+    else:
+        assert line == f"waiting for rank 0 at 127.0.0.1:{port}\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
+    assert process.stderr.read().startswith("recmill: preempted: ended at once by SIGTERM")
+
+
+def test_a_peer_that_is_killed_is_named_by_the_others(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    port = free_port()
+    killed = start_rank(1, port, dlrm, tmp_path, fail="train.step@step=7:kill")
+    survivor = start_rank(0, port, dlrm, tmp_path)
+    _, output = survivor.communicate(timeout=180)
+    assert killed.wait(60) == -signal.SIGKILL
+    assert survivor.returncode == ResourceError.exit_code, output
+    message = "Rank 0 cannot continue: rank 1 of the job ended (Connection closed by peer"
+    assert f"recmill: resource error: {message}" in output
+    assert "then start all of them again" in output
+    at = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (at["state"], at["rank"]) == ("failed", 1)
+    assert at["reason"].startswith(message)
+
+
+def test_ranks_that_do_not_come_in_time_are_named() -> None:
+    store = dist.HashStore()
+    store.set("recmill/process/2", "other")
+    with pytest.raises(LostPeerError, match=r"^Ranks 1, 3 of the job did not join within train.join_seconds") as caught:
+        world._wait_for_peers(store, rank=0, size=4, deadline=time.monotonic())
+    assert caught.value.rank is None
+    with pytest.raises(
+        LostPeerError, match=r"^Rank 0 of the job did not .* MASTER_ADDR = 127.0.0.1, .* refused"
+    ) as one:
+        world._wait_for_server("127.0.0.1", free_port(), deadline=time.monotonic())
+    assert one.value.rank == 0
+
+
+def test_processes_that_contradict_each_other_are_refused() -> None:
+    store = dist.HashStore()
+    world._wait_for_peers(store, rank=0, size=1, deadline=time.monotonic())
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE = 2, but another process of this job has WORLD_SIZE = 1"):
+        world._wait_for_peers(store, rank=1, size=2, deadline=time.monotonic())
+    with pytest.raises(ConfigError, match=r"RANK = 0, but another process of this job has that rank"):
+        world._wait_for_peers(store, rank=0, size=1, deadline=time.monotonic())
+
+
+def test_an_address_that_cannot_be_used_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ResourceError, match=rf"MASTER_PORT = {port}: Address already in use.* Choose another port"):
+            world._listen("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR = 192.0.2.1, .* must be an address of the machine that runs"):
+        world._listen("192.0.2.1", 5)
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR = no.such.host.invalid is not known here"):
+        world._wait_for_server("no.such.host.invalid", 5, deadline=time.monotonic())
+
+
+def test_a_program_on_the_port_that_is_no_rank_is_an_error() -> None:
+    """It accepts connections and never answers, where TCPStore would wait forever."""
+    code = "import os\nfrom recmill.world import join_world\ntry: join_world('cpu', 0.5)\n"
+    code += "except Exception as error: print(type(error).__name__, error, flush=True)\nos._exit(0)"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | place, timeout=60, check=True)
+    fact = f"ResourceError What listens on MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port} is not rank 0 of this job."
+    assert done.stdout == f"{fact} Choose another port, the same for all processes.\n"

@@ -103,6 +103,9 @@ def test_asking_for_processes_inside_a_launched_one_is_an_error(
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
     done = run_cli("train", write_config(tmp_path, dlrm), "--run", "r", "--procs", "2", env=environment)
     assert_one_clear_error(done, 2, "--procs 2", "RANK and WORLD_SIZE are set")
+    wrong = os.environ | {"RANK": "abc", "WORLD_SIZE": "2"}
+    done = run_cli("train", write_config(tmp_path, dlrm), "--run", "r", env=wrong)
+    assert_one_clear_error(done, 2, "RANK = 'abc' is not a number")
 
 
 def test_a_directory_with_somebody_s_config_is_not_taken_for_a_run(

@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -143,3 +146,32 @@ def test_what_the_terminal_cannot_show_is_escaped_and_json_is_always_ascii(
     with pytest.raises(SystemExit):
         cli.main()
     assert json.loads(written.getvalue().decode("ascii")) == rows
+
+
+def closed_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("stdout", ["closed pipe", "/dev/full"])
+def test_a_command_that_wrote_files_succeeds_even_if_nobody_reads_its_output(stdout: str, tmp_path: Path) -> None:
+    file = closed_pipe() if stdout == "closed pipe" else os.open(stdout, os.O_WRONLY)
+    command = [sys.executable, "-m", "recmill", "prepare", "random-clicks", "--rows", "100", "--output", "data"]
+    done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "data" / "dataset.json").is_file()
+    shown = [sys.executable, "-m", "recmill", "audit", "data"]  # nothing but output
+    done = subprocess.run(shown, stdout=file, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path)
+    os.close(file)
+    assert done.returncode == (141 if stdout == "closed pipe" else 5), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_deleted_working_directory_is_one_clear_error(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = ["sh", "-c", 'rmdir "$PWD" && exec "$0" -P -m recmill results run', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=gone)
+    assert done.returncode == 5, done.stderr
+    assert done.stderr == "recmill: resource error: The current directory was deleted. Change to one that exists.\n"

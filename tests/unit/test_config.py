@@ -303,6 +303,7 @@ def test_the_keys_that_may_change_on_resume_are_these() -> None:
         "train.stop_signals",
         "train.max_restarts",
         "train.hang_seconds",
+        "train.join_seconds",
         "eval",
         "checkpoint",
     }

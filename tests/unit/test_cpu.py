@@ -28,7 +28,8 @@ def test_the_compiler_is_that_of_cxx_or_the_first_that_is_there(
 
 
 @pytest.mark.parametrize(
-    ("procs", "chosen", "expected"), [(1, "", 4), (2, "", 2), (8, "", 1), (2, "3", 3), (2, "3,1", 3), (2, "many", 2)]
+    ("procs", "chosen", "expected"),
+    [(1, "", 4), (2, "", 2), (8, "", 1), (2, "3", 3), (2, "3,1", 3), (2, "many", 2), (2, "²", 2)],
 )
 def test_processes_share_the_cores_unless_omp_num_threads_says_otherwise(
     procs: int, chosen: str, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recmill.environment import launched_environment, process_environment, rendezvous
+from recmill.environment import launched_environment, max_processes, process_environment, rendezvous
 from recmill.errors import ConfigError
 
 
@@ -52,9 +52,41 @@ def test_each_attempt_of_torchrun_has_keys_of_its_own(monkeypatch: pytest.Monkey
 
 def test_variables_that_are_missing_or_no_numbers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "abc")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="RANK = 'abc' is not a number"):
         process_environment()
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
         rendezvous()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ("RANK=1", "RANK = '1', but WORLD_SIZE is not set"),
+        ("WORLD_SIZE=2", "WORLD_SIZE = '2', but RANK is not set"),
+        ("RANK=5 WORLD_SIZE=2", r"RANK = 5, but WORLD_SIZE = 2: ranks are 0 to 1\."),
+        ("RANK=-1 WORLD_SIZE=2", "RANK = '-1' is not in 0"),
+        ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE = '0' is not in 1"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=1", "LOCAL_RANK = 1, but LOCAL_WORLD_SIZE = 1"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3", r"LOCAL_WORLD_SIZE = '3' is not in 1\.\.2"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT=5", "MASTER_ADDR is not set"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=70000", r"MASTER_PORT = '70000' is not in 1\.\.65535"),
+    ],
+)
+def test_contradictory_variables_are_named_with_their_values(
+    variables: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(ConfigError, match=message):
+        process_environment()
+        rendezvous()
+
+
+def test_a_machine_runs_up_to_4_processes_per_core_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert (max_processes(2), max_processes(64)) == (16, 256)
+    monkeypatch.setenv("RECMILL_MAX_PROCS", "3")
+    assert max_processes(64) == 3

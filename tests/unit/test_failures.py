@@ -24,7 +24,7 @@ def test_the_first_error_of_a_user_wins_over_earlier_crashes(tmp_path: Path) -> 
     report(tmp_path, 0, at=1.0, message="RuntimeError: connection closed")
     report(tmp_path, 1, at=3.0, kind="DataError", message="later")
     report(tmp_path, 2, at=2.0, kind="DataError", message="file: row 3")
-    error = first_error(tmp_path, {0: 1, 1: 3, 2: 3}, 3, [])
+    error = first_error(tmp_path, [{0: 1, 1: 3, 2: 3}], 3, [])
     assert isinstance(error, DataError)
     assert (str(error), error.rank) == ("file: row 3", 2)
 
@@ -32,7 +32,7 @@ def test_the_first_error_of_a_user_wins_over_earlier_crashes(tmp_path: Path) -> 
 def test_every_rank_of_a_hanging_job_is_described_with_its_last_step_and_stack(tmp_path: Path) -> None:
     hang(tmp_path, 0, step=8)
     hang(tmp_path, 1, step=7)
-    error = first_error(tmp_path, {}, 3, [])
+    error = first_error(tmp_path, [], 3, [])
     assert isinstance(error, LostWorkerError)
     text = str(error)
     assert "rank 2 does not answer" in text
@@ -44,37 +44,61 @@ def test_every_rank_of_a_hanging_job_is_described_with_its_last_step_and_stack(t
 def test_only_some_ranks_of_a_large_hanging_job_are_listed(tmp_path: Path) -> None:
     for rank in range(9):
         hang(tmp_path, rank)
-    assert "and 5 more" in str(first_error(tmp_path, {}, 9, []))
+    assert "and 5 more" in str(first_error(tmp_path, [], 9, []))
 
 
 @pytest.mark.parametrize(
     ("number", "kind", "text"),
     [
-        (9, LostWorkerError, "killed by SIGKILL. The system may have run out of memory. Run the same command"),
-        (11, LostWorkerError, "SIGSEGV"),
+        (9, LostWorkerError, "killed by SIGKILL. The system may have run out of memory: use fewer processes"),
+        (11, LostWorkerError, "SIGSEGV. Native code accessed memory that is not its own. Try train.kernels=torch"),
+        (7, LostWorkerError, "SIGBUS. A mapped file was truncated or cannot be read, or /dev/shm is full. Check"),
+        (6, LostWorkerError, "SIGABRT. A library gave up"),
         (4, ResourceError, "ONEDNN_MAX_CPU_ISA=AVX2"),
     ],
 )
 def test_a_killed_worker_says_what_the_signal_means(number: int, kind: type, text: str, tmp_path: Path) -> None:
     report(tmp_path, 0, at=1.0, message="RuntimeError: connection closed")  # a consequence
-    error = first_error(tmp_path, {0: 1, 1: -number}, 2, [])
+    error = first_error(tmp_path, [{0: 1, 1: -number}], 2, [])
     assert type(error) is kind
     assert text in str(error)
-    assert ("Run the same command" in str(error)) == (number != 4)
+    assert str(error).endswith("Then run the same command to resume.") == (number != 4)
 
 
 def test_signals_that_the_launcher_received_explain_the_end(tmp_path: Path) -> None:
-    assert isinstance(first_error(tmp_path, {0: -15}, 1, ["SIGTERM"]), Preempted)
-    twice = first_error(tmp_path, {0: 1}, 1, ["SIGINT", "SIGTERM"])
+    assert isinstance(first_error(tmp_path, [{0: -15}], 1, ["SIGTERM"]), Preempted)
+    twice = first_error(tmp_path, [{0: 1}], 1, ["SIGINT", "SIGTERM"])
     assert isinstance(twice, Interrupted)
     assert "Ended at once by a second signal, SIGTERM." in str(twice)
 
 
 def test_a_worker_that_left_no_report_is_shown_with_its_output(tmp_path: Path) -> None:
     (tmp_path / "out-1.txt").write_text("Fatal Python error", encoding="utf-8")
-    error = first_error(tmp_path, {1: 3}, 2, [])
+    error = first_error(tmp_path, [{1: 3}], 2, [])
     assert isinstance(error, LostWorkerError)
     assert error.exit_code == 5
     assert str(error).startswith("Process 1 of the job exited with code 3 and no error report. A library does that")
     assert "ulimit -a" in str(error)
     assert error.__notes__ == ["Fatal Python error"]
+
+
+def test_the_workers_that_were_killed_first_are_named_and_those_killed_at_the_same_time_together(
+    tmp_path: Path,
+) -> None:
+    error = first_error(tmp_path, [{2: -9}, {0: -9, 1: -11}], 4, [])
+    assert isinstance(error, LostWorkerError)
+    assert (str(error).partition(".")[0], error.rank) == ("Process 2 of the job was killed by SIGKILL", 2)
+    error = first_error(tmp_path, [{1: -9, 3: -9}, {0: -11}], 4, [])
+    assert isinstance(error, LostWorkerError)
+    assert (str(error).partition(".")[0], error.rank) == ("Processes 1, 3 of the job were killed by SIGKILL", None)
+
+
+def test_a_lost_connection_explains_a_failure_only_if_nothing_else_does(tmp_path: Path) -> None:
+    report(tmp_path, 0, at=1.0, kind="LostPeerError", message="Rank 1 did not join.")
+    error = first_error(tmp_path, [{0: 5}], 2, [])
+    assert isinstance(error, LostWorkerError)
+    assert (str(error), error.rank) == ("Rank 1 did not join.", None)  # not the rank that waited
+    (tmp_path / "out-1.txt").write_text("", encoding="utf-8")
+    assert "Process 1 of the job exited with code 3" in str(first_error(tmp_path, [{0: 5}, {1: 3}], 2, []))
+    report(tmp_path, 1, at=2.0, message="TypeError: x")
+    assert "Process 1 of the job failed: TypeError" in str(first_error(tmp_path, [{0: 5, 1: 1}], 2, []))

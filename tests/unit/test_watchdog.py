@@ -51,3 +51,13 @@ def test_the_rank_furthest_behind_comes_first(tmp_path: Path) -> None:
     for rank, step in ((0, 8), (1, 7), (2, 8)):
         write_json(tmp_path / f"hang-{rank}.json", asdict(Hang(rank, step, "training", 3.0, [])))
     assert [hang.rank for hang in read_hangs(tmp_path)] == [1, 0, 2]
+
+
+def test_a_rank_that_only_waits_comes_last_and_is_not_blamed(tmp_path: Path) -> None:
+    for rank, is_waiting in ((0, True), (1, False)):
+        hang = Hang(rank, 0, "starting", 3.0, [], is_waiting)
+        write_json(tmp_path / f"hang-{rank}.json", asdict(hang))
+    assert [str(hang) for hang in read_hangs(tmp_path)] == [
+        "rank 1 made no progress for 3 s, starting, after step 0",
+        "rank 0 waited for the other ranks for 3 s, starting, after step 0",
+    ]

@@ -47,13 +47,18 @@ def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
     directory, config = assemble.open_trained_run(run)
     dataset = assemble.open_matching_dataset(config, dataset_checks(checked.verify))
     _check_ranking(config, dataset, checked)
-    device = config.settings.train.device
+    section = config.settings.train
     if is_launched_with(checked.procs):
         from recmill.world import joined_world
 
-        with joined_world(device) as world:
+        with joined_world(section.device, section.join_seconds) as world:
             return _evaluate(world, directory, config, dataset, checked)
-    arguments = {"device": device, "run": str(directory.path.absolute()), "options": checked.model_dump()}
+    arguments = {
+        "device": section.device,
+        "join_seconds": section.join_seconds,
+        "run": str(directory.path.absolute()),
+        "options": checked.model_dump(),
+    }
     return run_job("evaluate", arguments, checked.procs)
 
 

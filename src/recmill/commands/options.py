@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt
 from recmill.data.opening import Checks
 from recmill.environment import process_environment
 
-Procs = Annotated[PositiveInt, Field(description="Processes on this machine.")]
+Procs = Annotated[PositiveInt, Field(description="Processes on this machine: up to 4 per core, or RECMILL_MAX_PROCS.")]
 Verify = Annotated[
     bool | None,
     Field(

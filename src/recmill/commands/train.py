@@ -110,18 +110,22 @@ def _launch(config: Config, dataset: Dataset, options: Options, procs: int) -> d
     section = config.settings.train
     wait_seconds = 3 * section.hang_seconds  # a hang is reported with its stacks before a collective times out
     if is_launched_with(procs):
-        with stop_on(section.stop_signals) as stop:
-            stop_with_parent()
-            from recmill.world import joined_world
+        stop_with_parent()
+        from recmill.world import joined_world
 
-            with joined_world(section.device, wait_seconds) as world:
-                return _train_watched(world, config, options, stop, dataset)
+        # Until all processes are there, a signal ends this one at once: there is nothing to save.
+        with (
+            joined_world(section.device, section.join_seconds, wait_seconds) as world,
+            stop_on(section.stop_signals) as stop,
+        ):
+            return _train_watched(world, config, options, stop, dataset)
     run = RunDirectory(options.run)
     run.path.mkdir(parents=True, exist_ok=True)
     arguments = {
         "config": config.as_dict(),
         "options": options.model_dump(),
         "device": section.device,
+        "join_seconds": section.join_seconds,
         "wait_seconds": wait_seconds,
         "stop_signals": section.stop_signals,
     }
@@ -166,6 +170,7 @@ def _train_watched(
             with watching(heartbeat, watch, on_hang):
                 return _train(world, config, run, options, dataset, stop, heartbeat)
         except BaseException as error:
+            error = world.explained(error)
             if isinstance(error, KeyboardInterrupt) and stop.signal:
                 error = stop_error(stop.signal, f"Ended at once by a signal after {stop.signal}.")
             if world.is_main:

@@ -20,7 +20,7 @@ def num_cores() -> int:
 def threads_per_process(procs: int) -> int:
     """Return the number of threads of each of `procs` processes: OMP_NUM_THREADS, or its share of the cores."""
     chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return int(chosen) if chosen.isdigit() and int(chosen) else max(1, num_cores() // max(1, procs))
+    return int(chosen) if chosen.isdecimal() and int(chosen) else max(1, num_cores() // max(1, procs))
 
 
 def cpu_name() -> str:

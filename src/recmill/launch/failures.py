@@ -6,18 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recmill.errors import KINDS, ResourceError, UserError
+from recmill.errors import KINDS, LostPeerError, ResourceError, UserError
 from recmill.launch.signals import stop_error
 from recmill.launch.watchdog import Hang, read_hangs
 
 _MAX_RANKS_SHOWN = 4
 _MAX_FRAMES_SHOWN = 4
 _RESUME = "Run the same command to resume."
-# What may be wrong if this signal killed a worker; another attempt may succeed.
+# What this signal means, and what to try; another attempt may succeed.
 _HINTS = {
-    "SIGKILL": " The system may have run out of memory.",
-    "SIGSEGV": " Native code accessed memory that is not its own. If it happens again, try train.kernels=torch.",
-    "SIGBUS": " A mapped file was truncated or cannot be read, or /dev/shm is full.",
+    "SIGKILL": "The system may have run out of memory: use fewer processes, smaller tables or a smaller batch, or "
+    "look at the system log.",
+    "SIGSEGV": "Native code accessed memory that is not its own. Try train.kernels=torch, and check that the installed "
+    "libraries match: recmill doctor.",
+    "SIGBUS": "A mapped file was truncated or cannot be read, or /dev/shm is full. Check the disk, and that nobody "
+    "changes the dataset; recmill train --verify reads every byte of it.",
+    "SIGABRT": "A library gave up; its last lines of output say why. Check that the installed libraries match: "
+    "recmill doctor.",
 }
 _MISSING_INSTRUCTION = (
     "The CPU, or the hypervisor it runs under, lacks an instruction that it lists, and would lack it again. Set the "
@@ -45,11 +50,14 @@ class Failure:
     traceback: str
 
 
-def first_error(job: Path, exit_codes: Mapping[int, int], num_workers: int, signals: Sequence[str]) -> BaseException:
+def first_error(
+    job: Path, failed: Sequence[Mapping[int, int]], num_workers: int, signals: Sequence[str]
+) -> BaseException:
     """Return the error that best explains why a job failed.
 
-    `exit_codes`: those of the workers that failed, by rank. `signals`: those that the launcher received. The order is:
-    a second signal, the first error that a user can fix, a hang, a killed worker, an internal error.
+    `failed`: exit codes by rank, of the workers that were found to have failed at the same time, the earliest first.
+    `signals`: those that the launcher received. The order is: a second signal, the first error that a user can fix, a
+    hang, killed workers, an internal error, a lost connection.
     """
     if len(signals) > 1:
         return stop_error(signals[0], f"Ended at once by a second signal, {signals[1]}.")
@@ -62,16 +70,20 @@ def first_error(job: Path, exit_codes: Mapping[int, int], num_workers: int, sign
             return _in_worker(KINDS[report.kind](report.message), report.rank, report.traceback)
     reported = {report.rank for report in reports}
     if hangs := read_hangs(job):
-        answered = reported | exit_codes.keys() | {hang.rank for hang in hangs}
+        answered = reported.union(*failed) | {hang.rank for hang in hangs}
         return _hang_error(hangs, [rank for rank in range(num_workers) if rank not in answered])
-    for rank, code in exit_codes.items():
-        if code < 0 and rank not in reported:
-            return _killed_error(rank, signal.Signals(-code).name, signals)
-    if reports:
-        first = reports[0]
-        error = WorkerError(f"Process {first.rank} of the job failed: {first.message}")
-        return _in_worker(error, first.rank, first.traceback)
-    rank, code = next(iter(exit_codes.items()))
+    silent = [{rank: code for rank, code in codes.items() if rank not in reported} for codes in failed]
+    for codes in silent:
+        if numbers := [-code for code in codes.values() if code < 0]:
+            ranks = [rank for rank, code in codes.items() if code == -numbers[0]]
+            return _killed_error(ranks, signal.Signals(numbers[0]).name, signals)
+    if causes := [report for report in reports if report.kind != LostPeerError.__name__]:
+        error = WorkerError(f"Process {causes[0].rank} of the job failed: {causes[0].message}")
+        return _in_worker(error, causes[0].rank, causes[0].traceback)
+    others = {rank: code for codes in silent for rank, code in codes.items()}
+    if not others:
+        return LostWorkerError(reports[0].message)
+    rank, code = next(iter(others.items()))
     output = (job / f"out-{rank}.txt").read_text(encoding="utf-8", errors="replace")
     lost = LostWorkerError(
         f"Process {rank} of the job exited with code {code} and no error report. A library does that, for example, if "
@@ -88,13 +100,20 @@ def _in_worker(error: UserError, rank: int, traceback: str = "") -> UserError:
     return error
 
 
-def _killed_error(rank: int, name: str, signals: Sequence[str]) -> UserError:
+def _killed_error(ranks: Sequence[int], name: str, signals: Sequence[str]) -> UserError:
+    """Describe the workers that one signal killed at the same time, as far as the launcher can tell."""
+    who = f"Process {ranks[0]}" if len(ranks) == 1 else f"Processes {', '.join(map(str, ranks[:_MAX_RANKS_SHOWN]))}"
+    if len(ranks) > _MAX_RANKS_SHOWN:
+        who += f" and {len(ranks) - _MAX_RANKS_SHOWN} more"
     if name in signals:
-        return stop_error(name, f"{name} reached process {rank} of the job before it could save anything.")
-    fact = f"Process {rank} of the job was killed by {name}."
+        return stop_error(name, f"{name} reached {who.lower()} of the job before it could save anything.")
+    fact = f"{who} of the job {'was' if len(ranks) == 1 else 'were'} killed by {name}."
+    hint = f"{_HINTS[name]} Then run the same command to resume." if name in _HINTS else _RESUME
+    error: ResourceError = LostWorkerError(f"{fact} {hint}")
     if name == "SIGILL":
-        return _in_worker(ResourceError(f"{fact} {_MISSING_INSTRUCTION}"), rank)
-    return _in_worker(LostWorkerError(f"{fact}{_HINTS.get(name, '')} {_RESUME}"), rank)
+        error = ResourceError(f"{fact} {_MISSING_INSTRUCTION}")
+    error.rank = ranks[0] if len(ranks) == 1 else None
+    return error
 
 
 def _hang_error(hangs: Sequence[Hang], silent: Sequence[int]) -> LostWorkerError:

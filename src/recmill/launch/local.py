@@ -4,11 +4,13 @@ Each worker is a new interpreter, because thread counts and the allocator must b
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import math
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,16 +22,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from recmill.environment import launched_environment, process_environment
+from recmill.environment import launched_environment, max_processes, process_environment
 from recmill.errors import ConfigError, ResourceError, UserError
 from recmill.files.atomic import write_json
-from recmill.hardware.cpu import threads_per_process
+from recmill.hardware.cpu import num_cores, threads_per_process
 from recmill.launch.failures import LostWorkerError, WorkerError, first_error
 from recmill.launch.signals import FORWARDED, ONE_REQUEST_SECONDS, handled, stop_error
 from recmill.launch.watchdog import read_hangs
 
 log = logging.getLogger(__name__)
 
+_JOB_PREFIX = "recmill-job-"
 _POLL_SECONDS = 0.05
 _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may still report theirs
 _GATHER_HANGS_SECONDS = 3.0  # the same for hangs
@@ -67,8 +70,9 @@ def leave(code: int) -> NoReturn:
     After all work is done, gloo may abort otherwise: 'terminate called without an active exception'.
     """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it
+            file.flush()
     os._exit(code)
 
 
@@ -86,6 +90,11 @@ def run_job(
     """
     if procs < 1:
         raise ConfigError(f"--procs {procs}: at least one process is needed.")
+    if procs > (limit := max_processes(num_cores())):
+        raise ConfigError(
+            f"--procs {procs} on {num_cores()} cores: at most {limit} processes are started, because more only slow "
+            "each other down. Set the environment variable RECMILL_MAX_PROCS to start more."
+        )
     _check_open_files(procs)
     signals = _Signals()
     order = {"command": command, "arguments": arguments}
@@ -117,8 +126,7 @@ def _check_open_files(procs: int) -> None:
 def _run_once(
     order: dict[str, Any], procs: int, attempt: int, environment: Mapping[str, str], signals: "_Signals"
 ) -> Any:
-    with tempfile.TemporaryDirectory(prefix="recmill-job-", ignore_cleanup_errors=True) as folder:
-        job = Path(folder)
+    with _job_directory() as job:
         write_json(job / "job.json", order)
         try:
             with _blocked_signals():
@@ -126,12 +134,47 @@ def _run_once(
                     raise stop_error(signals.names[0], f"{signals.names[0]} was received before the job had started.")
                 signals.workers = []
                 _start(job, procs, attempt, environment, signals.workers)
-            has_succeeded = _wait(job, signals)
+            ends = _Ends(signals.workers)
+            has_succeeded = _wait(job, signals, ends)
         finally:
-            exit_codes = _end(signals.workers)
+            _end(signals.workers)
         if not has_succeeded:
-            raise first_error(job, exit_codes, procs, signals.names)
+            raise first_error(job, ends.failed, procs, signals.names)
         return json.loads((job / "result.json").read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def _job_directory() -> Iterator[Path]:
+    """Yield a directory that the job's processes share, and remove it, as well as those of launchers that were killed.
+
+    A launcher holds a lock on its directory. If it is killed, its workers remove the directory when they leave (see
+    `worker`); if they are killed as well, the next launcher does.
+    """
+    try:
+        folder = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise ResourceError(f"{error.strerror}. Set TMPDIR to a directory that you may write to.") from None
+    for earlier in folder.glob(f"{_JOB_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(earlier):  # held by its launcher, or not ours
+            shutil.rmtree(earlier, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix="recmill-new-"))
+    with _locked(new):
+        job = new.rename(folder / new.name.replace("recmill-new-", _JOB_PREFIX))  # only now other launchers look at it
+        try:
+            yield job
+        finally:
+            shutil.rmtree(job, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold a lock on the directory itself within the block; raise OSError if somebody else does."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -191,30 +234,45 @@ class _Signals:
             worker.send_signal(number)
 
 
-def _wait(job: Path, signals: _Signals) -> bool:
+class _Ends:
+    """How workers ended, as seen by polling them."""
+
+    def __init__(self, workers: list[subprocess.Popen[bytes]]) -> None:
+        self._workers = workers
+        self.failed: list[dict[int, int]] = []  # exit codes by rank; one dictionary per poll that found new ones
+        self.all_succeeded = False
+
+    def poll(self) -> None:
+        codes = [worker.poll() for worker in self._workers]
+        known = {rank for found in self.failed for rank in found}
+        if new := {rank: code for rank, code in enumerate(codes) if code and rank not in known}:
+            self.failed.append(new)
+        self.all_succeeded = not any(codes) and None not in codes
+
+
+def _wait(job: Path, signals: _Signals, ends: _Ends) -> bool:
     """Return True when all workers have succeeded, or False soon after one failed, hung or ignored a second signal."""
-    while time.monotonic() <= signals.deadline:
-        exit_codes = [worker.poll() for worker in signals.workers]
-        if any(exit_codes):
-            time.sleep(_GATHER_SECONDS)
-            return False
-        if None not in exit_codes:
+    deadline = signals.deadline
+    while time.monotonic() <= min(deadline, signals.deadline):
+        ends.poll()
+        if ends.all_succeeded:
             return True
-        if read_hangs(job):
-            deadline = time.monotonic() + _GATHER_HANGS_SECONDS
-            while time.monotonic() < deadline and len(read_hangs(job)) < len(exit_codes):
-                time.sleep(_POLL_SECONDS)
-            return False
+        if deadline == math.inf:
+            if ends.failed:
+                deadline = time.monotonic() + _GATHER_SECONDS
+            elif read_hangs(job):
+                deadline = time.monotonic() + _GATHER_HANGS_SECONDS
+        elif not ends.failed and len(read_hangs(job)) == len(signals.workers):
+            break
         time.sleep(_POLL_SECONDS)
+    ends.poll()
     return False
 
 
-def _end(workers: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Kill the workers that are left, and return the exit codes of those that had failed, by rank."""
-    exit_codes = {rank: code for rank, worker in enumerate(workers) if (code := worker.poll())}
+def _end(workers: list[subprocess.Popen[bytes]]) -> None:
+    """Kill the workers that are left."""
     for worker in workers:
         worker.kill()  # does nothing to a worker that has ended
     for worker in workers:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.wait(_END_SECONDS)
-    return exit_codes

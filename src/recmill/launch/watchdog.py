@@ -18,21 +18,27 @@ from pathlib import Path
 from recmill.files.atomic import write_json
 
 _POLL_SECONDS = 0.5
+_COLLECTIVES = "/torch/distributed/"  # in the stack of a process that waits for others
 _LINGER_SECONDS = 10.0  # if a rank left at once, the others would report its absence instead of their stacks
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A process that made no progress for `seconds`. `frames`: the stack of its main thread, innermost last."""
+    """A process that made no progress for `seconds`. `frames`: the stack of its main thread, innermost last.
+
+    `is_waiting`: it was in a collective, so that another rank may be the one that hangs.
+    """
 
     rank: int
     step: int
     phase: str
     seconds: float
     frames: list[str]
+    is_waiting: bool = False
 
     def __str__(self) -> str:
-        return f"rank {self.rank} made no progress for {self.seconds:g} s, {self.phase}, after step {self.step:,}"
+        did = "waited for the other ranks" if self.is_waiting else "made no progress"
+        return f"rank {self.rank} {did} for {self.seconds:g} s, {self.phase}, after step {self.step:,}"
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,9 @@ def _report(watch: Watch, last: _Beat, quiet_seconds: float) -> Hang:
     assert ident is not None
     stack = traceback.extract_stack(sys._current_frames().get(ident))
     frames = [f"{frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in stack]
-    hang = Hang(watch.rank, last.step, last.phase, round(quiet_seconds, 1), frames)
-    if watch.job is not None:
+    is_waiting = any(_COLLECTIVES in frame.filename for frame in stack)
+    hang = Hang(watch.rank, last.step, last.phase, round(quiet_seconds, 1), frames, is_waiting)
+    if watch.job is not None and watch.job.is_dir():  # its launcher may be gone
         write_json(watch.job / f"hang-{hang.rank}.json", asdict(hang))
     with (watch.run / f"hang-rank-{hang.rank}.txt").open("w", encoding="utf-8") as file:
         file.write(f"{hang}\n\nmain thread:\n" + "\n".join(hang.frames) + "\n\nall threads:\n")
@@ -116,6 +123,6 @@ def _report(watch: Watch, last: _Beat, quiet_seconds: float) -> Hang:
 
 
 def read_hangs(job: Path) -> list[Hang]:
-    """Return the hangs that the workers of a job reported, the one furthest behind first."""
+    """Return the hangs that the workers of a job reported: those that only wait come last, otherwise by step."""
     hangs = [Hang(**json.loads(file.read_text(encoding="utf-8"))) for file in job.glob("hang-*.json")]
-    return sorted(hangs, key=lambda hang: (hang.step, hang.rank))
+    return sorted(hangs, key=lambda hang: (hang.is_waiting, hang.step, hang.rank))

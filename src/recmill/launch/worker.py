@@ -5,6 +5,7 @@ import importlib
 import json
 import mmap
 import os
+import shutil
 import signal
 import time
 import traceback
@@ -28,14 +29,20 @@ def main() -> None:
     process = process_environment()
     assert process.job is not None
     stop_with_parent()
-    if os.getppid() != process.launcher:  # it was killed before that
-        leave(1)
-    order = json.loads((process.job / "job.json").read_text(encoding="utf-8"))
+    code = 1
+    if os.getppid() == process.launcher:  # otherwise it was killed before that
+        code = _run_order(process.job, process.rank)
+    if os.getppid() != process.launcher:
+        shutil.rmtree(process.job, ignore_errors=True)  # the launcher cannot do it any more
+    leave(code)
+
+
+def _run_order(job: Path, rank: int) -> int:
+    order = json.loads((job / "job.json").read_text(encoding="utf-8"))
     arguments = order["arguments"]
     stop_signals = arguments.pop("stop_signals", None)  # None: the command has nothing to save
     with contextlib.nullcontext() if stop_signals is None else stop_on(stop_signals) as stop:
-        code = _run(process.job, process.rank, order["command"], arguments, stop)
-    leave(code)
+        return _run(job, rank, order["command"], arguments, stop)
 
 
 def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: StopRequest | None) -> int:
@@ -47,12 +54,14 @@ def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: St
         from recmill.world import finish_together, join_world
 
         body = importlib.import_module(f"recmill.commands.{command}")
-        world = join_world(arguments.pop("device"), arguments.pop("wait_seconds", 0.0))
+        joining = {name: arguments.pop(name) for name in ("join_seconds", "wait_seconds") if name in arguments}
+        world = join_world(arguments.pop("device"), **joining)
         if stop is not None:
             arguments["stop"] = stop
         result = body.work(world, **arguments)
         if rank == 0:
-            write_json(job / "result.json", result)
+            with contextlib.suppress(FileNotFoundError):  # a job without launcher
+                write_json(job / "result.json", result)
         finish_together(world)
         return 0
     except BaseException as error:
@@ -67,7 +76,8 @@ def _report(job: Path, rank: int, error: BaseException) -> int:
     kind = type(known or error).__name__ if known or isinstance(error, KeyboardInterrupt) else ""
     message = str(known) if known else f"{type(error).__name__}: {error}"
     failure = Failure(rank, time.time(), kind, message, traceback.format_exc())
-    write_json(job / f"error-{rank}.json", asdict(failure))
+    with contextlib.suppress(FileNotFoundError):  # a job without launcher
+        write_json(job / f"error-{rank}.json", asdict(failure))
     return known.exit_code if known else 1
 
 

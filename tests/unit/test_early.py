@@ -1,0 +1,52 @@
+"""A command in its first moments, and with closed standard files."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
+def test_a_signal_while_modules_are_imported_ends_training_with_one_line(name: str, code: int) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "recmill", "train", "none.toml", "--run", "r"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.endswith(" click.core\n"):  # one of the first modules of the command line
+            process.send_signal(signal.Signals[name])
+            break
+    output = process.stderr.read()
+    assert process.wait(60) == code, output
+    lines = [line for line in output.splitlines() if not line.startswith("import time:")]
+    kind = "interrupted" if name == "SIGINT" else "preempted"
+    assert lines == [f"recmill: {kind}: ended at once by {name}; what was committed before is complete"]
+
+
+def test_other_commands_clean_up_when_they_are_interrupted() -> None:
+    code = (
+        "import signal, sys\n"
+        "from recmill import cli\n"
+        "from recmill.launch import early\n"
+        "early.begin()\n"
+        "sys.argv = ['recmill', 'results', 'none']\n"
+        "print(cli._run(sys.argv[1:]), signal.getsignal(2).__name__, signal.getsignal(15).name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "4 default_int_handler SIG_DFL\n", done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_works_with_closed_standard_files(closed: str) -> None:
+    """A file that is opened later must not get the number of a standard file."""
+    code = (
+        "import os, sys\n"
+        "from recmill.launch.early import begin\n"
+        "begin()\n"
+        "print('x', flush=True)\n"
+        "print('y', file=sys.stderr)\n"
+        "sys.exit(0 if os.open('/dev/null', 0) > 2 and os.get_inheritable(1) else 9)\n"
+    )
+    shell = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
