@@ -17,15 +17,16 @@ Tokens = Literal["all", "queries"]
 class Rows:
     """The row and position of each token, and which tokens are queries.
 
-    Queries are the tokens whose outputs are needed, in ascending order. `keys_B` seeds the dropout.
+    Queries are the tokens whose outputs are needed, in ascending order. `keys_B` seeds the dropout. Nothing here reads
+    a value from `lengths_B`, because on a GPU the host would wait for it.
     """
 
-    def __init__(self, lengths_B: Tensor, queries_M: Tensor, keys_B: Tensor, num_tokens: int) -> None:
+    def __init__(self, lengths_B: Tensor, longest: int, queries_M: Tensor, keys_B: Tensor, num_tokens: int) -> None:
         self.lengths_B = lengths_B
+        self.longest = longest
         self.queries_M = queries_M
         self.keys_B = keys_B
         self.num_tokens = num_tokens
-        self.longest = int(lengths_B.max())
 
     @cached_property
     def row_N(self) -> Tensor:

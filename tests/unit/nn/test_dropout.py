@@ -12,7 +12,7 @@ KEYS = torch.from_numpy(rng.bits(np.uint64(0), np.arange(1, 6)).view(np.int64))
 
 def rows_of(lengths: list[int], keys: Tensor) -> Rows:
     num_tokens = sum(lengths)
-    return Rows(torch.tensor(lengths), torch.arange(num_tokens), keys, num_tokens)
+    return Rows(torch.tensor(lengths), max(lengths), torch.arange(num_tokens), keys, num_tokens)
 
 
 def dropped(probability: float, site: int, keys: Tensor, length: int = 200, dim: int = 16) -> Tensor:

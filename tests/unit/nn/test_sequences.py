@@ -33,8 +33,9 @@ def network(
     return ItemTransformer(table, NUM_ITEMS, sizes, CPU, head, loss)
 
 
-def packed(*rows: list[int]) -> tuple[Tensor, Tensor]:
-    return torch.tensor([token for row in rows for token in row]), torch.tensor([len(row) for row in rows])
+def packed(*rows: list[int]) -> tuple[Tensor, Tensor, int]:
+    lengths = [len(row) for row in rows]
+    return torch.tensor([token for row in rows for token in row]), torch.tensor(lengths), max(lengths)
 
 
 @pytest.fixture(params=["eval", "train"])
@@ -44,9 +45,9 @@ def logits(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
     model.train(request.param == "train")
 
     def compute(*rows: list[int], keys: list[int] | None = None) -> Tensor:
-        tokens, lengths = packed(*rows)
+        tokens, lengths, longest = packed(*rows)
         with torch.no_grad():
-            return model(tokens, lengths, lengths.cumsum(0) - 1, torch.tensor(keys or range(len(rows))))
+            return model(tokens, lengths, longest, lengths.cumsum(0) - 1, torch.tensor(keys or range(len(rows))))
 
     return compute
 
