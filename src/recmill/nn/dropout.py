@@ -3,12 +3,19 @@
 torch's own dropout draws from one stream per process, so results would change with the world size.
 """
 
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from recmill.kernels.encoder import DropoutFunction
 from recmill.kernels.layers import UsesKernels
 from recmill.nn.rows import Rows, Tokens
+
+log = logging.getLogger(__name__)
 
 # 32-bit constants as signed numbers: the factors of Wellons' "lowbias32" hash, and the golden ratio.
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
@@ -34,17 +41,59 @@ class RowDropout(UsesKernels, nn.Module):
         row_N, from_end_N = rows.row_N, rows.from_end_N.to(torch.int32)
         if tokens == "queries":
             row_N, from_end_N = row_N[rows.queries_M], from_end_N[rows.queries_M]
-        element_D = torch.arange(dim - 1, -1, -1, dtype=torch.int32, device=x_ND.device)
         keys_B = _hash((rows.keys_B ^ (rows.keys_B >> 32)).to(torch.int32) + self.site * _TWICE_GOLDEN)
-        bits_ND = _hash(keys_B[row_N, None] + (from_end_N[:, None] * dim + element_D) * _GOLDEN)
-        threshold = int((1.0 - self.probability) * 2.0**32) - (1 << 31)
-        return x_ND * ((bits_ND < threshold) * (1.0 / (1.0 - self.probability)))
+        counters_N = keys_B[row_N] + from_end_N * dim * _GOLDEN
+        if _is_on_gpu(x_ND):
+            return _RecomputedDropout.apply(_fused(self.probability, x_ND.device), x_ND, counters_N)
+        return _drop(x_ND, counters_N, self.probability)
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+class _RecomputedDropout(torch.autograd.Function):
+    """`drop(x_ND, counters_N)`, where backward computes the mask again instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, drop: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, counters_N: Tensor) -> Tensor:
+        ctx.drop = drop
+        ctx.save_for_backward(counters_N)
+        return drop(x_ND.detach(), counters_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Any, ...]:
+        (counters_N,) = ctx.saved_tensors
+        return None, ctx.drop(grad_ND, counters_N), None
+
+
+def _drop(x_ND: Tensor, counters_N: Tensor, probability: float) -> Tensor:
+    """Drop elements of x_ND; counters_N is the counter of each token's last element."""
+    element_D = torch.arange(x_ND.shape[1] - 1, -1, -1, dtype=torch.int32, device=x_ND.device)
+    bits_ND = _hash(counters_N[:, None] + element_D * _GOLDEN)
+    threshold = int((1.0 - probability) * 2.0**32) - (1 << 31)
+    return x_ND * ((bits_ND < threshold) * (1.0 / (1.0 - probability)))
+
+
+@cache
+def _fused(probability: float, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return `_drop` as one compiled kernel; if this machine cannot compile it, log why and return it as it is."""
+    eager = partial(_drop, probability=probability)
+    compiled = torch.compile(eager, dynamic=True)
+    try:
+        compiled(torch.ones(2, 16, device=device), torch.zeros(2, dtype=torch.int32, device=device))
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        log.warning("dropout takes 20 GPU kernels instead of one, because torch.compile failed: %s", reason)
+        return eager
+    return compiled
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Return 32 random-looking bits per int32. The masks make torch's arithmetic shifts logical."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * _M1
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * _M2
-    return x ^ ((x >> 16) & 0xFFFF)
+    """Return 32 random-looking bits per int32; overwrites `x`. The masks make torch's arithmetic shifts logical."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= _M1
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= _M2
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from recmill.kernels.encoder import KernelRows
 
@@ -38,6 +39,11 @@ class Rows:
         """Position of each token counted from the end of its row: 0 for the last one."""
         tokens = torch.arange(self.num_tokens, device=self.lengths_B.device)
         return self.lengths_B.cumsum(0)[self.row_N] - 1 - tokens
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Index of each row's first token, and the number of tokens: int32 [B + 1]."""
+        return F.pad(self.lengths_B.cumsum(0), (1, 0)).to(torch.int32)
 
     def padded_to(self, length: int) -> Tensor:
         """Return the index of each token in a flattened [B, length], padded on the left."""
