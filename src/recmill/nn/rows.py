@@ -41,6 +41,11 @@ class Rows:
         return self.lengths_B.cumsum(0)[self.row_N] - 1 - tokens
 
     @cached_property
+    def folded_keys_B(self) -> Tensor:
+        """The keys as int32."""
+        return (self.keys_B ^ (self.keys_B >> 32)).to(torch.int32)
+
+    @cached_property
     def bounds(self) -> Tensor:
         """Index of each row's first token, and the number of tokens: int32 [B + 1]."""
         return F.pad(self.lengths_B.cumsum(0), (1, 0)).to(torch.int32)

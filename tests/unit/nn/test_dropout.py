@@ -84,7 +84,7 @@ def factors_by_numpy(lengths: list[int], dim: int, probability: float, site: int
     return is_kept * np.float32(1 / (1 - probability))
 
 
-def fails(*values: Tensor) -> Tensor:
+def fails(*values: Tensor, **options: Tensor) -> Tensor:
     raise RuntimeError("Cannot find a working triton installation.\nMore details.")
 
 
@@ -100,7 +100,7 @@ def test_every_way_of_dropping_gives_the_bits_of_the_same_hash_in_numpy(
     monkeypatch.setattr(dropout, "_is_on_gpu", lambda x: way != "on CPU")
     if way == "on a GPU without compiler":
         monkeypatch.setattr(torch, "compile", lambda function, dynamic: fails)
-    lengths, dim, probability, site = [3, 9, 1, 30, 4], 12, 0.3, 5
+    lengths, dim, probability, site = [3, 9, 1, 30, 4], 40, 0.2, 5  # more dims than a vector of the CPU holds
     torch.manual_seed(0)
     x, grad = torch.randn(2, sum(lengths), dim)
     x.requires_grad_()
@@ -111,7 +111,7 @@ def test_every_way_of_dropping_gives_the_bits_of_the_same_hash_in_numpy(
     assert x.grad is not None
     assert_same_bits(x.grad, grad * factors)
     reason = "Cannot find a working triton installation."
-    warning = f"dropout takes 20 GPU kernels instead of one, because torch.compile failed: {reason}"
+    warning = f"dropout takes 30 GPU kernels instead of one, because torch.compile failed: {reason}"
     assert caplog.messages == ([warning] if way == "on a GPU without compiler" else [])
 
 
