@@ -1,6 +1,6 @@
 """`World`: which process of a run this is, and the few collectives that are not about tables."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,11 +34,23 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum each element over all ranks, in float64; every rank gets the same result."""
+        return self.start_sum(values)()
+
+    def start_sum(self, values: list[float]) -> Callable[[], list[float]]:
+        """Start to sum each element over all ranks; return a function that waits for the result.
+
+        The numbers are in CPU memory, so no rank waits for its GPU.
+        """
         if self.size == 1:
-            return list(values)
+            return lambda: list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
-        return total.tolist()
+        work = dist.all_reduce(total, async_op=True)
+
+        def finish() -> list[float]:
+            work.wait()
+            return total.tolist()
+
+        return finish
 
     def sum_counts(self, counts: np.ndarray) -> np.ndarray:
         """Sum int64 counts over all ranks, in place."""
