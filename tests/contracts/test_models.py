@@ -141,9 +141,12 @@ def test_forward_and_backward_stay_on_their_device_and_read_nothing_from_it(
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
     meta = torch.device("meta")
     network, batch = build(config, dataset).to(meta), first_batch(config, dataset).to(meta)
+    ranked = next(build_source(config, dataset, rank=0, size=1).eval_batches("val")).to(meta)
     with OneDevice():
         loss = task_module(config).loss_sum(network, batch)
         loss.backward()
+        with torch.no_grad():
+            assert network.eval()(*ranked.inputs()).device == meta
     for name, parameter in network.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.device == meta, name
