@@ -101,8 +101,8 @@ def _fused(probability: float, device: torch.device) -> Callable[..., Tensor]:
     numbers = {"threshold": torch.tensor(threshold, dtype=torch.int32), "scale": torch.tensor(scale)}
     options = {name: number.to(device) for name, number in numbers.items()}
     compiled = torch.compile(_drop, dynamic=True)
-    positions = torch.zeros(2, dtype=torch.int32, device=device)
-    trial = torch.ones(2, 16, device=device), positions, positions.long(), positions, positions.repeat(8)
+    x_ND, zeros = torch.ones(5, 16, device=device), partial(torch.zeros, dtype=torch.int32, device=device)
+    trial = x_ND, zeros(3), zeros(5).long(), zeros(5), zeros(16)  # equal sizes would be compiled as one
     try:
         compiled(*trial, **options)
     except RuntimeError as error:

@@ -1,8 +1,12 @@
+import contextlib
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from recmill.nn.cross_entropy import cross_entropy_sum, queries_per_chunk
+
+from ...dispatch import Counted
 
 NUM_ITEMS = 20
 
@@ -31,3 +35,15 @@ def test_cross_entropy_in_chunks_is_torchs_summed_and_ignores_fillers(
 def test_chunks_fill_a_cache_on_cpu_and_256_mb_on_a_gpu(num_items: int, device: str, queries: int) -> None:
     """By hand: 2^20 and 2^26 logits of 4 bytes."""
     assert queries_per_chunk(num_items, torch.device(device)) == queries
+
+
+def test_a_million_items_take_a_gpu_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 queries in 15 chunks of 67. The meta device stands for the GPU; autocast does not know it."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    queries, weight, bias, weights = (torch.empty(size, device="meta") for size in ((1000, 8), (10**6, 8), 10**6, 1000))
+    answers = torch.empty(1000, dtype=torch.int64, device="meta")
+    with Counted() as counted:
+        cross_entropy_sum(queries.requires_grad_(), weight, bias, answers, weights, smoothing=0.1).backward()
+    assert counted.kernels["logsumexp"] == 15
+    assert counted.kernels.total() == 15 * 21 + 7
+    assert not counted.waits
