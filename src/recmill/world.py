@@ -46,11 +46,11 @@ class World:
         total = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(total, async_op=True)
 
-        def finish() -> list[float]:
+        def wait_for_all_ranks() -> list[float]:
             work.wait()
             return total.tolist()
 
-        return finish
+        return wait_for_all_ranks
 
     def sum_counts(self, counts: np.ndarray) -> np.ndarray:
         """Sum int64 counts over all ranks, in place."""
