@@ -80,7 +80,7 @@ def batch(lengths: np.ndarray, is_last_only: np.ndarray, generator: np.random.Ge
     queries = torch.from_numpy(np.flatnonzero(is_query))
     keys = torch.from_numpy(generator.integers(-(2**63), 2**63 - 1, len(lengths)))
     tokens = torch.from_numpy(generator.standard_normal((num_tokens, DIM), np.float32)).requires_grad_()
-    return tokens, Rows(torch.from_numpy(lengths), queries, keys, num_tokens)
+    return tokens, Rows(torch.from_numpy(lengths), int(lengths.max()), queries, keys, num_tokens)
 
 
 class Encoder(nn.Module):

@@ -3,6 +3,7 @@
 Shape letters: B rows, F dense features, N tokens, M queries, K and C negatives.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -13,20 +14,27 @@ from torchrec.streamable import Pipelineable
 
 
 class _TensorBatch(Pipelineable):
-    """A batch whose fields are tensors, or have the methods with which tensors change devices."""
+    """A batch whose fields are tensors, have the methods with which tensors change devices, or are plain numbers."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        if device.type == "cpu":
+        """Return the batch on `device`: itself if it is there already."""
+        if all(value.device == device for value in vars(self).values() if isinstance(value, Tensor)):
             return self
-        return type(self)(**{name: value.to(device, non_blocking=non_blocking) for name, value in vars(self).items()})
+        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """Return a copy in page-locked memory, from which a GPU can copy while it computes."""
-        return type(self)(**{name: value.pin_memory() for name, value in vars(self).items()})
+        return self._map(lambda value: value.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
         for value in vars(self).values():
-            value.record_stream(stream)
+            if not isinstance(value, int):
+                value.record_stream(stream)
+
+    def _map(self, function: Callable[[Any], Any]) -> Self:
+        """Return a batch with `function` applied to every field that is no plain number."""
+        fields = vars(self).items()
+        return type(self)(**{name: value if isinstance(value, int) else function(value) for name, value in fields})
 
 
 @dataclass
@@ -55,11 +63,13 @@ class HistoryInputs(NamedTuple):
     """The arguments of a sequence network that returns logits, in their order.
 
     Histories follow each other in `tokens_N` without padding; `queries_M` are positions in it, in row order.
-    `row_keys_B` identifies each row for dropout.
+    `row_keys_B` identifies each row for dropout. `longest` is the largest length: to read it from a GPU, the host would
+    wait for the GPU.
     """
 
     tokens_N: Tensor
     lengths_B: Tensor
+    longest: int
     queries_M: Tensor
     row_keys_B: Tensor
 
@@ -74,18 +84,19 @@ class SequenceBatch(_TensorBatch):
 
     tokens_N: Tensor
     lengths_B: Tensor
+    longest: int
     queries_M: Tensor
     row_keys_B: Tensor
     answers_M: Tensor
     weights_M: Tensor
     negatives_K: Tensor
 
-    def inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[Any, ...]:
         """Return the arguments with which the network computes its loss without holding all logits at once."""
         return *self.history_inputs(), self.answers_M, self.weights_M, self.negatives_K
 
     def history_inputs(self) -> HistoryInputs:
-        return HistoryInputs(self.tokens_N, self.lengths_B, self.queries_M, self.row_keys_B)
+        return HistoryInputs(self.tokens_N, self.lengths_B, self.longest, self.queries_M, self.row_keys_B)
 
     def weight(self) -> float:
         return float(self.weights_M.sum())
@@ -102,5 +113,5 @@ class RankingBatch(SequenceBatch):
     seen_items: Tensor
     negatives_BC: Tensor
 
-    def inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[Any, ...]:
         return self.history_inputs()

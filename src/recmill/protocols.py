@@ -46,14 +46,14 @@ class SequenceModelModule(ModelModule, Protocol):
 class Batch(Protocol):
     """This rank's part of a global batch.
 
-    To add one: a dataclass of tensors in `batch.py`. Covered by tests/unit/test_batch.py.
+    To add one: a dataclass of tensors and plain integers in `batch.py`. Covered by tests/unit/test_batch.py.
     """
 
     def inputs(self) -> tuple[Any, ...]:
         """Return the arguments of the network."""
 
     def weight(self) -> float:
-        """Return the number of samples (clicks) or queries (histories), without fillers."""
+        """Return the number of samples (clicks) or queries (histories), without fillers; the batch is on CPU."""
 
     def to(self, device: "torch.device", non_blocking: bool = False) -> Self: ...
 

@@ -52,11 +52,23 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum each element over all ranks, in float64; every rank gets the same result."""
+        return self.start_sum(values)()
+
+    def start_sum(self, values: list[float]) -> Callable[[], list[float]]:
+        """Start to sum each element over all ranks; return a function that waits for the result.
+
+        The numbers are in CPU memory, so no rank waits for its GPU.
+        """
         if self.size == 1:
-            return list(values)
+            return lambda: list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
-        return total.tolist()
+        work = dist.all_reduce(total, async_op=True)
+
+        def wait_for_all_ranks() -> list[float]:
+            work.wait()
+            return total.tolist()
+
+        return wait_for_all_ranks
 
     def sum_counts(self, counts: np.ndarray) -> np.ndarray:
         """Sum int64 counts over all ranks, in place."""

@@ -1,29 +1,53 @@
 """What every registered model must do, on one device and on tiny data. Its task and its batch source come along."""
 
+import contextlib
+import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from recmill import registry
-from recmill.commands.assemble import build_source, model_module, task_module
+from recmill.checkpoints.format import Position
+from recmill.commands.assemble import build_sharded, build_source, model_module, task_module
 from recmill.config import Config, load_config
 from recmill.data.opening import open_dataset
+from recmill.launch.watchdog import Heartbeat
+from recmill.nn import dropout
 from recmill.protocols import Batch, ModelModule, SequenceModelModule, TaskModule
 from recmill.schema import Dataset
+from recmill.training.meter import Meter
+from recmill.training.optim import build_optimizer
+from recmill.training.parts import Parts
+from recmill.training.step import OverlappedStep, Step
+from recmill.world import joined_world
+
+from ..dispatch import Counted, OneDevice
 
 every_model = pytest.mark.parametrize("name", sorted(registry.MODELS))
+
+
+# Losses and layers that are not a model's defaults, for the checks of what a GPU would do.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bert4rec with window norms": {"norm": "window"},
+    "sasrec with a tied head and smoothing": {"head": "tied", "label_smoothing": 0.1},
+    "sasrec with gbce": {"loss": "gbce"},
+    "sasrec with gbce and a tied head": {"loss": "gbce", "head": "tied"},
+}
+every_loss = pytest.mark.parametrize("name", [*sorted(registry.MODELS), *VARIANTS])
 
 
 @pytest.fixture
 def parts(name: str, clicks: Path, histories: Path) -> tuple[Config, Dataset]:
     """The model with its own defaults, on the kind of data that it learns from."""
-    module = registry.load(registry.MODELS, name, "model")
+    model = {"name": name.split()[0], **VARIANTS.get(name, {})}
+    module = registry.load(registry.MODELS, model["name"], "model")
     path = {"clicks": clicks, "histories": histories}[module.KIND]
-    config = load_config({"data": {"path": str(path)}, "model": {"name": name}, "train": {"global_batch_size": 32}})
-    return config, open_dataset(path)
+    train = {"global_batch_size": 32, "kernels": "torch"}  # as on a GPU
+    return load_config({"data": {"path": str(path)}, "model": model, "train": train}), open_dataset(path)
 
 
 def build(config: Config, dataset: Dataset) -> nn.Module:
@@ -105,3 +129,70 @@ def test_fillers_change_no_gradient(parts: tuple[Config, Dataset]) -> None:
         task.loss_sum(networks[1], share).backward()
     for (name, one), (_, other) in zip(networks[0].named_parameters(), networks[1].named_parameters(), strict=True):
         assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-5), name  # type: ignore[arg-type]
+
+
+@every_loss
+def test_forward_and_backward_stay_on_their_device_and_read_nothing_from_it(
+    parts: tuple[Config, Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meta device, which has no values: whatever makes the host wait for a GPU is an error there."""
+    config, dataset = parts
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # it does not know this device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    meta = torch.device("meta")
+    network, batch = build(config, dataset).to(meta), first_batch(config, dataset).to(meta)
+    ranked = next(build_source(config, dataset, rank=0, size=1).eval_batches("val")).to(meta)
+    with OneDevice():
+        loss = task_module(config).loss_sum(network, batch)
+        loss.backward()
+        with torch.no_grad():
+            assert network.eval()(*ranked.inputs()).device == meta
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.device == meta, name
+
+
+# At most as many kernels does a step of a model start, with its optimizers and the sums for the reports. A new model
+# adds its number; one that grows costs a GPU 5 to 10 microseconds per kernel.
+MOST_KERNELS = {"dlrm": 62, "dcnv2": 95, "projection": 83, "bert4rec": 203, "sasrec": 203} | {
+    "bert4rec with window norms": 246,
+    "sasrec with a tied head and smoothing": 211,
+    "sasrec with gbce": 221,
+    "sasrec with gbce and a tied head": 221,
+}
+
+
+CLICK_MODELS = [name for name in sorted(registry.MODELS) if registry.load(registry.MODELS, name, "").KIND == "clicks"]
+EVERY_STEP = [(name, "plain") for name in MOST_KERNELS] + [(name, "overlapped") for name in CLICK_MODELS]
+
+
+@pytest.mark.parametrize(("name", "way"), EVERY_STEP)
+def test_no_step_waits_for_the_gpu_or_starts_many_kernels(
+    name: str, way: str, parts: tuple[Config, Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third step: at the first one TorchRec checks its input. FBGEMM reads its step counter, which is on CPU.
+
+    TorchRec's pipeline reads how many ids the ranks exchange, for a batch that is not in use yet.
+    """
+    config, dataset = parts
+    monkeypatch.setattr(dropout, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(dropout, "_fused", lambda *_: lambda x, *counters: 2 * x)  # one kernel, as the compiled one
+    settings = config.settings
+    with joined_world("cpu") as world:
+        model = build_sharded(config, dataset, world)
+        optimizer = build_optimizer(model, settings.optim)
+        source = build_source(config, dataset, 0, 1)
+        its_parts = Parts(model, task_module(config), source, world, 0, Heartbeat())
+        step = Step(its_parts, optimizer, settings.train, settings.optim.dense, Position())
+        meter = Meter(model, world, Position())
+        batches, ahead = itertools.tee(source.train_batches(0, 0))
+        take_step = OverlappedStep(step, iter([ahead])) if way == "overlapped" else step
+        for batch in itertools.islice(batches, 3):
+            weight = batch.weight()
+            with Counted() as counted:
+                meter.add(take_step(batch, 1 / weight), weight, 32)
+    waiting = {package for package, _ in counted.waits}
+    assert waiting == ({"fbgemm_gpu", "torchrec"} if way == "overlapped" else {"fbgemm_gpu"}), counted.waits
+    assert MOST_KERNELS.keys() == {*registry.MODELS, *VARIANTS}
+    of_exchange = 3 if way == "overlapped" else 0
+    assert counted.kernels.total() <= MOST_KERNELS[name] + of_exchange, counted.kernels

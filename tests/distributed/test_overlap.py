@@ -48,6 +48,7 @@ def take_steps(config: Config, run: Path, is_overlapped: bool, stop_at: int) -> 
     Meter.add = interrupted  # type: ignore[method-assign, assignment]
     if is_overlapped:
         loop.can_overlap = lambda model, device: True
+        loop._sums_ahead = lambda device: 1
     with contextlib.suppress(Interrupted):
         train(config, run)
     run.with_name(f"{run.name}-{rank}.json").write_text(json.dumps(sent_ahead), encoding="utf-8")
@@ -89,9 +90,9 @@ def test_overlapped_float16_steps_equal_plain_ones(dlrm: Config, tmp_path: Path,
 
 
 def test_an_overlapped_run_stops_in_between_and_is_continued_as_if_never_stopped(dlrm: Config, tmp_path: Path) -> None:
-    """Two batches are under way when it stops: they come again, to one process that takes them plainly."""
-    assert train_with(dlrm, tmp_path, 2, stop_at=3, run="overlapped") == {"run": [3, 3]}
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+    """Stopped in step 3, it takes one more. Two batches are under way then: one process takes them plainly."""
+    assert train_with(dlrm, tmp_path, 2, stop_at=3, run="overlapped") == {"run": [4, 4]}
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
     train_with(dlrm, tmp_path, 1, run="plain", unbroken="plain")
     assert_same_run(tmp_path / "run", tmp_path / "unbroken")
 

@@ -144,7 +144,7 @@ def test_every_rank_of_a_job_that_hangs_is_reported_with_its_step_and_stack(
     monkeypatch.setenv("RECMILL_FAIL", "train.step@step=7@rank=1:hang")
     with pytest.raises(ResourceError, match="The job hangs") as caught:
         train(dlrm, tmp_path / "run", procs=2, overrides=["train.hang_seconds=4.0"])
-    assert "all_reduce" in (tmp_path / "run" / "hang-rank-0.txt").read_text()
+    assert "wait_for_all_ranks" in (tmp_path / "run" / "hang-rank-0.txt").read_text()
     assert "failpoints.py" in (tmp_path / "run" / "hang-rank-1.txt").read_text()
     text = str(caught.value)
     pattern = (

@@ -1,12 +1,16 @@
 """What the loop decides from the position alone. Whole runs: tests/distributed/test_ending.py."""
 
 from itertools import islice
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from recmill.checkpoints.format import Position
 from recmill.config.sections import EvalSection, TrainSection
 from recmill.training import loop
+from recmill.world import World
 
 
 @pytest.mark.parametrize(("epochs", "limit", "expected"), [(2, 0, 26), (2, 20, 20), (1, 20, 13)])
@@ -58,3 +62,20 @@ def test_the_save_timer_is_due_once_for_each_period(monkeypatch: pytest.MonkeyPa
 
 def test_a_save_timer_of_0_minutes_is_never_due() -> None:
     assert not loop._SaveTimer(minutes=0).is_due()
+
+
+@pytest.mark.parametrize(("device", "seen_by"), [("cpu", [0, 0, 1]), ("cuda", [0, 0, 0, 1])])
+def test_gpus_sum_weights_and_flags_during_the_step_before_and_see_flags_one_step_later(
+    device: str, seen_by: list[int]
+) -> None:
+    """The flag is set in the second step."""
+    world = World(0, 1, 0, 1, torch.device(device))
+    batches: list[Any] = [SimpleNamespace(weight=lambda number=number: number) for number in range(10, 16)]
+    steps: list[list[float]] = []
+    agreed = loop._agreed(iter(batches), [lambda: len(steps) >= 2], world, loop._sums_ahead(world.device))
+    for batch, sums in agreed:
+        assert batch is batches[len(steps)]
+        steps.append(sums)
+        if sums[1]:
+            break
+    assert steps == [[10 + step, flag] for step, flag in enumerate(seen_by)]

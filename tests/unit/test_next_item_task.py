@@ -18,6 +18,7 @@ def ranking_batch(
     return RankingBatch(
         tokens_N=torch.full((rows,), 21),
         lengths_B=torch.ones(rows, dtype=torch.int64),
+        longest=1,
         queries_M=torch.arange(rows),
         answers_M=torch.tensor(answers),
         weights_M=torch.tensor(weights or [1.0] * rows),

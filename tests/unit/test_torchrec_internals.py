@@ -24,6 +24,8 @@ from recmill.tables.spec import TableSpec
 from recmill.tables.table_lookup import TableLookup
 from recmill.world import World, joined_world
 
+from ..dispatch import Counted
+
 SOURCE = Path(internals.__file__).parents[1]
 NAMES = [(owner, name) for owner, names in internals.PRIVATE_NAMES.items() for name in names]
 META = torch.device("meta")
@@ -181,3 +183,13 @@ def test_no_other_module_uses_private_names() -> None:
                 broken += [f"{file}:{node.lineno}: {part}" for part in parts if part.startswith("_")]
         broken += [f"{file}: {word}" for word in ("embedding_bags", "PHWithMeta", "ShardedTensor") if word in text]
     assert not broken, "\n".join(broken)
+
+
+def test_ids_are_shifted_by_feature_without_waiting_for_a_gpu() -> None:
+    """Two features of two rows, with 1 + 2 and 0 + 1 ids."""
+    with Counted() as counted:
+        shifted = internals.shifted_by_feature(
+            torch.tensor([1, 3, 3, 0]), torch.tensor([0, 1, 3, 3, 4]), torch.tensor([0, 100])
+        )
+    assert shifted.tolist() == [1, 3, 3, 100]
+    assert not counted.waits

@@ -129,6 +129,7 @@ class HistorySource:
         return SequenceBatch(
             tokens_N=torch.from_numpy(made.tokens),
             lengths_B=torch.from_numpy(made.lengths),
+            longest=int(made.lengths.max()),
             queries_M=torch.from_numpy(made.queries),
             row_keys_B=torch.from_numpy(keys.view(np.int64)),
             answers_M=torch.from_numpy(made.answers),
@@ -241,6 +242,7 @@ def ranking_inputs(
     return HistoryInputs(
         tokens_N=torch.from_numpy(tokens_N),
         lengths_B=torch.from_numpy(lengths_B),
+        longest=int(lengths_B.max()),
         queries_M=torch.from_numpy(np.cumsum(lengths_B) - 1),
         row_keys_B=torch.zeros(len(begins), dtype=torch.int64),  # only dropout needs keys
     )

@@ -1,6 +1,6 @@
 """Cross-entropy over a catalogue, without holding the logits of all queries at once.
 
-M queries, V items, D dims; C queries in a chunk, whose logits stay in the cache.
+M queries, V items, D dims; C queries in a chunk.
 """
 
 from typing import Any
@@ -11,7 +11,10 @@ from torch import Tensor
 from recmill.kernels.layers import can_process
 from recmill.kernels.library import KernelLibrary
 
-_LOGITS_PER_CHUNK = 1 << 20  # 4 MB
+# On CPU 4 MB, which stay in the cache. A GPU needs large chunks, because each costs it a dozen kernels: 256 MB are 67
+# queries of a million items; softmax holds up to three times as much for a moment.
+_LOGITS_PER_CHUNK_ON_CPU = 1 << 20
+_LOGITS_PER_CHUNK_ON_GPU = 1 << 26
 
 
 def cross_entropy_sum(
@@ -49,6 +52,12 @@ class _CrossEntropySum(torch.autograd.Function):
         return None, None, *(saved * grad for saved in ctx.saved_tensors), None, None
 
 
+def queries_per_chunk(num_items: int, device: torch.device) -> int:
+    """Return how many queries share a chunk; at least one, however many items there are."""
+    logits = _LOGITS_PER_CHUNK_ON_CPU if device.type == "cpu" else _LOGITS_PER_CHUNK_ON_GPU
+    return max(1, logits // num_items)
+
+
 def _sum_in_chunks(inputs: tuple[Tensor, ...], smoothing: float, grads: tuple[Tensor, ...]) -> Tensor:
     """Return the sum of the weighted losses, and fill `grads`: of the queries, the weight and the bias.
 
@@ -58,7 +67,7 @@ def _sum_in_chunks(inputs: tuple[Tensor, ...], smoothing: float, grads: tuple[Te
     grad_queries_MD, grad_weight_VD, grad_bias_V = grads
     num_items = len(weight_VD)
     total = queries_MD.new_zeros(())
-    step = max(1, _LOGITS_PER_CHUNK // num_items)
+    step = queries_per_chunk(num_items, queries_MD.device)
     for start in range(0, len(queries_MD), step):
         chunk = slice(start, start + step)
         answers_C1, weights_C1 = answers_M[chunk, None], weights_M[chunk, None]

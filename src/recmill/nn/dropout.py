@@ -3,12 +3,19 @@
 torch's own dropout draws from one stream per process, so results would change with the world size.
 """
 
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from recmill.kernels.encoder import DropoutFunction
 from recmill.kernels.layers import UsesKernels
 from recmill.nn.rows import Rows, Tokens
+
+log = logging.getLogger(__name__)
 
 # 32-bit constants as signed numbers: the factors of Wellons' "lowbias32" hash, and the golden ratio.
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
@@ -31,20 +38,85 @@ class RowDropout(UsesKernels, nn.Module):
         dim = x_ND.shape[1]
         if (library := self.library_for(x_ND)) and tokens == "all" and dim % 16 == 0:
             return DropoutFunction.apply(library, x_ND, rows.for_kernels(), self.site, self.probability)
-        row_N, from_end_N = rows.row_N, rows.from_end_N.to(torch.int32)
+        row_N, from_end_N = rows.row_N, rows.from_end_N
         if tokens == "queries":
             row_N, from_end_N = row_N[rows.queries_M], from_end_N[rows.queries_M]
-        element_D = torch.arange(dim - 1, -1, -1, dtype=torch.int32, device=x_ND.device)
-        keys_B = _hash((rows.keys_B ^ (rows.keys_B >> 32)).to(torch.int32) + self.site * _TWICE_GOLDEN)
-        bits_ND = _hash(keys_B[row_N, None] + (from_end_N[:, None] * dim + element_D) * _GOLDEN)
-        threshold = int((1.0 - self.probability) * 2.0**32) - (1 << 31)
-        return x_ND * ((bits_ND < threshold) * (1.0 / (1.0 - self.probability)))
+        keys_B = rows.folded_keys_B + _as_int32(self.site * _TWICE_GOLDEN)
+        token_N = from_end_N.to(torch.int32) * _as_int32(dim * _GOLDEN)
+        element_D = torch.arange(dim - 1, -1, -1, dtype=torch.int32, device=x_ND.device) * _GOLDEN
+        counters = keys_B, row_N, token_N, element_D
+        if _is_on_gpu(x_ND):
+            return _RecomputedDropout.apply(_fused(self.probability, x_ND.device), x_ND, *counters)
+        return _drop(x_ND, *counters, *_threshold_and_scale(self.probability))
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _as_int32(number: int) -> int:
+    """Wrap a number as int32 tensors do."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def _threshold_and_scale(probability: float) -> tuple[int, float]:
+    return int((1.0 - probability) * 2.0**32) - (1 << 31), 1.0 / (1.0 - probability)
+
+
+class _RecomputedDropout(torch.autograd.Function):
+    """`drop(x_ND, *counters)`, where backward computes the mask again instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, drop: Callable[..., Tensor], x_ND: Tensor, *counters: Tensor) -> Tensor:
+        ctx.drop = drop
+        ctx.save_for_backward(*counters)
+        return drop(x_ND.detach(), *counters)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Any, ...]:
+        return None, ctx.drop(grad_ND, *ctx.saved_tensors), None, None, None, None
+
+
+def _drop(
+    x_ND: Tensor,
+    keys_B: Tensor,
+    row_N: Tensor,
+    token_N: Tensor,
+    element_D: Tensor,
+    threshold: int | Tensor,
+    scale: float | Tensor,
+) -> Tensor:
+    """Drop elements of x_ND whose hash of key and position is too large. Keys and positions are int32."""
+    bits_ND = _hash((_hash(keys_B)[row_N] + token_N)[:, None] + element_D)
+    return x_ND * ((bits_ND < threshold) * scale)
+
+
+@cache
+def _fused(probability: float, device: torch.device) -> Callable[..., Tensor]:
+    """Return `_drop` as one compiled kernel; if this machine cannot compile it, log why and return it as it is.
+
+    All numbers go in as tensors: of a Python number the compiler makes one of 64 bits, and other masks.
+    """
+    threshold, scale = _threshold_and_scale(probability)
+    numbers = {"threshold": torch.tensor(threshold, dtype=torch.int32), "scale": torch.tensor(scale)}
+    options = {name: number.to(device) for name, number in numbers.items()}
+    compiled = torch.compile(_drop, dynamic=True)
+    x_ND, zeros = torch.ones(5, 16, device=device), partial(torch.zeros, dtype=torch.int32, device=device)
+    trial = x_ND, zeros(3), zeros(5).long(), zeros(5), zeros(16)  # equal sizes would be compiled as one
+    try:
+        compiled(*trial, **options)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        log.warning("dropout takes 30 GPU kernels instead of one, because torch.compile failed: %s", reason)
+        return partial(_drop, **options)
+    return partial(compiled, **options)
 
 
 def _hash(x: Tensor) -> Tensor:
     """Return 32 random-looking bits per int32. The masks make torch's arithmetic shifts logical."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * _M1
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * _M2
-    return x ^ ((x >> 16) & 0xFFFF)
+    x = x ^ (x >> 16).bitwise_and_(0xFFFF)
+    x *= _M1
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= _M2
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x

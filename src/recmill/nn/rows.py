@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from recmill.kernels.encoder import KernelRows
 
@@ -17,15 +18,16 @@ Tokens = Literal["all", "queries"]
 class Rows:
     """The row and position of each token, and which tokens are queries.
 
-    Queries are the tokens whose outputs are needed, in ascending order. `keys_B` seeds the dropout.
+    Queries are the tokens whose outputs are needed, in ascending order. `keys_B` seeds the dropout. Nothing here reads
+    a value from `lengths_B`, because on a GPU the host would wait for it.
     """
 
-    def __init__(self, lengths_B: Tensor, queries_M: Tensor, keys_B: Tensor, num_tokens: int) -> None:
+    def __init__(self, lengths_B: Tensor, longest: int, queries_M: Tensor, keys_B: Tensor, num_tokens: int) -> None:
         self.lengths_B = lengths_B
+        self.longest = longest
         self.queries_M = queries_M
         self.keys_B = keys_B
         self.num_tokens = num_tokens
-        self.longest = int(lengths_B.max())
 
     @cached_property
     def row_N(self) -> Tensor:
@@ -37,6 +39,16 @@ class Rows:
         """Position of each token counted from the end of its row: 0 for the last one."""
         tokens = torch.arange(self.num_tokens, device=self.lengths_B.device)
         return self.lengths_B.cumsum(0)[self.row_N] - 1 - tokens
+
+    @cached_property
+    def folded_keys_B(self) -> Tensor:
+        """The keys as int32."""
+        return (self.keys_B ^ (self.keys_B >> 32)).to(torch.int32)
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Index of each row's first token, and the number of tokens: int32 [B + 1]."""
+        return F.pad(self.lengths_B.cumsum(0), (1, 0)).to(torch.int32)
 
     def padded_to(self, length: int) -> Tensor:
         """Return the index of each token in a flattened [B, length], padded on the left."""

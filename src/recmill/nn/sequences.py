@@ -49,6 +49,7 @@ class ItemTransformer(UsesKernels, nn.Module):
         self,
         tokens_N: Tensor,
         lengths_B: Tensor,
+        longest: int,
         queries_M: Tensor,
         row_keys_B: Tensor,
         answers_M: Tensor | None = None,
@@ -59,7 +60,7 @@ class ItemTransformer(UsesKernels, nn.Module):
 
         Column j is item j + 1. gBCE scores only the answers and the negatives.
         """
-        rows = Rows(lengths_B, queries_M, row_keys_B, len(tokens_N))
+        rows = Rows(lengths_B, longest, queries_M, row_keys_B, len(tokens_N))
         items = None
         if self._loss.name == "gbce" and answers_M is not None and negatives_K is not None:
             items = torch.cat([answers_M, negatives_K])
@@ -87,7 +88,8 @@ class ItemTransformer(UsesKernels, nn.Module):
             all_items = torch.arange(1, self._num_items + 1, device=ids.device)
             ids = torch.cat([ids, all_items if items_V is None else items_V])
         lengths = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
-        sparse = KeyedJaggedTensor(keys=[self._feature], values=ids, lengths=lengths)
+        # With its length, so that TorchRec does not read it from the GPU.
+        sparse = KeyedJaggedTensor([self._feature], ids, lengths=lengths, stride=1, length_per_key=[len(ids)])
         vectors = self.tables(sparse)[self._feature].values()
         weight_VD, bias_V = vectors[len(tokens_N) :], self.bias
         if self.output is not None:

@@ -19,6 +19,18 @@ from recmill.nn.rows import Rows, Tokens
 Attention = Literal["causal", "bidirectional"]
 
 
+def attention_layout(
+    capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int
+) -> Literal["packed", "padded"]:
+    """Return how rows go into attention; `capability` is the GPU's, None: on CPU.
+
+    Flash attention takes rows as they are packed, where its kernels can: on Ampere GPUs or newer, in half precision,
+    with heads of up to 256 dims, a multiple of 8. Otherwise rows are padded to the longest one, behind a mask.
+    """
+    is_supported = capability is not None and capability >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256
+    return "packed" if is_supported and dtype in (torch.float16, torch.bfloat16) else "padded"
+
+
 @dataclass(frozen=True)
 class TransformerShape:
     """`causal`: a token attends to itself and earlier ones; `bidirectional`: to its complete row."""
@@ -74,8 +86,23 @@ class EncoderBlock(UsesKernels, nn.Module):
         return x_ND + self.feed_dropout(self.feed(apply_norm(self.feed_norm, x_ND, rows)), rows, outputs)
 
     def _attend(self, x_ND: Tensor, rows: Rows) -> Tensor:
-        dim = x_ND.shape[1]
         values = self.query_key_value(x_ND)
+        capability = torch.cuda.get_device_capability(values.device) if values.is_cuda else None
+        layout = attention_layout(capability, values.dtype, x_ND.shape[1] // self.num_heads)
+        return self._attend_packed(values, rows) if layout == "packed" else self._attend_padded(values, rows)
+
+    def _attend_packed(self, values: Tensor, rows: Rows) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # loads torch's compiler: slow
+
+        query, key, value = values.unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        window = (-1, 0 if self.is_causal else -1)  # how many tokens before and after it each attends to; -1: all
+        bounds = rows.bounds
+        attended = varlen_attn(query, key, value, bounds, bounds, rows.longest, rows.longest, window_size=window)
+        assert isinstance(attended, Tensor)
+        return attended.flatten(1)
+
+    def _attend_padded(self, values: Tensor, rows: Rows) -> Tensor:
+        dim = values.shape[1] // 3
         index_N = rows.padded_to(rows.longest)
         padded = values.new_zeros(rows.is_real_BT.numel(), 3 * dim).index_copy(0, index_N, values)
         split = padded.view(-1, rows.longest, 3, self.num_heads, dim // self.num_heads)

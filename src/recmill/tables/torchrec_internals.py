@@ -267,7 +267,7 @@ def new_row_marks(module: SplitTableBatchedEmbeddingBagsCodegen) -> tuple[list[i
 def shifted_by_feature(ids: Tensor, bag_offsets: Tensor, shifts: Tensor) -> Tensor:
     """Add to each id the shift of its feature. Bags are ordered by feature, and each feature has the same number."""
     batch_size = (len(bag_offsets) - 1) // len(shifts)
-    return ids + shifts.repeat_interleave(bag_offsets[::batch_size].diff())
+    return ids + shifts.repeat_interleave(bag_offsets[::batch_size].diff(), output_size=len(ids))
 
 
 def replicated_sequence_rows(module: DenseTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer
 
@@ -75,13 +77,12 @@ def fit(
             batches, ahead = itertools.tee(batches)
             stretches = _stretches(ahead, start, source.batches_per_epoch, num_steps, is_validation_due)
             take_step = OverlappedStep(step, stretches)
+        flags = (lambda: stop.is_set, lambda: saver.has_failed, lambda: world.is_main and timer.is_due())
+        agreed = _agreed(batches, flags, world, _sums_ahead(world.device))
         while position.step < num_steps and not early_end(position, sections.eval):
             parts.heartbeat.beat("training", position.step)
             reach("train.step", position.step)
-            batch = next(batches)
-            # One small reduction: the loss is a mean over the *global* batch; all ranks stop, fail or save together.
-            flags = [float(stop.is_set), float(saver.has_failed), float(world.is_main and timer.is_due())]
-            weight, stops, failed, saves = world.sum([batch.weight(), *flags])
+            batch, (weight, stops, failed, saves) = next(agreed)
             if failed:
                 saver.handle_failure()
             if stops:
@@ -160,6 +161,27 @@ def _batches_from(source: BatchSource, position: Position) -> Iterator[Batch]:
     """Yield the batches from `position` on, epoch after epoch, without end."""
     for epoch in itertools.count(position.epoch):
         yield from source.train_batches(epoch, position.batch if epoch == position.epoch else 0)
+
+
+def _sums_ahead(device: torch.device) -> int:
+    """Return for how many batches after the next one `_agreed` starts its sums: GPUs would wait for the network."""
+    return 1 if device.type == "cuda" else 0
+
+
+def _agreed(
+    batches: Iterator[Batch], flags: Iterable[Callable[[], bool]], world: World, ahead: int
+) -> Iterator[tuple[Batch, list[float]]]:
+    """Yield each batch with the sums over ranks of its weight and of each flag. All ranks take part.
+
+    The loss is a mean over the *global* batch, and all ranks stop, fail or save together. Each sum starts `ahead` steps
+    before its batch is yielded, so flags take effect that many steps later.
+    """
+    started: deque[tuple[Batch, Callable[[], list[float]]]] = deque()
+    for new in batches:
+        started.append((new, world.start_sum([new.weight(), *(float(flag()) for flag in flags)])))
+        if len(started) > ahead:
+            batch, finish = started.popleft()
+            yield batch, finish()
 
 
 def _stretches(

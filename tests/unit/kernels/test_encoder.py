@@ -21,7 +21,7 @@ def rows_of(lengths: list[int], query_share: float = 1.0) -> Rows:
     is_query[-1] = True
     queries = is_query.nonzero().squeeze(1)
     keys = torch.randint(-(2**63), 2**63 - 1, (len(lengths),), generator=generator)
-    return Rows(torch.tensor(lengths), queries, keys, num_tokens)
+    return Rows(torch.tensor(lengths), max(lengths), queries, keys, num_tokens)
 
 
 def block_of(dim: int, heads: int, attention: Attention) -> EncoderBlock:

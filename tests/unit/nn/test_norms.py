@@ -12,7 +12,7 @@ def test_a_window_norm_is_torchs_over_positions_and_dims() -> None:
         norm.weight.add_(torch.randn(4, 8))
         norm.bias.add_(torch.randn(4, 8))
     x = torch.randn(6, 8)
-    rows = Rows(torch.tensor([4, 2]), torch.arange(6), torch.zeros(2, dtype=torch.int64), num_tokens=6)
+    rows = Rows(torch.tensor([4, 2]), 4, torch.arange(6), torch.zeros(2, dtype=torch.int64), num_tokens=6)
     padded = torch.stack([x[:4], torch.cat([torch.zeros(2, 8), x[4:]])])
     expected = F.layer_norm(padded, (4, 8), norm.weight, norm.bias)
     torch.testing.assert_close(norm(x, rows), torch.cat([expected[0], expected[1, 2:]]))

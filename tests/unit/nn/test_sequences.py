@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recmill.nn import transformer
 from recmill.nn.losses import Loss
+from recmill.nn.rows import Rows
 from recmill.nn.sequences import Head, ItemTransformer
-from recmill.nn.transformer import TransformerShape
+from recmill.nn.transformer import EncoderBlock, TransformerShape, attention_layout
 from recmill.tables.spec import TableSpec
 
 CPU = torch.device("cpu")
@@ -33,8 +35,9 @@ def network(
     return ItemTransformer(table, NUM_ITEMS, sizes, CPU, head, loss)
 
 
-def packed(*rows: list[int]) -> tuple[Tensor, Tensor]:
-    return torch.tensor([token for row in rows for token in row]), torch.tensor([len(row) for row in rows])
+def packed(*rows: list[int]) -> tuple[Tensor, Tensor, int]:
+    lengths = [len(row) for row in rows]
+    return torch.tensor([token for row in rows for token in row]), torch.tensor(lengths), max(lengths)
 
 
 @pytest.fixture(params=["eval", "train"])
@@ -44,9 +47,9 @@ def logits(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
     model.train(request.param == "train")
 
     def compute(*rows: list[int], keys: list[int] | None = None) -> Tensor:
-        tokens, lengths = packed(*rows)
+        tokens, lengths, longest = packed(*rows)
         with torch.no_grad():
-            return model(tokens, lengths, lengths.cumsum(0) - 1, torch.tensor(keys or range(len(rows))))
+            return model(tokens, lengths, longest, lengths.cumsum(0) - 1, torch.tensor(keys or range(len(rows))))
 
     return compute
 
@@ -156,3 +159,78 @@ def test_a_longer_row_beside_it_changes_nothing_for_a_causal_network() -> None:
     loss = model(*packed([4, 17], [1, 2, 3, 4, 5]), torch.tensor([1]), keys, torch.tensor([1]), torch.ones(1))
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "layout"),
+    [
+        ((8, 0), torch.bfloat16, 32, "packed"),
+        ((9, 0), torch.float16, 256, "packed"),
+        ((12, 0), torch.bfloat16, 8, "packed"),
+        ((7, 5), torch.float16, 32, "padded"),  # flash attention begins with Ampere
+        ((8, 0), torch.float32, 32, "padded"),
+        ((8, 0), torch.bfloat16, 20, "padded"),
+        ((8, 0), torch.bfloat16, 264, "padded"),
+        (None, torch.bfloat16, 32, "padded"),
+    ],
+)
+def test_rows_stay_packed_where_flash_attention_can_take_them(
+    capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, layout: str
+) -> None:
+    assert attention_layout(capability, dtype, head_dim) == layout
+
+
+def attend_row_by_row(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, *longest: int, window_size: Any
+) -> Tensor:
+    """Stand in for torch's varlen_attn, which needs a GPU, and check what its kernels require."""
+    assert starts.dtype == torch.int32 and starts.is_contiguous() and starts is key_starts
+    assert all(each.stride(-1) == 1 and each.shape == (11, 2, 8) for each in (query, key, value))
+    lengths = starts.diff().tolist()
+    assert longest == (max(lengths), max(lengths))
+    assert window_size in ((-1, -1), (-1, 0))
+    each_row = zip(*(each.split(lengths) for each in (query, key, value)), strict=True)
+    rows = []
+    for row in each_row:
+        q, k, v = (each.transpose(0, 1) for each in row)
+        rows.append(F.scaled_dot_product_attention(q, k, v, is_causal=window_size == (-1, 0)))
+    return torch.cat([row.transpose(0, 1) for row in rows])
+
+
+def block_and_rows(attention: transformer.Attention, device: str) -> tuple[EncoderBlock, Tensor, Rows]:
+    """A block with two heads of 8 dims, and 11 tokens in rows of 4, 1 and 6."""
+    torch.manual_seed(0)
+    block = EncoderBlock(16, TransformerShape(8, 1, 2, dropout=0.3, attention=attention), site=1).to(device)
+    x = torch.randn(11, 16).to(device).requires_grad_()
+    rows = Rows(*(torch.tensor([4, 1, 6]).to(device), 6, torch.arange(11).to(device)), torch.arange(3).to(device), 11)
+    return block, x, rows
+
+
+@pytest.mark.parametrize("attention", ["causal", "bidirectional"])
+def test_packed_attention_equals_padded_attention(
+    attention: transformer.Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, x, rows = block_and_rows(attention, "cpu")
+    parameters = [x, *block.parameters()]
+    padded = block(x, rows)
+    expected = torch.autograd.grad(padded.square().sum(), parameters)
+    monkeypatch.setattr(transformer, "attention_layout", lambda *facts: "packed")
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_row_by_row)
+    packed_ = block(x, rows)
+    torch.testing.assert_close(packed_, padded)
+    found = torch.autograd.grad(packed_.square().sum(), parameters)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["causal", "bidirectional"])
+def test_torch_accepts_what_packed_attention_gives_it(
+    attention: transformer.Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own operator, forward and backward, without numbers: on the meta device."""
+    monkeypatch.setattr(transformer, "attention_layout", lambda *facts: "packed")
+    block, x, rows = block_and_rows(attention, "meta")
+    out = block.bfloat16()(x.bfloat16(), rows)
+    assert out.shape == (11, 16)
+    out.sum().backward()
+    assert block.query_key_value.weight.grad is not None
+    assert block.query_key_value.weight.grad.shape == (48, 16)
