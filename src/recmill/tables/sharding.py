@@ -45,6 +45,8 @@ def shard(
     model = DistributedModelParallel(
         network, device=world.device, plan=plan, sharders=sharders, init_data_parallel=world.size > 1
     )
+    if world.size == 1:  # with several, DDP moves the dense layers to the device
+        model.module.to(world.device)
     install_lookups(model, library, world.device, world.size)
     if library is not None:
         use_kernels(model, library)
