@@ -7,6 +7,7 @@ fails here, by name, and not in the middle of a run. The rest of Recmill calls t
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import fbgemm_gpu
@@ -35,6 +36,7 @@ def _unusable(fact: object) -> UserError:
 
 
 try:
+    from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.fx._symbolic_trace import PHWithMeta
@@ -134,14 +136,23 @@ def table_shards(model: nn.Module) -> Iterator[tuple[str, LocalShard]]:
                 yield table, shard
 
 
-def map_shards(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a tensor sharded like `tensor`, with `function` applied to each of this process's shards."""
+def copy_to_cpu(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor sharded like `tensor`, in CPU memory; `copy` copies each of this process's shards there."""
     if not isinstance(tensor, ShardedTensor):
-        return function(tensor)
-    shards = [Shard(function(shard.tensor), shard.metadata) for shard in tensor.local_shards()]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, sharded_tensor_metadata=tensor.metadata(), process_group=tensor._process_group
+        return copy(tensor)
+    shards = [Shard(copy(shard.tensor), _on_cpu(shard.metadata)) for shard in tensor.local_shards()]
+    metadata = replace(
+        tensor.metadata(), shards_metadata=[_on_cpu(shard) for shard in tensor.metadata().shards_metadata]
     )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, sharded_tensor_metadata=metadata, process_group=tensor._process_group
+    )
+
+
+def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
+    """Describe the same shard, on the same rank; a ShardedTensor refuses a shard that is on another device."""
+    assert shard.placement is not None
+    return ShardMetadata(shard.shard_offsets, shard.shard_sizes, f"rank:{shard.placement.rank()}/cpu")
 
 
 def flat_state(state: dict[str, Any]) -> dict[str, Tensor]:
