@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +13,7 @@ from recmill.checkpoints import loading, saver
 from recmill.commands.checkpoint import list_checkpoints
 from recmill.tables.torchrec_internals import is_sharded
 
-from ..group import in_group, train
+from ..group import evaluate, in_group, train
 from .runs import losses
 
 Config = dict[str, Any]
@@ -62,3 +63,16 @@ def test_a_run_is_saved_and_resumed_with_shards_on_gpus(dlrm: Config, tmp_path: 
         9: full,
     }
     assert losses(tmp_path / "run") == losses(tmp_path / "reference")
+
+
+def test_a_run_with_fused_adam_is_evaluated_on_a_cpu(dlrm: Config, tmp_path: Path) -> None:
+    """Tables that CPUs trained as replicas stand for those of GPUs: their checkpoints are the same."""
+    dlrm["optim"] = {"tables": {"name": "adam"}}
+    run = tmp_path / "run"
+    trained = train(dlrm, run, overrides=["train.max_steps=3", "sharding.mode=ddp"])
+    text = (run / "config.toml").read_text(encoding="utf-8")
+    for old, new in (('mode = "ddp"', ""), ('device = "cpu"', 'device = "auto"')):
+        assert old in text
+        text = text.replace(old, new)
+    (run / "config.toml").write_text(text, encoding="utf-8")
+    assert evaluate(run, split="val") == pytest.approx(trained["val"], rel=1e-6)

@@ -53,7 +53,7 @@ PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
     SplitTableBatchedEmbeddingBagsCodegen: (
         *("weights_host", "weights_offsets", "momentum1_host", "momentum1_offsets"),
         *("rows_per_table", "embedding_specs", "feature_table_map", "pooling_mode"),
-        *("optimizer", "optimizer_args", "get_learning_rate", "current_device"),
+        *("optimizer", "optimizer_args", "get_learning_rate", "current_device", "iter", "iter_cpu"),
     ),
     DenseTableBatchedEmbeddingBagsCodegen: ("weights", "hash_size_cumsum", "max_D"),
     LazyAwaitable: ("callbacks",),
@@ -232,6 +232,12 @@ def skip_exchange(bags: Any, lookup: nn.Module) -> None:
 def is_fused(module: object) -> bool:
     """Return whether FBGEMM updates the rows of these tables in backward."""
     return isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)
+
+
+def set_step_count(module: SplitTableBatchedEmbeddingBagsCodegen, steps: int) -> None:
+    """Set how many steps FBGEMM's optimizer has taken; every forward pass adds one, in evaluation as well."""
+    module.iter_cpu.fill_(steps)
+    module.iter.fill_(steps)  # FBGEMM reads this one while the other is 0
 
 
 class FusedTables:
