@@ -69,8 +69,8 @@ def make_sharders(optimizer: TablesOptim) -> list[Any]:
 def _plan_on_rank_0(network: nn.Module, sharders: list[Any], request: Request, world: World) -> ShardingPlan:
     """Plan on rank 0, for the rank with the least memory. All ranks take part; if planning fails, all raise."""
     on_gpu = world.device.type == "cuda"
-    total = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else memory_bytes()
-    shares = world.gather(total if on_gpu else total // world.local_size)
+    share = torch.cuda.mem_get_info(world.device)[0] if on_gpu else memory_bytes() // world.local_size
+    shares = world.gather(share)
     result: ShardingPlan | UserError | None = None
     if shares is not None:  # on rank 0
         machines = Machines(world.size, world.local_size, world.device.type, min(shares))

@@ -15,6 +15,7 @@ from recmill.tables.torchrec_internals import replicated_tables, table_of
 from recmill.training.schedule import learning_rate
 
 _DENSE: dict[str, Any] = {"adam": optim.Adam, "adamw": optim.AdamW, "adagrad": optim.Adagrad, "sgd": optim.SGD}
+DENSE_STATE = {"adam": 2, "adamw": 2, "adagrad": 1, "sgd": 0}  # values of state for each value of a parameter
 
 
 def build_optimizer(model: DistributedModelParallel, settings: OptimSection) -> CombinedOptimizer:
