@@ -23,7 +23,7 @@ from recmill.checkpoints.format import Position
 from recmill.commands.assemble import build_sharded, open_matching_dataset
 from recmill.config import load_config
 from recmill.environment import ProcessEnvironment
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, ResourceError
 from recmill.tables import sharding
 from recmill.tables import torchrec_internals as internals
 from recmill.tables.placement import Machines, make_plan
@@ -83,6 +83,14 @@ def test_every_parameter_and_buffer_is_on_the_world_s_device(
     assert len(tensors) > 5
     elsewhere = {name: value.device for name, value in tensors.items() if value.device != META}
     assert not elsewhere
+
+
+def test_tables_are_planned_for_the_memory_that_is_free(dlrm: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program may use most of a GPU."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100_000, 80 * 10**9))
+    config = load_config(dlrm)
+    with pytest.raises(ResourceError, match=r"can use 0\.1 MB \(90% of the free memory of its GPU\)"):
+        build_sharded(config, open_matching_dataset(config), World(0, 1, 0, 1, GPU_1))
 
 
 class Devices:
