@@ -36,6 +36,8 @@ TABLES = [TableSpec(f"t{i}", f"f{i}", rows, 4, 0.1) for i, rows in enumerate((5,
 IDS = KeyedJaggedTensor.from_lengths_sync(["f0", "f1"], torch.tensor([1, 3, 6, 0]), torch.tensor([1, 1, 1, 1]))
 SETTINGS = OptimSection(tables=TablesOptim(name="adam"))
 
+pytestmark = pytest.mark.filterwarnings("ignore:(?s).*EXPERIMENTAL")  # what FBGEMM says of its Adam
+
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:

@@ -50,9 +50,7 @@ class Replicas(nn.Module):
 def plan_for_gpus(network: nn.Module, sharders: list[Any], request: Any, world: World) -> ShardingPlan:
     """Plan for a GPU of rank 0, and place the shards on 'meta' instead."""
     plan = make_plan(network, sharders, request, Machines(1, 1, "cuda", 10**10))
-    for parameter in (parameter for module in plan.plan.values() for parameter in module.values()):
-        for shard in parameter.sharding_spec.shards if parameter.sharding_spec else []:
-            shard.placement._device = META
+    internals.place_on(plan, [META])
     return plan
 
 
@@ -91,6 +89,23 @@ def test_tables_are_planned_for_the_memory_that_is_free(dlrm: dict[str, Any], mo
     config = load_config(dlrm)
     with pytest.raises(ResourceError, match=r"can use 0\.1 MB \(90% of the free memory of its GPU\)"):
         build_sharded(config, open_matching_dataset(config), World(0, 1, 0, 1, GPU_1))
+
+
+def test_shards_are_placed_on_the_gpus_that_processes_see(
+    dlrm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler shows each of four processes one GPU, which is number 0 for all of them."""
+    dlrm["sharding"] = {"default": "row_wise"}
+    config = load_config(dlrm)
+    plans: list[ShardingPlan] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**10, 10**10))
+    monkeypatch.setattr(World, "gather", lambda world, value: [value] * world.size)
+    monkeypatch.setattr(World, "broadcast", lambda world, value: plans.append(value) or value)
+    monkeypatch.setattr(sharding, "DistributedModelParallel", lambda *_, **options: nn.Identity())
+    build_sharded(config, open_matching_dataset(config), World(0, 4, 0, 4, torch.device("cuda", 0)))
+    (plan,) = plans
+    found = {str(shard.placement) for table in plan.plan["tables"].values() for shard in table.sharding_spec.shards}
+    assert found == {f"rank:{rank}/cuda:0" for rank in range(4)}
 
 
 class Devices:

@@ -39,6 +39,7 @@ try:
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.remote_device import _remote_device
     from torch.fx._symbolic_trace import PHWithMeta
     from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
 except ImportError as error:
@@ -101,6 +102,14 @@ def replicated_tables(plan: ShardingPlan) -> set[str]:
     """Return the names of the tables that every rank holds completely."""
     placed = [item for module_plan in plan.plan.values() for item in module_plan.items()]
     return {table for table, sharding in placed if sharding.sharding_type == "data_parallel"}
+
+
+def place_on(plan: ShardingPlan, devices: list[torch.device]) -> None:
+    """Place the shards of each rank on its own device: TorchRec's planner expects process N of a machine on GPU N."""
+    for parameter in (parameter for module_plan in plan.plan.values() for parameter in module_plan.values()):
+        for shard in parameter.sharding_spec.shards if parameter.sharding_spec else []:
+            rank = shard.placement.rank()
+            shard.placement = _remote_device(f"rank:{rank}/{devices[rank]}")
 
 
 ShardKey = tuple[str, int]  # a table and the first row of one of its shards
