@@ -20,13 +20,14 @@ from torchrec.distributed.types import ShardingPlan
 from recmill import world as world_module
 from recmill.checkpoints import saver as saver_module
 from recmill.checkpoints.format import Position
+from recmill.commands import assemble
 from recmill.commands.assemble import build_sharded, open_matching_dataset
 from recmill.config import load_config
 from recmill.environment import ProcessEnvironment
 from recmill.errors import ConfigError, ResourceError
 from recmill.tables import sharding
 from recmill.tables import torchrec_internals as internals
-from recmill.tables.placement import Machines, make_plan
+from recmill.tables.placement import Catalogue, Machines, make_plan
 from recmill.training.prefetch import pinned, prefetched
 from recmill.world import World, check_own_gpus, choose_device, joined_world
 
@@ -81,6 +82,22 @@ def test_every_parameter_and_buffer_is_on_the_world_s_device(
     assert len(tensors) > 5
     elsewhere = {name: value.device for name, value in tensors.items() if value.device != META}
     assert not elsewhere
+
+
+@pytest.mark.parametrize(
+    ("model", "catalogue"),
+    [
+        ("bert4rec", Catalogue(200, 32, is_tied=False)),
+        ("sasrec", Catalogue(200, 32, is_tied=True)),
+        ("gsasrec", None),  # looks up a sample
+        ("dlrm", None),
+    ],
+)
+def test_the_planner_knows_which_items_a_step_scores(
+    model: str, catalogue: Catalogue | None, request: pytest.FixtureRequest
+) -> None:
+    config = load_config(request.getfixturevalue(model))
+    assert assemble._catalogue(config, open_matching_dataset(config)) == catalogue
 
 
 def test_tables_are_planned_for_the_memory_that_is_free(dlrm: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,10 +101,11 @@ def make_plan(network: nn.Module, sharders: list[Any], request: Request, machine
 
 
 def bytes_beside_tables(network: nn.Module, request: Request, machines: Machines) -> int:
-    """Estimate what training holds on a GPU beside tables, ids and looked-up rows; 0 on CPU, which has room to spare.
+    """Estimate what training holds on a GPU beside tables, ids and looked-up rows.
 
     These are the dense layers with gradients and optimizer state, the copies that the loss makes of the catalogue's
-    output weights or of their gradient, and NCCL's buffers. Activations are not among them.
+    output weights or of their gradient, and NCCL's buffers. Activations are not among them. On CPU the result is 0:
+    `_USABLE_SHARE` leaves room for the dense layers.
     """
     if machines.device_type == "cpu":
         return 0
