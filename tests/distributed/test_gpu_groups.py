@@ -26,8 +26,8 @@ def train_as_on_gpus(config: Config, run: Path, **options: Any) -> None:
     def with_two_backends(backend: str, **rest: Any) -> None:
         init("cpu:gloo,cuda:gloo", **rest)
 
-    def placed_on_gpus(*parts: Any) -> dict[str, Tensor]:
-        state = state_of(*parts)
+    def placed_on_gpus(model: Any, optimizer: Any) -> dict[str, Tensor]:
+        state = state_of(model, optimizer)
         for value in (value for value in state.values() if is_sharded(value)):
             local = [shard.metadata for shard in value.local_shards()]  # type: ignore[attr-defined]
             for shard in [*local, *value.metadata().shards_metadata]:  # type: ignore[attr-defined]
@@ -36,7 +36,7 @@ def train_as_on_gpus(config: Config, run: Path, **options: Any) -> None:
 
     dist.init_process_group = with_two_backends
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]  # asked where a rank has no shard of a tensor
-    loading.state_of = saver.state_of = placed_on_gpus  # type: ignore[attr-defined]
+    loading.state_of = saver.state_of = placed_on_gpus
     recmill.train(config, run, **options)
 
 

@@ -97,11 +97,12 @@ def test_only_steps_are_counted_not_evaluations(world: World) -> None:
     """FBGEMM adds one before it uses its count, so 1 is the first step's."""
     model, optimizer = parts(world, "table_wise")
     (lookup,) = fused_lookups(model)
+    counted: Any = lookup.fbgemm
     used = []
     for is_training in (False, True, False, False, True, True):
         with torch.set_grad_enabled(is_training):
             model(torch.zeros(2, 3), IDS)
         if is_training:
-            used.append((int(lookup.fbgemm.iter_cpu), int(lookup.fbgemm.iter)))
+            used.append((int(counted.iter_cpu), int(counted.iter)))
             optimizer.step()
     assert used == [(1, 1), (2, 2), (3, 3)]

@@ -115,9 +115,14 @@ def test_shards_are_placed_on_the_gpus_that_processes_see(
     dlrm["sharding"] = {"default": "row_wise"}
     config = load_config(dlrm)
     plans: list[ShardingPlan] = []
+
+    def broadcast(world: World, plan: ShardingPlan) -> ShardingPlan:
+        plans.append(plan)
+        return plan
+
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**10, 10**10))
     monkeypatch.setattr(World, "gather", lambda world, value: [value] * world.size)
-    monkeypatch.setattr(World, "broadcast", lambda world, value: plans.append(value) or value)
+    monkeypatch.setattr(World, "broadcast", broadcast)
     monkeypatch.setattr(sharding, "DistributedModelParallel", lambda *_, **options: nn.Identity())
     build_sharded(config, open_matching_dataset(config), World(0, 4, 0, 4, torch.device("cuda", 0)))
     (plan,) = plans
