@@ -5,7 +5,7 @@ SETUP ?= cpu
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test crashtest check lint format types java clean
+.PHONY: help setup quickstart test crashtest hostile check lint format types java clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make check        run the linter and the type checker only"
 	@echo "make format       format the code and fix what the linter can fix"
 	@echo "make crashtest    kill training runs at random moments: ROUNDS=20 times, SEED=any number"
+	@echo "make hostile      try to break the command: TRIALS=1000, MINUTES=at most, SEED=any number, ONLY=one trial"
 	@echo "make setup        set up $(VENV) only (SETUP=cuda for GPUs)"
 	@echo "make clean        remove $(VENV), data/ and runs/"
 
@@ -68,6 +69,13 @@ ROUNDS ?= 20
 SEED ?=
 crashtest: setup
 	$(BIN)/python tests/crashtest.py --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
+
+TRIALS ?= 1000
+MINUTES ?=
+ONLY ?=
+hostile: setup
+	$(BIN)/python -m tests.hostile --trials $(TRIALS) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(ONLY),--only $(ONLY))
 
 clean:
 	rm -rf .venv .venv-* data runs

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import io
 import json
 import os
 import sys
@@ -28,6 +29,8 @@ _DEBUG = "--debug"  # accepted anywhere on the command line
 def main() -> None:
     """Run a command and exit with 0 or the exit code of its error; print one message, and a traceback with --debug."""
     gc.set_threshold(200_000, 20, 20)  # scanning the many objects that imports create took 0.2 s per command
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr does this by default
+        sys.stdout.reconfigure(errors="backslashreplace")  # a title that the terminal cannot show ends no command
     code = _run([argument for argument in sys.argv[1:] if argument != _DEBUG])
     if process_environment().is_launched:
         leave(code)

@@ -1,6 +1,8 @@
 """Errors that a user or a machine can cause, one class per exit code. Any other exception is an internal error."""
 
 import errno
+import os
+import resource
 
 
 class UserError(Exception):
@@ -52,18 +54,39 @@ class ResourceError(UserError):
 _KINDS = (UserError, ConfigError, DataError, CheckpointError, ResourceError, Preempted, Interrupted)
 KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in _KINDS}
 
-_OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory")  # as torch says it
+_WRONG_PATHS = {
+    errno.ENAMETOOLONG: "Choose a shorter path.",
+    errno.ELOOP: "A symbolic link in this path leads back to itself: remove it, or choose another path.",
+}
+_MAX_PATH_SHOWN = 300
 _REMEDIES = {
     errno.EACCES: "Choose a directory that you may write to, or change its permissions.",
     errno.EPERM: "Choose a directory that you may write to, or change its permissions.",
     errno.EROFS: "The file system is read-only: choose another one.",
     errno.ENOSPC: "The disk is full: free some space or choose another disk, then run the same command again.",
     errno.EDQUOT: "Your quota is used up: free some space or choose another disk, then run the same command again.",
+    errno.EFBIG: "A file may not be that large here: raise the limit (see: ulimit -f), or choose another file system.",
+    errno.EMFILE: "Too many files are open: raise the limit (ulimit -n 4096), or use fewer processes.",
+    errno.ENFILE: "The system has too many open files: end other programs, or raise fs.file-max.",
+    errno.ENOLCK: "The file system has no locks: choose another one.",
+    errno.ESTALE: "The file server no longer knows this file: mount it again, then run the same command again.",
     errno.EIO: "The disk reports an error: look at the system log, and choose another disk.",
     errno.EEXIST: "Something with that name exists already, perhaps a file: choose another path.",
     errno.ENOTDIR: "A part of this path is a file: choose another path.",
     errno.EISDIR: "This is a directory where a file was expected.",
     errno.ENOMEM: "There is not enough memory: use fewer processes, smaller tables or a smaller batch.",
+}
+_NO_THREAD = "No process or thread can be started: raise the limits (ulimit -u, ulimit -v), or use fewer of them."
+# What libraries raise instead of an OSError or a MemoryError, in lower case.
+_MESSAGES = {
+    **{os.strerror(number).lower(): remedy for number, remedy in _REMEDIES.items()},
+    "can't allocate memory": _REMEDIES[errno.ENOMEM],
+    "out of memory": _REMEDIES[errno.ENOMEM],
+    "bad_alloc": _REMEDIES[errno.ENOMEM],
+    "failed to map segment": _REMEDIES[errno.ENOMEM],  # a shared library, while it is imported
+    "can't start new thread": _NO_THREAD,
+    "resource temporarily unavailable": _NO_THREAD,
+    "no usable temporary directory": "Free some space there, or set TMPDIR to a directory that you may write to.",
 }
 
 
@@ -71,9 +94,24 @@ def as_user_error(error: BaseException) -> UserError | None:
     """Convert an error that a user or a machine can cause to a UserError; return None for internal errors."""
     if isinstance(error, UserError):
         return error
+    if isinstance(error, OSError) and error.errno in _WRONG_PATHS:
+        return ConfigError(f"{_shortened(error.filename)}{error.strerror}. {_WRONG_PATHS[error.errno]}")
     if isinstance(error, OSError) and error.errno in _REMEDIES:
-        path = f"{error.filename}: " if error.filename else ""
-        return ResourceError(f"{path}{error.strerror}. {_REMEDIES[error.errno]}")
-    if isinstance(error, MemoryError) or any(message in str(error) for message in _OUT_OF_MEMORY):
-        return ResourceError(f"Out of memory ({error}). {_REMEDIES[errno.ENOMEM]}")
+        return ResourceError(f"{_shortened(error.filename)}{error.strerror}. {_REMEDIES[error.errno]}")
+    text = str(error)
+    if isinstance(error, MemoryError):
+        return ResourceError(f"{f'Out of memory ({text})' if text else 'Out of memory'}. {_REMEDIES[errno.ENOMEM]}")
+    for message, remedy in _MESSAGES.items():
+        if message in text.lower():
+            return ResourceError(f"{text.strip().rstrip('.')}. {remedy}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if isinstance(error, SystemError | ImportError) and limit != resource.RLIM_INFINITY:  # imports that ran out of it
+        fact = f"{type(error).__name__}: {text}, with at most {limit / 1e6:,.0f} MB of address space"
+        return ResourceError(f"{fact}. Raise the limit (ulimit -v).")
     return None
+
+
+def _shortened(path: object) -> str:
+    """Return a path as the beginning of a message; one that is too long is cut."""
+    text = "" if path is None else os.fsdecode(path) if isinstance(path, bytes) else str(path)
+    return f"{text[:_MAX_PATH_SHOWN]}...: " if len(text) > _MAX_PATH_SHOWN else f"{text}: " if text else ""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,31 @@ def test_a_stopped_process_is_named_and_nobody_is_left(dlrm: Config, tmp_path: P
     assert process.returncode == ResourceError.exit_code, output
     assert "rank 1 does not answer: it was stopped, or is stuck outside Python" in output
     wait_until_gone(workers)
+
+
+def test_a_signal_while_the_compiler_hangs_ends_it_at_once_and_the_compiler_too(
+    dlrm: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        f"#!/bin/sh\nsleep 1000 &\necho $$ $! > {tmp_path}/new\nmv {tmp_path}/new {tmp_path}/pids\nwait\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    process = start(dlrm, tmp_path, procs=2)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith(f"compiling CPU kernels with {compiler}")
+    wait_until((tmp_path / "pids").is_file)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)  # before the compiler is given up
+    assert process.returncode == 75, output
+    assert "SIGTERM was received before training had started. Run the same command to resume." in output
+    wait_until_gone([int(pid) for pid in (tmp_path / "pids").read_text(encoding="utf-8").split()])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -236,6 +236,7 @@ def test_what_cannot_be_recommended_is_one_clear_error(
         (["--k", "5,31"], 2, ["--k 31: give cut-offs of 1 to 30"]),
         (["--k", "ten"], 2, ["integers separated by commas"]),
         (["--bootstrap", "-1"], 2, ["--bootstrap -1"]),
+        (["--bootstrap", "10000000"], 2, ["--bootstrap 10000000", "give 1 to 100,000 resamples"]),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_clear_error(

@@ -1,5 +1,7 @@
 """How the command line makes flags from `Options` classes, and reports errors."""
 
+import io
+import json
 import sys
 from typing import Any, Literal
 
@@ -8,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import Field, PositiveInt
 
+import recmill
 from recmill import cli
 from recmill.config import Section
 from recmill.errors import DataError
@@ -112,3 +115,30 @@ def test_an_error_is_one_line_and_an_exit_code(
     monkeypatch.setattr(sys, "argv", ["recmill"])
     assert cli._run([]) == code
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [
+        ("utf-8", "千と千尋 Amélie"),
+        ("latin-1", r"\u5343\u3068\u5343\u5c0b Amélie"),
+        ("ascii", r"\u5343\u3068\u5343\u5c0b Am\xe9lie"),
+    ],
+)
+def test_what_the_terminal_cannot_show_is_escaped_and_json_is_always_ascii(
+    encoding: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"item": 7, "title": "千と千尋 Amélie", "score": 1.0}]
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    monkeypatch.setattr(sys, "argv", ["recmill", "recommend", "run", "--history", "7"])
+    monkeypatch.setattr(recmill, "recommend", lambda *_, **__: rows, raising=False)
+    with pytest.raises(SystemExit) as table:
+        cli.main()
+    assert (table.value.code, shown in written.getvalue().decode(encoding)) == (0, True)
+    written.truncate(0)
+    written.seek(0)
+    sys.argv.append("--json")
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert json.loads(written.getvalue().decode("ascii")) == rows

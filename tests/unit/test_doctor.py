@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from recmill.commands import doctor
@@ -54,6 +56,21 @@ def test_an_operation_that_kills_its_process_is_a_problem(monkeypatch: pytest.Mo
     (check,) = doctor._real_operations()
     assert (check.found, check.is_good) == ("killed by SIGILL", False)
     assert not doctor.would_work([check])
+
+
+def test_a_compiler_that_fails_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho cannot find -lgomp >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "_precision", lambda dtype: doctor.Check(dtype, ""))
+    checks = doctor._real_operations()
+    assert [check.name for check in checks if not check.is_good] == ["CPU kernels"]
+    assert doctor.would_work(checks)
+    assert f"{compiler} fails: cannot find -lgomp" in capfd.readouterr().err
 
 
 def test_a_missing_compiler_costs_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +133,9 @@ def test_gpus_are_counted_and_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(doctor, "_MAX_SECONDS", 0.5)
     check = doctor._probed("NCCL", "import signal; signal.pause()")
-    assert (check.found, check.is_good) == ("did not end within 0.5 s", False)
+    assert (check.found, check.is_good) == ("gives no result within 0.5 s", False)
 
 
 def test_gpus_without_kernels_for_them_are_no_reason_to_stop() -> None:

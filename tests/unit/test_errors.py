@@ -1,8 +1,9 @@
 import errno
+import os
 
 import pytest
 
-from recmill.errors import KINDS, DataError, as_user_error
+from recmill.errors import KINDS, DataError, ResourceError, as_user_error
 
 
 def test_exit_codes_stay_the_same() -> None:
@@ -28,8 +29,27 @@ def test_exit_codes_stay_the_same() -> None:
             PermissionError(errno.EACCES, "Permission denied"),
             "Permission denied. Choose a directory that you may write",
         ),
+        (OSError(errno.EFBIG, "File too large", "x"), "x: File too large. A file may not be that large here"),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files. Too many files are open: raise the limit"),
+        (OSError(errno.ENFILE, "Too many open files in system"), "Too many open files in system. The system has"),
+        (RuntimeError("Resource temporarily unavailable"), "Resource temporarily unavailable. No process or"),
+        (OSError(errno.ESTALE, "Stale file handle", "/nfs/x"), "/nfs/x: Stale file handle. The file server no longer"),
+        (OSError(errno.ENOLCK, "No locks available", "x"), "x: No locks available. The file system has no locks"),
+        (RuntimeError("Too many open files (os error 24)"), "Too many open files (os error 24). Too many files are"),
+        (RuntimeError("write: No space left on device."), "write: No space left on device. The disk is full"),
+        (RuntimeError("can't start new thread"), "can't start new thread. No process or thread"),
+        (RuntimeError("std::bad_alloc"), "std::bad_alloc. There is not enough memory"),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            "libtorch_cpu.so: failed to map segment from shared object. There is not enough memory",
+        ),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            "[Errno 2] No usable temporary directory found in ['/tmp']. Free some space there, or set TMPDIR",
+        ),
+        (MemoryError(), "Out of memory. There is not enough memory"),
         (MemoryError("12 GB"), "Out of memory (12 GB). There is not enough memory"),
-        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "Out of memory (CUDA out of memory."),
+        (RuntimeError("CUDA out of memory. Tried 2 GiB"), "CUDA out of memory. Tried 2 GiB. There is not"),
     ],
 )
 def test_what_a_machine_can_cause_becomes_a_resource_error_with_a_remedy(error: Exception, expected: str) -> None:
@@ -37,6 +57,30 @@ def test_what_a_machine_can_cause_becomes_a_resource_error_with_a_remedy(error: 
     assert converted is not None
     assert converted.exit_code == 5
     assert str(converted).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENAMETOOLONG, f"{'x' * 300}...: File name too long. Choose a shorter path."),
+        (errno.ELOOP, f"{'x' * 300}...: Too many levels of symbolic links. A symbolic link in this path leads back"),
+    ],
+)
+def test_a_path_that_cannot_exist_is_a_config_error(number: int, expected: str) -> None:
+    converted = as_user_error(OSError(number, os.strerror(number), "x" * 5000))
+    assert converted is not None
+    assert converted.exit_code == 2
+    assert str(converted).startswith(expected)
+
+
+def test_failing_imports_are_blamed_on_memory_only_where_it_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = SystemError("error return without exception set")
+    monkeypatch.setattr("resource.getrlimit", lambda which: (640_000_000, -1))
+    converted = as_user_error(error)
+    assert isinstance(converted, ResourceError)
+    assert "with at most 640 MB of address space. Raise the limit (ulimit -v)" in str(converted)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (-1, -1))
+    assert as_user_error(error) is None
 
 
 def test_a_user_error_stays_as_it_is() -> None:

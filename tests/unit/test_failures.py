@@ -7,7 +7,7 @@ import pytest
 
 from recmill.errors import DataError, Interrupted, Preempted, ResourceError
 from recmill.files.atomic import write_json
-from recmill.launch.failures import Failure, LostWorkerError, WorkerError, first_error
+from recmill.launch.failures import Failure, LostWorkerError, first_error
 from recmill.launch.watchdog import Hang
 
 
@@ -94,6 +94,8 @@ def test_signals_that_the_launcher_received_explain_the_end(tmp_path: Path) -> N
 def test_a_worker_that_left_no_report_is_shown_with_its_output(tmp_path: Path) -> None:
     (tmp_path / "out-1.txt").write_text("Fatal Python error", encoding="utf-8")
     error = first_error(tmp_path, {1: 3}, 2, [])
-    assert isinstance(error, WorkerError)
-    assert str(error) == "Process 1 of the job exited with code 3 and no error report."
+    assert isinstance(error, LostWorkerError)
+    assert error.exit_code == 5
+    assert str(error).startswith("Process 1 of the job exited with code 3 and no error report. A library does that")
+    assert "ulimit -a" in str(error)
     assert error.__notes__ == ["Fatal Python error"]

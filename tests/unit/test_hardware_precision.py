@@ -115,7 +115,8 @@ def test_a_finding_is_kept_and_a_corrupt_one_is_found_again(tmp_path: Path, monk
     finding = precision.probe("bfloat16", 2)
     assert precision.probe("bfloat16", 2) == finding
     assert len(children.isas) == 2
-    corrupt = ["", "{", "[1]", "\0", '{"dtype": "float16"}', '{"dtype": "bfloat16", "ratio": "fast"}']
+    corrupt = ["", "{", "[1]", "\0", "[" * 100_000, '{"dtype": "float16"}', '{"dtype": "bfloat16", "ratio": "fast"}']
+    corrupt += ['{"dtype": "bfloat16", "max_isa": 5}', '{"dtype": "bfloat16", "problem": []}']
     for text in corrupt:
         kept_file(tmp_path).write_text(text)
         assert precision.probe("bfloat16", 2) == finding

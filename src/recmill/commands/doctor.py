@@ -1,6 +1,5 @@
 """`recmill doctor`: check the installation and the machine, and say how to fix what is wrong."""
 
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recmill.errors import UserError
+from recmill.hardware.child import last_line, run_child
 from recmill.hardware.cpu import COMPILERS, cpu_name, cxx_compiler, num_cores, threads_per_process
 from recmill.hardware.memory import memory_bytes
 from recmill.hardware.precision import Dtype, probe
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from recmill.world import World
 
 _MIN_MEMORY_GB = 2
+_MAX_SECONDS = 120.0  # importing the libraries from a slow disk takes most of it; NCCL may wait forever for a GPU
 _FBGEMM_PROBE = """
 import torch, fbgemm_gpu, torchrec
 sums = torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 2, 3]))
@@ -47,7 +48,6 @@ assert [int(one) for one in ones] == [len(gpus)] * len(gpus), ones
 print(".".join(map(str, nccl.version())), "summed over", len(gpus), "GPU(s)")
 """,
 }
-_PROBE_SECONDS = 120  # NCCL may wait forever for a GPU that does not answer
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,12 @@ def would_work(checks: list[Check]) -> bool:
 
 
 def work(world: "World") -> bool:
-    """Exchange numbers with the other process over gloo, as sharded tables do."""
+    """Exchange numbers with the other process over gloo, as sharded tables do; return whether our kernels work."""
+    from recmill.kernels.library import load_library
+
     received = world.exchange_numbers([10 * world.rank + to for to in range(world.size)])
     assert received == [10 * sender + world.rank for sender in range(world.size)], received
-    return True
+    return world.is_main and load_library() is not None
 
 
 def fix_command() -> str:
@@ -118,8 +120,13 @@ def _real_operations() -> list[Check]:
     if not fbgemm.is_good:
         return [fbgemm]
     variant, *gpus = fbgemm.found.splitlines() or [""]
+    kernels = []
     try:
-        run_job("doctor", {"device": "cpu"}, procs=2)
+        has_kernels = run_job("doctor", {"device": "cpu"}, procs=2)
+        if cxx_compiler():
+            found = "compiled and tried" if has_kernels else "cannot be used: see the warning above"
+            remedy = f"Training works. {COST_WITHOUT}."
+            kernels = [Check("CPU kernels", found, is_good=has_kernels, is_needed=False, remedy=remedy)]
         exchange = Check("gloo all-to-all", "2 processes exchanged values")
     except UserError as error:
         remedy = "Check that 127.0.0.1 is up and not firewalled: ip addr show lo"
@@ -127,6 +134,7 @@ def _real_operations() -> list[Check]:
     return [
         Check("FBGEMM operation", "works"),
         exchange,
+        *kernels,
         *_gpus(gpus, variant),
         _precision("bfloat16"),
         _precision("float16"),
@@ -135,17 +143,13 @@ def _real_operations() -> list[Check]:
 
 def _probed(name: str, code: str) -> Check:
     """Run `code` in a process of its own: libraries that do not match may kill it without an exception, or hang."""
-    command = [sys.executable, "-P", "-c", code]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS)
+        done = run_child([sys.executable, "-P", "-c", code], _MAX_SECONDS)
     except subprocess.TimeoutExpired:
-        return Check(name, f"did not end within {_PROBE_SECONDS} s", is_good=False, remedy=fix_command())
-    if not done.returncode:
-        return Check(name, done.stdout.strip())
-    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    if done.returncode < 0:
-        reason = f"killed by {signal.Signals(-done.returncode).name}"
-    return Check(name, reason, is_good=False, remedy=fix_command())
+        return Check(name, f"gives no result within {_MAX_SECONDS:g} s", is_good=False, remedy=fix_command())
+    if done.returncode:
+        return Check(name, last_line(done), is_good=False, remedy=fix_command())
+    return Check(name, done.stdout.strip())
 
 
 def _gpus(names: list[str], variant: str) -> list[Check]:

@@ -13,6 +13,7 @@ from recmill.config.sections import DenseOptim, OptimSection, RankingProtocol, S
 from recmill.errors import ConfigError
 from recmill.launch.local import is_launched_with, run_job
 from recmill.metrics.binary import Values
+from recmill.metrics.ranking import MAX_RESAMPLES
 from recmill.observe.run_dir import RunDirectory
 from recmill.schema import Dataset
 
@@ -70,8 +71,10 @@ def _check_ranking(config: Config, dataset: Dataset, options: Options) -> None:
     for k in options.ks or []:
         if not 1 <= k <= dataset.description.num_items:
             raise ConfigError(f"--k {k}: give cut-offs of 1 to {dataset.description.num_items}, the number of items.")
-    if options.bootstrap < 0:
-        raise ConfigError(f"--bootstrap {options.bootstrap}: give 1 or more resamples, or 0 for no intervals.")
+    if not 0 <= options.bootstrap <= MAX_RESAMPLES:
+        raise ConfigError(
+            f"--bootstrap {options.bootstrap}: give 1 to {MAX_RESAMPLES:,} resamples, or 0 for no intervals."
+        )
 
 
 def work(world: "World", run: str, options: dict[str, Any]) -> Values:

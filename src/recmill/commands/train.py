@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_POLL_SECONDS = 0.1
+
 
 class Options(Section):
     # --run-dir as well, because torchrun takes '--run' for its own '--run-path'
@@ -194,14 +196,16 @@ def _train(
     # Build the parts
     heartbeat.beat("starting")
     settings = config.settings
+    compiling = threading.Thread(target=load_library, daemon=True)
     if world.device.type == "cpu" and settings.train.kernels == "auto":
-        threading.Thread(target=load_library).start()  # compiles at first use, while the rest is built
+        compiling.start()  # at first use, while the rest is built
     world.broadcast(None)  # rank 0 holds the lock: now the others may log
     log_to_file(run.path, world.rank)
     set_tf32(settings.train)
     dataset = dataset or assemble.open_matching_dataset(config)
     source = assemble.build_source(config, dataset, world.rank, world.size)
     tables = assemble.table_specs(config, dataset)
+    _wait_for_kernels(compiling, stop, heartbeat)
     model = assemble.build_sharded(config, dataset, world)
     optimizer = build_optimizer(model, settings.optim)
     parts = Parts(model, assemble.task_module(config), source, world, settings.data.prefetch, heartbeat)
@@ -298,6 +302,15 @@ def _train(
         )
         log.info("finished at step %s: %s", f"{at.step:,}", end)
     return results
+
+
+def _wait_for_kernels(compiling: threading.Thread, stop: StopRequest, heartbeat: Heartbeat) -> None:
+    """Wait for the thread that compiles kernels, unless a stop is requested: there is nothing to save yet."""
+    while compiling.is_alive():
+        if stop.signal:
+            raise stop_error(stop.signal, f"{stop.signal} was received before training had started.")
+        heartbeat.beat("compiling CPU kernels")
+        compiling.join(_POLL_SECONDS)
 
 
 def _check_steps(num_steps: int, position: "Position", config: Config, run: RunDirectory, dataset: Dataset) -> None:

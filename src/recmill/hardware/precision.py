@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from typing import Literal
 
 from recmill.errors import UserError
 from recmill.files.atomic import new_file
+from recmill.hardware.child import last_line, run_child
 from recmill.hardware.cpu import FAULTS, cache_folder, instruction_sets
 
 Dtype = Literal["bfloat16", "float16"]
@@ -82,8 +82,9 @@ def probe(dtype: Dtype, threads: int) -> Finding:
         return launchers
     folder = cache_folder()
     cached = folder / f"precision-{_digest(dtype, threads)}.json" if folder else None
-    if cached and cached.is_file() and (known := _parsed(cached.read_text("utf-8", "replace"), dtype)):
-        return known
+    with contextlib.suppress(OSError):
+        if cached and (known := _parsed(cached.read_text("utf-8", "replace"), dtype)):
+            return known
     finding, is_certain = _search(dtype, threads)
     if cached and is_certain:
         with contextlib.suppress(OSError, UserError), new_file(cached) as file:  # if the disk is full, probe again
@@ -110,16 +111,13 @@ def _run(dtype: Dtype, threads: int, isa: str) -> tuple[float | None, str, bool]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **({VARIABLE: isa} if isa else {})}
     command = [sys.executable, "-P", "-m", "recmill.hardware.probe", dtype]
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_MAX_SECONDS, check=False
-        )
+        done = run_child(command, _MAX_SECONDS, environment)
     except subprocess.TimeoutExpired:
         return None, f"gives no result within {_MAX_SECONDS:.0f} s", False
     if done.returncode < 0:
-        return None, f"is killed by {signal.Signals(-done.returncode).name}", -done.returncode in FAULTS
+        return None, f"is {last_line(done)}", -done.returncode in FAULTS
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return None, f"fails ({reason})", False
+        return None, f"fails ({last_line(done)})", False
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]  # ONEDNN_VERBOSE prints others
     answer = json.loads(line)
     return answer.get("ratio"), answer.get("problem", ""), True
@@ -140,6 +138,7 @@ def _parsed(text: str, dtype: Dtype) -> Finding | None:
     """Return the finding that `text` holds; None if it is corrupt or about another dtype."""
     try:
         finding = Finding(**json.loads(text))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
-    return finding if finding.dtype == dtype and isinstance(finding.ratio, float | None) else None
+    is_good = isinstance(finding.ratio, float | None) and finding.max_isa in ("", *_LOWER_ISAS[dtype])
+    return finding if finding.dtype == dtype and is_good and isinstance(finding.problem, str) else None

@@ -3,21 +3,28 @@
 The sources do not include torch's headers, so compiling takes seconds.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
+import json
 import logging
-import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from recmill.errors import UserError
+from recmill.files.atomic import new_file, write_json
+from recmill.files.digests import digest
+from recmill.hardware.child import last_line, run_child
 from recmill.hardware.cpu import COMPILERS, FAULTS, cache_folder, cxx_compiler, instruction_sets
 from recmill.kernels import COST_WITHOUT
 
@@ -30,7 +37,8 @@ _FLAGS = (
     "-std=c++17 -O3 -march=native -mprefer-vector-width=512 -fopenmp -shared -fPIC "
     "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
 )
-_TIMEOUT_SECONDS = 120.0
+_MAX_SECONDS = 60.0  # for everything, also for waiting until another process has compiled; it takes 3 s
+_POLL_SECONDS = 0.1
 _LOADING = threading.Lock()
 
 # One letter per parameter of a kernel.
@@ -70,7 +78,7 @@ class KernelLibrary:
 
 
 class _FaultError(Exception):
-    """The library compiles, but calling it kills the process."""
+    """The library compiles, but calling it fails or kills the process."""
 
 
 def load_library() -> KernelLibrary | None:
@@ -85,51 +93,94 @@ def _load_or_warn() -> KernelLibrary | None:
     problem = f"no C++ compiler (CXX, {', '.join(COMPILERS)})"
     remedy = "Install g++ (Debian: apt-get install g++)"
     if compiler:
-        try:
-            return KernelLibrary(_compiled(compiler))
-        except _FaultError as error:
-            problem = str(error)
-            remedy = "Set train.kernels=torch to train without this warning"
-        except subprocess.SubprocessError as error:
-            problem = f"{compiler} fails: {getattr(error, 'stderr', None) or error}".strip()
-        except OSError as error:
-            problem = str(error)
+        # Without a cache, each process compiles its own. A loaded library needs its file no more.
+        folder = cache_folder()
+        with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="recmill-") as parent:
+            try:
+                return KernelLibrary(_compiled(compiler, Path(parent)))
+            except _FaultError as error:
+                problem = str(error)
+                remedy = "Set train.kernels=torch to train without this warning"
+            except subprocess.CalledProcessError as error:
+                problem = f"{compiler} fails: {error.stderr or error}".strip()
+            except (TimeoutError, subprocess.TimeoutExpired):
+                problem = f"{compiler} does not finish within {_MAX_SECONDS:.0f} s"
+                remedy = "Set CXX to a compiler that works, or train.kernels=torch"
+            except (OSError, UserError) as error:
+                problem = str(error).rstrip(".")
+                remedy = f"Check the disk and the permissions of {parent}"
     log.warning("our own CPU kernels cannot be used here: %s. Training works. %s. %s.", problem, COST_WITHOUT, remedy)
     return None
 
 
-def _compiled(compiler: str) -> Path:
+def _compiled(compiler: str, folder: Path) -> Path:
     """Return the path of the compiled library, which has passed a trial run."""
-    files = [path.read_bytes() for path in [*_SOURCES, *_ALSO_HASHED]]
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_SECONDS).stdout
-    facts = [*files, version, instruction_sets(), f"{compiler} {_FLAGS}".encode()]
-    name = f"kernels-{hashlib.sha256(b'|'.join(facts)).hexdigest()[:16]}.so"
-    folder = cache_folder() or Path(tempfile.mkdtemp(prefix="recmill-"))  # then each process compiles its own
-    cached = folder / name
-    refusal = cached.with_suffix(".txt")  # why a library that compiles cannot be used here
-    if not cached.is_file() and not refusal.is_file():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / name
-            command = [compiler, *_FLAGS.split(), *map(str, _SOURCES), "-o", str(built)]
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_SECONDS)
-            if fault := _trial_fault(built):
-                refusal.write_text(fault, encoding="utf-8")
-            else:
-                os.replace(built, cached)  # atomic, also when several processes compile at once
-    if refusal.is_file():
-        raise _FaultError(refusal.read_text(encoding="utf-8"))
-    return cached
+    # The compiler's file stands for its version: asking the compiler could hang.
+    file = Path(compiler).stat()
+    facts = [path.read_bytes() for path in [*_SOURCES, *_ALSO_HASHED]]
+    facts += [instruction_sets(), f"{compiler} {file.st_size} {file.st_mtime_ns} {_FLAGS}".encode()]
+    library = folder / f"kernels-{hashlib.sha256(b'|'.join(facts)).hexdigest()[:16]}.so"
+    note = _read_note(library)
+    if note is None:
+        log.info("compiling CPU kernels with %s; this takes seconds, once per machine", compiler)
+        deadline = time.monotonic() + _MAX_SECONDS
+        with _lock(library.with_suffix(".lock"), deadline):
+            note = _read_note(library) or _build(compiler, library, deadline)
+    if fault := note.get("fault"):
+        raise _FaultError(fault)
+    return library
 
 
-def _trial_fault(library: Path) -> str | None:
+def _read_note(library: Path) -> dict[str, str] | None:
+    """Return the note on a library: its digest, or why it cannot be used here. None if it must be compiled.
+
+    Loading a corrupt library may kill this process, so its digest is compared first.
+    """
+    try:
+        note = json.loads(library.with_suffix(".json").read_bytes())
+        is_good = isinstance(note["fault"], str) if "fault" in note else note["digest"] == digest(library)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # missing or corrupt
+        return None
+    return note if is_good else None
+
+
+@contextlib.contextmanager
+def _lock(path: Path, deadline: float) -> Iterator[None]:
+    """Wait until no other process compiles the same library; raise TimeoutError at the deadline."""
+    with path.open("w", encoding="utf-8") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError from None
+                time.sleep(_POLL_SECONDS)
+            except OSError:  # a file system without locks: then several processes compile
+                break
+        yield
+
+
+def _build(compiler: str, library: Path, deadline: float) -> dict[str, str]:
+    """Compile the library, call it in a child process, and keep both results. Return the note."""
+    with new_file(library) as built:
+        command = [compiler, *_FLAGS.split(), *map(str, _SOURCES), "-o", str(built)]
+        run_child(command, deadline - time.monotonic()).check_returncode()
+        fault = _trial_fault(built, deadline)
+        note = {"fault": fault} if fault else {"digest": digest(built)}
+    write_json(library.with_suffix(".json"), note)
+    return note
+
+
+def _trial_fault(library: Path, deadline: float) -> str | None:
     """Call kernels of a new library in a child process; return what killed it, if anything did.
 
     A hypervisor may fault on instructions that the CPU lists, and that the compiler therefore uses.
     """
     command = [sys.executable, "-P", "-m", "recmill.kernels.trial", str(library)]
-    trial = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+    trial = run_child(command, deadline - time.monotonic())
     if -trial.returncode in FAULTS:
-        name = signal.Signals(-trial.returncode).name
-        return f"a trial run was killed by {name}: this CPU, or its hypervisor, lacks an instruction that it lists"
-    trial.check_returncode()
+        return f"a trial run was {last_line(trial)}: this CPU, or its hypervisor, lacks an instruction that it lists"
+    if trial.returncode:
+        raise _FaultError(f"a trial run failed: {last_line(trial)}")
     return None

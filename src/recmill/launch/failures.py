@@ -73,8 +73,11 @@ def first_error(job: Path, exit_codes: Mapping[int, int], num_workers: int, sign
         return _in_worker(error, first.rank, first.traceback)
     rank, code = next(iter(exit_codes.items()))
     output = (job / f"out-{rank}.txt").read_text(encoding="utf-8", errors="replace")
-    error = WorkerError(f"Process {rank} of the job exited with code {code} and no error report.")
-    return _in_worker(error, rank, output)
+    lost = LostWorkerError(
+        f"Process {rank} of the job exited with code {code} and no error report. A library does that, for example, if "
+        f"it gets no memory or no thread: compare the limits (ulimit -a). {_RESUME}"
+    )
+    return _in_worker(lost, rank, output)
 
 
 def _in_worker(error: UserError, rank: int, traceback: str = "") -> UserError:

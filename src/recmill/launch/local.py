@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from recmill.environment import launched_environment, process_environment
-from recmill.errors import ConfigError, UserError
+from recmill.errors import ConfigError, ResourceError, UserError
 from recmill.files.atomic import write_json
 from recmill.hardware.cpu import threads_per_process
 from recmill.launch.failures import LostWorkerError, WorkerError, first_error
@@ -34,6 +35,9 @@ _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may s
 _GATHER_HANGS_SECONDS = 3.0  # the same for hangs
 _SECOND_SIGNAL_SECONDS = 2.0  # how long workers have to exit after a second signal
 _END_SECONDS = 10.0  # how long killed workers have to disappear
+# 27 files were open in a worker of one process, 40 of two, 43 of four; data of many files takes more.
+_OPEN_FILES = 48
+_OPEN_FILES_PER_PROCESS = 8
 # Variables that processes read when they start; a user's own values win.
 TUNING = {
     # glibc returns large blocks to the system at once, so every step pays their page faults again. Keeping them makes
@@ -84,6 +88,7 @@ def run_job(
     """
     if procs < 1:
         raise ConfigError(f"--procs {procs}: at least one process is needed.")
+    _check_open_files(procs)
     signals = _Signals()
     order = {"command": command, "arguments": arguments}
     with handled(FORWARDED, signals.forward):
@@ -98,6 +103,17 @@ def run_job(
                     raise
                 attempt += 1
                 log.warning("restart %d of %d after: %s", attempt, max_restarts, error)
+
+
+def _check_open_files(procs: int) -> None:
+    """Raise ResourceError if workers may open too few files: torch would try again to open sockets, for an hour."""
+    needed = _OPEN_FILES + _OPEN_FILES_PER_PROCESS * procs
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= allowed < needed:
+        raise ResourceError(
+            f"A process may have {allowed} files open, and --procs {procs} needs {needed}. "
+            "Raise the limit: ulimit -n 4096."
+        )
 
 
 def _run_once(

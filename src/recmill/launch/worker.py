@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import mmap
 import os
 import signal
 import time
@@ -18,6 +19,8 @@ from recmill.launch.failures import Failure
 from recmill.launch.local import leave
 from recmill.launch.signals import FORWARDED, StopRequest, stop_on, stop_with_parent
 from recmill.observe.log import set_up_console
+
+_RESERVE_BYTES = 32 << 20  # of address space; without it, a process without memory cannot report its error
 
 
 def main() -> None:
@@ -36,7 +39,9 @@ def main() -> None:
 
 
 def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: StopRequest | None) -> int:
+    reserve = None
     try:
+        reserve = mmap.mmap(-1, _RESERVE_BYTES)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # the launcher blocked them until now
         set_up_console()
         from recmill.world import finish_together, join_world
@@ -51,6 +56,8 @@ def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: St
         finish_together(world)
         return 0
     except BaseException as error:
+        if reserve:
+            reserve.close()
         return _report(job, rank, error)
 
 

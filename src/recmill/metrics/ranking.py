@@ -11,11 +11,14 @@ import numpy as np
 
 from recmill import rng
 from recmill.metrics.binary import UNDEFINED, Values
+from recmill.observe.progress import Progress
 
 if TYPE_CHECKING:
     from recmill.world import World
 
 NUM_NEGATIVES = 100
+MAX_RESAMPLES = 100_000  # they take 2 s; the ends of an interval then vary by 0.2 % of its length
+_RESAMPLES_PER_REPORT = 100
 # Seeds of the protocol, not of a run: every model is compared with the same negatives.
 _NEGATIVES_SEED = 20190814
 _BOOTSTRAP_SEED = 20190815
@@ -56,6 +59,7 @@ class RankingMetrics:
         """
         values: Values = {}
         intervals: Values = {}
+        has_intervals = self._resamples and (world is None or world.is_main)  # the others would compute the same
         users = 0
         for protocol, own in self._users_by_rank.items():
             users_by_rank = world.sum_counts(own.copy()) if world else own
@@ -66,16 +70,20 @@ class RankingMetrics:
             names = [f"{protocol}/{name}" for name in self._gains]
             means = (gains @ counts / users).tolist() if users else [UNDEFINED] * len(names)
             values |= dict(zip(names, means, strict=True))
-            if self._resamples and users:
-                low, high = np.quantile(_resampled_means(gains, counts, self._resamples), (0.025, 0.975), axis=0)
+            if has_intervals and users:
+                with Progress(f"resampling the users, {protocol}", self._resamples, "resamples") as progress:
+                    resampled = _resampled_means(gains, counts, self._resamples, progress)
+                low, high = np.quantile(resampled, (0.025, 0.975), axis=0)
                 for name, low_end, high_end in zip(names, low.tolist(), high.tolist(), strict=True):
                     intervals |= {f"low/{name}": low_end, f"high/{name}": high_end}
+        if self._resamples and world:
+            intervals = world.broadcast(intervals)
         baseline = self.of_popularity.compute(world) if self.of_popularity else {}
         popularity = {f"popularity/{name}": value for name, value in baseline.items() if name != "users"}
         return {**values, "users": users, **intervals, **popularity}
 
 
-def _resampled_means(gains: np.ndarray, counts: np.ndarray, resamples: int) -> np.ndarray:
+def _resampled_means(gains: np.ndarray, counts: np.ndarray, resamples: int, progress: Progress) -> np.ndarray:
     """Return bootstrapped means [resamples, metrics] of `gains` [metrics, ranks].
 
     Users of equal rank gain the same, so drawing users with replacement is a multinomial draw of
@@ -83,8 +91,14 @@ def _resampled_means(gains: np.ndarray, counts: np.ndarray, resamples: int) -> n
     first, so a result does not depend on other cut-offs.
     """
     users = int(counts.sum())
-    generators = (np.random.default_rng([_BOOTSTRAP_SEED, number]) for number in range(resamples))
-    return np.stack([gains @ generator.multinomial(users, counts / users) / users for generator in generators])
+    shares = counts / users
+    means = np.empty((resamples, len(gains)))
+    for number in range(resamples):
+        generator = np.random.default_rng([_BOOTSTRAP_SEED, number])
+        means[number] = gains @ generator.multinomial(users, shares) / users
+        if not (number + 1) % _RESAMPLES_PER_REPORT:
+            progress.advance(_RESAMPLES_PER_REPORT)
+    return means
 
 
 class Popularity:

@@ -71,6 +71,7 @@ def log_to_file(directory: Path, rank: int) -> None:
     for earlier in [handler for handler in root.handlers if isinstance(handler, _RunFile)]:
         root.removeHandler(earlier)
         earlier.close()
-    handler = _RunFile(directory / ("log.txt" if rank == 0 else f"log.rank-{rank}.txt"), encoding="utf-8")
+    name = "log.txt" if rank == 0 else f"log.rank-{rank}.txt"
+    handler = _RunFile(directory / name, encoding="utf-8", errors="backslashreplace")  # a path may hold any bytes
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     root.addHandler(handler)

@@ -1,7 +1,11 @@
+import errno
 import logging
 import os
+import random
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +31,7 @@ def test_the_output_of_a_failing_compiler_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "broken-g++"
-    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "cannot find -lgomp" >&2; exit 1\n')
+    broken.write_text('#!/bin/sh\necho "cannot find -lgomp" >&2; exit 1\n')
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     module._load_or_warn.cache_clear()
@@ -40,7 +44,8 @@ def test_the_output_of_a_failing_compiler_is_reported(
 def copying_compiler(library: KernelLibrary, tmp_path: Path) -> Path:
     """Copies the library that the real compiler made to the path in its last argument."""
     compiler = tmp_path / "g++"
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\ncp {library.path} "$last"\n')
+    script = f'echo compiled >> {tmp_path}/calls\nfor last; do :; done\ncp {library.path} "$last"\n'
+    compiler.write_text(f"#!/bin/sh\n{script}")
     compiler.chmod(0o755)
     return compiler
 
@@ -60,8 +65,7 @@ def test_kernels_that_this_cpu_cannot_run_are_refused_and_not_tried_again(
         )
         assert "Set train.kernels=torch" in caplog.text
         monkeypatch.delenv("RECMILL_FAIL", raising=False)  # it would work now, but the refusal is cached
-    (cached,) = (tmp_path / ".cache" / "recmill").iterdir()
-    assert cached.suffix == ".txt"
+    assert num_compilations(tmp_path) == 1
 
 
 def test_kernels_that_passed_their_trial_are_not_tried_again(
@@ -76,10 +80,120 @@ def test_kernels_that_passed_their_trial_are_not_tried_again(
     assert load_library() is not None
 
 
-def test_processes_that_compile_at_the_same_time_share_one_file(tmp_path: Path) -> None:
+def test_a_trial_that_fails_is_not_blamed_on_the_compiler(
+    copying_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(copying_compiler))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RECMILL_FAIL", "probe.kernel:raise")
+    module._load_or_warn.cache_clear()
+    assert load_library() is None
+    assert "a trial run failed: RuntimeError: requested by RECMILL_FAIL at probe.kernel. Training" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def num_compilations(home: Path) -> int:
+    """Return how often `copying_compiler` was called."""
+    return len((home / "calls").read_text(encoding="utf-8").splitlines())
+
+
+def test_one_of_several_processes_compiles_and_the_others_use_its_library(
+    copying_compiler: Path, tmp_path: Path
+) -> None:
     code = "from recmill.kernels.library import load_library; assert load_library() is not None"
-    environment = {**os.environ, "HOME": str(tmp_path)}
+    environment = {**os.environ, "HOME": str(tmp_path), "CXX": str(copying_compiler)}
     workers = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
     assert [worker.wait(200) for worker in workers] == [0, 0]
-    (cached,) = (tmp_path / ".cache" / "recmill").iterdir()
-    assert cached.suffix == ".so"
+    assert num_compilations(tmp_path) == 1
+
+
+@pytest.mark.parametrize("suffix", [".so", ".json"])
+@pytest.mark.parametrize("damage", ["truncated", "zeroed", "random", "one bit", "missing"])
+def test_a_corrupt_cache_is_compiled_again(
+    suffix: str, damage: str, copying_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A truncated library would kill this process with SIGBUS if it were loaded."""
+    monkeypatch.setenv("CXX", str(copying_compiler))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    module._load_or_warn.cache_clear()
+    library = load_library()
+    assert library is not None
+    file = library.path.with_suffix(suffix)
+    good = file.read_bytes()
+    half = len(good) // 2
+    file.unlink()  # this process has mapped the library
+    corrupt = {
+        "truncated": good[:half],
+        "zeroed": bytes(len(good)),
+        "random": random.Random(0).randbytes(len(good)),
+        "one bit": good[:half] + bytes([good[half] ^ 1]) + good[half + 1 :],
+    }
+    if damage in corrupt:
+        file.write_bytes(corrupt[damage])
+    module._load_or_warn.cache_clear()
+    assert load_library() is not None
+    assert file.read_bytes() == good
+    assert num_compilations(tmp_path) == 2
+
+
+@pytest.mark.parametrize("note", ["[1]", "{}", "7", '{"fault": 1}', "[" * 100_000])
+def test_a_note_that_we_did_not_write_is_ignored(note: str, tmp_path: Path) -> None:
+    (tmp_path / "kernels.so").touch()
+    (tmp_path / "kernels.json").write_text(note)
+    assert module._read_note(tmp_path / "kernels.so") is None
+
+
+def test_a_compiler_that_hangs_is_announced_and_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    endless = tmp_path / "g++"
+    endless.write_text("#!/bin/sh\nsleep 1000\n")
+    endless.chmod(0o755)
+    monkeypatch.setenv("CXX", str(endless))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(module, "_MAX_SECONDS", 0.5)
+    module._load_or_warn.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert load_library() is None
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert caplog.messages[0] == f"compiling CPU kernels with {endless}; this takes seconds, once per machine"
+    assert f"{endless} does not finish within 0 s. Training works." in caplog.messages[1]
+    assert "Set CXX to a compiler that works, or train.kernels=torch" in caplog.messages[1]
+
+
+def test_waiting_for_another_process_that_compiles_has_a_limit(tmp_path: Path) -> None:
+    lock = tmp_path / "kernels.lock"
+    with (
+        module._lock(lock, time.monotonic() + 60),
+        pytest.raises(TimeoutError),
+        module._lock(lock, time.monotonic() + 0.2),
+    ):
+        raise AssertionError("both hold the lock")
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    copying_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/home/ann/.cache")
+
+    monkeypatch.setenv("CXX", str(copying_compiler))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(Path, "touch", full)
+    module._load_or_warn.cache_clear()
+    assert load_library() is None
+    assert "/home/ann/.cache: No space left on device. The disk is full" in caplog.text
+    assert "Install g++" not in caplog.text
+
+
+def test_without_a_cache_folder_nothing_is_left_behind(
+    copying_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(copying_compiler))
+    monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    module._load_or_warn.cache_clear()
+    library = load_library()
+    assert library is not None
+    assert not library.path.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"calls", "g++"}

@@ -7,6 +7,7 @@ import torch
 from recmill.metrics import ranking
 from recmill.metrics.binary import UNDEFINED, Values
 from recmill.metrics.ranking import Negatives, Popularity, RankingMetrics
+from recmill.observe import progress
 from recmill.world import World
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -106,6 +107,18 @@ def test_intervals_do_not_depend_on_other_cut_offs() -> None:
     many.update("full", ranks)
     values = many.compute(ALONE)
     assert few.compute(ALONE) == pytest.approx({name: values[name] for name in few.compute(ALONE)}, rel=1e-12)
+
+
+def test_resampling_reports_its_progress(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    metrics = RankingMetrics(["full"], [10], resamples=200)
+    metrics.update("full", np.arange(20))
+    with caplog.at_level("INFO"):
+        metrics.compute(ALONE)
+    assert [line.split(" resamples,")[0] for line in caplog.messages] == [
+        "resampling the users, full: 100 of about 200",
+        "resampling the users, full: 200 of about 200",
+    ]
 
 
 # Items 1 to 6 have 5, 3, 3, 8, 0 and 1 training interactions: in order 4, 1, then 2 and 3 alike, 6, 5.
