@@ -109,7 +109,6 @@ def launched_environment(
         "LOCAL_WORLD_SIZE": str(procs),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
         _JOB: str(job),
         _LAUNCHER: str(os.getpid()),
         _ATTEMPT: str(attempt),

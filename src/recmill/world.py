@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from recmill.environment import meeting_place, process_environment, rendezvous
+from recmill.environment import ProcessEnvironment, meeting_place, process_environment, rendezvous
 from recmill.errors import ConfigError, LostPeerError, ResourceError
 
 log = logging.getLogger(__name__)
@@ -153,13 +153,17 @@ def _named(ranks: list[int]) -> str:
 def joined_world(device: str, join_seconds: float = 600.0, wait_seconds: float = 0.0) -> Iterator[World]:
     """Join the process group within the block, in a process that continues afterwards."""
     world = join_world(device, join_seconds, wait_seconds)
+    has_succeeded = False
     try:
         yield world
         finish_together(world)
+        has_succeeded = True
     except RuntimeError as error:
         raise world.explained(error) from error
     finally:
-        dist.destroy_process_group()
+        # After an error the other ranks may be stuck, and NCCL's shutdown may wait for them: exiting ends it anyway.
+        if has_succeeded or world.device.type != "cuda":
+            dist.destroy_process_group()
 
 
 def finish_together(world: World) -> None:
@@ -175,17 +179,18 @@ def join_world(device: str, join_seconds: float = 600.0, wait_seconds: float = 0
     `wait_seconds`. Signals are handled at once meanwhile.
     """
     own = process_environment()
-    own_device = _device(device, own.local_rank)
+    own_device = _device(device, own)
     timeout = max(_TIMEOUT, timedelta(seconds=wait_seconds))
-    backend = "gloo"
-    if own_device.type == "cuda":
-        torch.cuda.set_device(own_device)
-        backend = "cpu:gloo,cuda:nccl"
+    backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
     deadline = time.monotonic() + join_seconds
     store = _store(own.size, timeout, deadline)
     processes = () if own.size == 1 else _wait_for_peers(store, own.rank, own.size, deadline)
     world = World(own.rank, own.size, own.local_rank, own.local_size, own_device, processes)
-    join = partial(dist.init_process_group, backend, store=store, rank=own.rank, world_size=own.size, timeout=timeout)
+
+    def join() -> None:
+        use_device(own_device)
+        dist.init_process_group(backend, store=store, rank=own.rank, world_size=own.size, timeout=timeout)
+
     try:
         _interruptible(join, math.inf)
     except RuntimeError as error:
@@ -193,17 +198,63 @@ def join_world(device: str, join_seconds: float = 600.0, wait_seconds: float = 0
             fact = f"gloo finds no network interface for the processes: {str(error).rpartition('. ')[2]}"
             raise ConfigError(f"{fact}. Correct the environment variable GLOO_SOCKET_IFNAME.") from error
         raise world.explained(error) from error
+    use_device(own_device)
+    if own_device.type == "cuda":
+        uuids = world.gather(str(torch.cuda.get_device_properties(own_device).uuid))
+        check_own_gpus(world.broadcast(uuids or []))
     return world
 
 
-def _device(device: str, local_rank: int) -> torch.device:
-    if device != "cpu" and torch.cuda.is_available():
-        return torch.device("cuda", local_rank)
-    if device == "cuda":
+def use_device(device: torch.device) -> None:
+    """Make `device` the GPU of this thread. Every thread that uses torch calls this: its GPU is number 0 until then."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _device(wanted: str, own: ProcessEnvironment) -> torch.device:
+    gpus = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if not gpus:
+        return choose_device(wanted, own, 0, has_kernels=False)
+    import fbgemm_gpu
+
+    device = choose_device(wanted, own, gpus, has_kernels=fbgemm_gpu.__variant__ == "cuda")
+    if device.type == "cpu" and own.rank == 0:
+        log.warning("%d GPU(s) are not used: the installed FBGEMM is built for CPU. See: recmill doctor.", gpus)
+    return device
+
+
+def choose_device(wanted: str, own: ProcessEnvironment, gpus: int, has_kernels: bool) -> torch.device:
+    """Choose the device of a process to which `gpus` GPUs are visible. `has_kernels`: FBGEMM is built for them."""
+    if wanted == "cpu" or (wanted == "auto" and not (gpus and has_kernels)):
+        return torch.device("cpu")
+    if not gpus:
         raise ConfigError(
             "train.device = 'cuda', but torch sees no GPU here. Use 'auto' or 'cpu'; see: recmill doctor."
         )
-    return torch.device("cpu")
+    if not has_kernels:
+        raise ConfigError(
+            "train.device = 'cuda', but the installed FBGEMM is built for CPU and cannot use GPUs. Install the CUDA "
+            "build (make setup SETUP=cuda), or use 'auto' or 'cpu'; see: recmill doctor."
+        )
+    if own.local_rank < gpus:
+        return torch.device("cuda", own.local_rank)
+    if gpus == 1 and own.launcher is None:  # a scheduler may show each process only the GPU that it is to use
+        return torch.device("cuda", 0)
+    raise ConfigError(
+        f"Process {own.rank} is number {own.local_rank} on its machine, counted from 0, but {gpus} GPU(s) are visible, "
+        "and each process needs its own. Start fewer processes, set CUDA_VISIBLE_DEVICES or, with a launcher that does "
+        "not, LOCAL_RANK."
+    )
+
+
+def check_own_gpus(uuids: Sequence[str]) -> None:
+    """Raise ConfigError if two ranks use the same GPU, which NCCL cannot. `uuids`: that of each rank's GPU."""
+    for rank, uuid in enumerate(uuids):
+        if (first := uuids.index(uuid)) < rank:
+            raise ConfigError(
+                f"Ranks {first} and {rank} use the same GPU ({uuid}), and each process needs its own. "
+                "Start fewer processes, or let the scheduler give each of them one GPU."
+            )
 
 
 def _store(size: int, timeout: timedelta, deadline: float) -> dist.Store:

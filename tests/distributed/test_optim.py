@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,8 +10,10 @@ from torch import nn
 
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import load_config
+from recmill.config.sections import DenseOptim
 from recmill.data.opening import open_dataset
 from recmill.errors import ConfigError
+from recmill.training import optim
 
 from ..group import train
 from .runs import losses, metric_lines
@@ -51,6 +53,16 @@ def reference(values: dict[str, Any], steps: int, dense: Make, tables: Make, *sc
             optimizer.step()
         out.append(float(loss.detach()))
     return out
+
+
+@pytest.mark.parametrize("name", get_args(DenseOptim.model_fields["name"].annotation))
+def test_the_planner_knows_the_state_of_dense_optimizers(name: str) -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    weight.grad = torch.ones(3, 4)
+    optimizer = optim._DENSE[name]([weight], lr=0.1)
+    optimizer.step()
+    state = [value for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.dim()]
+    assert optim.DENSE_STATE[name] == len(state)
 
 
 def test_a_schedule_reaches_dense_layers_and_fused_tables(dlrm: dict[str, Any], tmp_path: Path) -> None:

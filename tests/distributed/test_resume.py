@@ -41,6 +41,21 @@ def test_a_run_continued_with_other_numbers_of_processes_equals_an_unbroken_one(
     assert resumed["test"] == pytest.approx(unbroken["test"], rel=2e-5)
 
 
+def test_workers_stay_on_loopback_unless_the_user_chose_an_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **options: environments.append(env))
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    for chosen in ("", "eth7"):
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        if chosen:
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+        local._start(tmp_path, 1, 0, {}, [])
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assert [[environment[name] for name in names] for environment in environments] == [["lo", "lo"], ["eth7", "lo"]]
+
+
 def start(config: dict[str, Any], folder: Path, procs: int, fail: str = "") -> "subprocess.Popen[str]":
     """`fail`: see recmill.failpoints."""
     file = folder / "run.toml"

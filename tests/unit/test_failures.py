@@ -41,6 +41,27 @@ def test_every_rank_of_a_hanging_job_is_described_with_its_last_step_and_stack(t
     assert "hang-rank-*.txt" in text
 
 
+def test_no_rank_of_a_hanging_job_on_gpus_is_blamed(tmp_path: Path) -> None:
+    """A wait for NCCL shows where a value is needed on the CPU, on any rank and at any step: here rank 2 is stuck."""
+    waits = {
+        0: "/meter.py:40 values: float(self._loss_sum)",
+        1: "/interaction.py:9 update: logits.cpu()",
+        2: "/clicks.py:77 read: file.read()",
+        3: "/guards.py:50 _digest: int(ids.max())",
+    }
+    for rank, frame in waits.items():
+        step = 8 if rank else 9  # the CPU of rank 0 was a step ahead of its GPU
+        write_json(
+            tmp_path / f"hang-{rank}.json", asdict(Hang(rank, step, "training", 4.0, ["/fit.py:1 fit: x", frame]))
+        )
+    error = first_error(tmp_path, {}, 4, [])
+    assert isinstance(error, LostWorkerError)
+    assert error.rank is None
+    for rank, frame in waits.items():
+        assert f"rank {rank} made no progress for 4 s, training, after step {8 if rank else 9}" in str(error)
+        assert frame in str(error)
+
+
 def test_only_some_ranks_of_a_large_hanging_job_are_listed(tmp_path: Path) -> None:
     for rank in range(9):
         hang(tmp_path, rank)

@@ -1,5 +1,7 @@
 """Plans without processes or devices. tests/distributed/test_sharding.py trains with them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,16 @@ from recmill.nn.interactions import DotInteraction
 from recmill.nn.losses import Loss
 from recmill.nn.sequences import ItemTransformer
 from recmill.nn.transformer import TransformerShape
-from recmill.tables.placement import Machines, Placed, Request, as_rows, make_plan, placements
+from recmill.tables.placement import (
+    Catalogue,
+    Machines,
+    Placed,
+    Request,
+    as_rows,
+    bytes_beside_tables,
+    make_plan,
+    placements,
+)
 from recmill.tables.sharding import make_sharders
 from recmill.tables.spec import TableSpec
 
@@ -91,10 +102,56 @@ def test_every_sharding_type_is_planned_for_gpus_with_fused_kernels(kind: str, k
 
 
 def test_the_memory_of_a_gpu_is_what_counts_there() -> None:
-    """129.2 MB as below: 143 MB of GPU memory are too few, 144 are enough."""
-    with pytest.raises(ResourceError, match=r"needs 129\.2 MB"):
-        placed([1_000_000], 16, Machines(1, 1, "cuda", 143 * 10**6))
-    placed([1_000_000], 16, Machines(1, 1, "cuda", 144 * 10**6))
+    """By hand: rows and state 128 MB; 8,192 x 2 x (3 x 8 + 4 x 16) = 1.44 MB of batches; twice 16,593 dense values.
+
+    13 x 512 + 512, 512 x 16 + 16, 17 x 64 + 64, 64 + 1. Of 143.9 MB 129.51 can be used, of 144.1 MB 129.69.
+    """
+    with pytest.raises(ResourceError, match=r"needs 129\.6 MB for .* \(0\.1 MB of it for dense layers and NCCL\)"):
+        placed([1_000_000], 16, Machines(1, 1, "cuda", 143_900_000))
+    placed([1_000_000], 16, Machines(1, 1, "cuda", 144_100_000))
+
+
+DENSE = 16_593  # values of the layers above, for one table of width 16
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_machine", "nccl"),
+    [(1, 1, 0), (8, 8, 7 * 67_108_864), (16, 8, 7 * 67_108_864 + 536_870_912), (80, 8, 7 * 67_108_864 + 536_870_912)],
+)
+def test_what_a_gpu_holds_beside_its_tables(gpus: int, per_machine: int, nccl: int) -> None:
+    """A described device, and Adam: each dense value has a gradient and two of state; each head of 10M x 128 copies."""
+    machines = Machines(gpus, per_machine, "cuda", 80 * 10**9)
+    table = TableSpec("t", "f", 1_000_000, 16, 0.1)
+    network = ClickNetwork([table], DenseLayers(13, [512, 16], [64]), DotInteraction(2, 16), META)
+    request = Request([table], {"t": "auto"}, "adagrad", ["fused", "dense"], 8192, {"f": 1}, dense_state=2)
+    assert bytes_beside_tables(network, request, machines) == 4 * 4 * DENSE + nccl
+    assert bytes_beside_tables(network, request, replace(machines, device_type="cpu")) == 0
+    head = 10_000_000 * 128
+    # A linear head is a dense layer; 6 copies of it, 31 GB, with several GPUs.
+    linear = replace(request, catalogue=Catalogue(10_000_000, 128, is_tied=False))
+    expected = 4 * 4 * DENSE + nccl + 4 * head * (1 if gpus == 1 else 2)
+    assert bytes_beside_tables(network, linear, machines) == expected
+    tied = replace(request, catalogue=Catalogue(10_000_000, 128, is_tied=True))
+    assert bytes_beside_tables(network, tied, machines) == 4 * 4 * DENSE + nccl + 4 * head * 4
+
+
+@pytest.mark.parametrize(("gpus", "machines"), [(1, 1), (8, 1), (16, 2), (80, 10)])
+def test_a_plan_fits_if_shards_batches_and_all_beside_them_fit(gpus: int, machines: int) -> None:
+    """Eight tables, each sharded by rows over all GPUs."""
+    shards = 8 * (2 * 4 * 16 * 4_000_000 / gpus + 8192 * gpus * 2 * (3 * 8 + 4 * 16))
+    beside = 67_108_864 * (gpus // machines - 1) + (536_870_912 if machines > 1 else 0) + 2 * 4 * dense_values(8)
+    needed = shards + beside
+    enough, too_few = (Machines(gpus, gpus // machines, "cuda", int(needed * f / 0.9)) for f in (1.001, 0.999))
+    placed([4_000_000] * 8, 16, enough, "row_wise")
+    with pytest.raises(
+        ResourceError, match=rf"of {gpus} needs {needed / 1e9:.1f} GB .*90% of the free memory of its GPU"
+    ):
+        placed([4_000_000] * 8, 16, too_few, "row_wise")
+
+
+def dense_values(tables: int) -> int:
+    pairs = tables * (tables + 1) // 2
+    return 13 * 512 + 512 + 512 * 16 + 16 + (16 + pairs) * 64 + 64 + 64 + 1
 
 
 @pytest.mark.parametrize(

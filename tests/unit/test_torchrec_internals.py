@@ -156,12 +156,12 @@ def test_one_process_sums_rows_without_an_exchange_to_the_same_result(world: Wor
 
 def test_shards_are_copied_with_their_offsets(world: World) -> None:
     (value,) = [value for key, value in sharded(world).state_dict().items() if "embedding_bags.bag." in key]
-    copy = internals.map_shards(value, lambda values: values + 1)
+    copy = internals.copy_to_cpu(value, lambda values: values + 1)
     assert internals.is_sharded(copy)
     (before,), (after,) = internals.local_shards(value), internals.local_shards(copy)
     assert (after.row, after.column) == (0, 0)
     assert torch.equal(after.values, before.values + 1)
-    plain = internals.map_shards(torch.ones(2), lambda values: values * 2)
+    plain = internals.copy_to_cpu(torch.ones(2), lambda values: values * 2)
     assert isinstance(plain, Tensor)
     assert plain.tolist() == [2, 2]
 

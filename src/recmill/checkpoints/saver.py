@@ -32,8 +32,8 @@ from recmill.files.digests import digest
 from recmill.files.timestamps import utc_now
 from recmill.hardware.memory import available_memory_bytes
 from recmill.launch.watchdog import Heartbeat
-from recmill.tables.torchrec_internals import is_sharded, local_shards, map_shards
-from recmill.world import World
+from recmill.tables.torchrec_internals import copy_to_cpu, is_sharded, local_shards
+from recmill.world import World, use_device
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class Saver:
             used.append(buffer.copy_(values.detach()))
             return buffer
 
-        copies = {key: map_shards(value, copy) for key, value in tensors.items()}
+        copies = {key: copy_to_cpu(value, copy) for key, value in tensors.items()}
         if len(used) >= len(self._buffers):  # an incremental copy must not free the buffers of a full one
             self._buffers = used
         return copies
@@ -183,6 +183,7 @@ class Saver:
     # The methods below run in the thread.
 
     def _write(self, save: _Save) -> None:
+        use_device(self.world.device)
         save.tensors |= save.rows
         try:
             self._on_all_ranks(save, lambda: self._check_finite(save))
@@ -275,7 +276,8 @@ class Saver:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                writer = _Writer(save.partial, sync_files=True, overwrite=False)
+                # Without copies ahead: DCP would wait for them on the thread's current GPU, even if they are elsewhere.
+                writer = _Writer(save.partial, sync_files=True, overwrite=False, per_thread_copy_ahead=0)
                 dcp.save(save.tensors, storage_writer=writer, process_group=self._group)
         except dcp.CheckpointException as error:  # the same on all ranks
             raise next((failure for failure, _ in error.failures.values()), RuntimeError(str(error))) from error

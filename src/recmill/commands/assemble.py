@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from recmill.checkpoints.format import Checkpoint
     from recmill.data.clicks import ClickSource
     from recmill.data.histories import HistorySource
+    from recmill.tables.placement import Catalogue
     from recmill.tables.sharding import DistributedModelParallel
     from recmill.world import World
 
@@ -145,6 +146,7 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> "Distribu
     from recmill.kernels.library import load_library
     from recmill.tables.placement import Request
     from recmill.tables.sharding import shard
+    from recmill.training.optim import DENSE_STATE
 
     settings = config.settings
     torch.manual_seed(settings.train.seed)  # so dense layers are the same on every rank and for every world size
@@ -157,6 +159,8 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> "Distribu
         compute_kernels=registry.load(registry.STORES, settings.tables.store, "store").COMPUTE_KERNELS,
         batch_size_per_rank=-(-settings.train.global_batch_size // world.size),
         ids_per_row=_ids_per_row(config, dataset, tables),
+        dense_state=DENSE_STATE[settings.optim.dense.name],
+        catalogue=_catalogue(config, dataset),
     )
     kernels = load_library() if settings.train.kernels == "auto" and world.device.type == "cpu" else None
     return shard(network, request, settings.optim.tables, world, kernels)
@@ -171,6 +175,19 @@ def _ids_per_row(config: Config, dataset: Dataset, tables: list[TableSpec]) -> d
     if config.settings.data.multi_hot.sizes:
         ids_per_row = config.settings.data.multi_hot.ids_per_row([feature.rows for feature in features])
     return {feature.name: ids for feature, ids in zip(features, ids_per_row, strict=True)}
+
+
+def _catalogue(config: Config, dataset: Dataset) -> "Catalogue | None":
+    """Return the items that every step scores; None if there are none, or if it looks up only a sample of them."""
+    from recmill.models.sequence_model import SequenceModelConfig
+    from recmill.tables.placement import Catalogue
+
+    if dataset.description.kind != "histories" or not isinstance(config.model, SequenceModelConfig):
+        return None
+    is_tied = config.model.head == "tied"
+    if is_tied and getattr(config.model, "loss", "softmax") != "softmax":
+        return None
+    return Catalogue(dataset.description.num_items, config.model.embedding_dim, is_tied)
 
 
 def open_run(path: str | Path) -> tuple[RunDirectory, Config]:

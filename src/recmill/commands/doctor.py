@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,34 @@ if TYPE_CHECKING:
     from recmill.world import World
 
 _MIN_MEMORY_GB = 2
-_MAX_SECONDS = 120.0  # importing the libraries from a slow disk takes most of it
+_MAX_SECONDS = 120.0  # importing the libraries from a slow disk takes most of it; NCCL may wait forever for a GPU
 _FBGEMM_PROBE = """
 import torch, fbgemm_gpu, torchrec
 sums = torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 2, 3]))
 assert sums.tolist() == [0, 1, 3, 6], sums
-print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
+if torch.cuda.is_available():
+    names = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
+    print(fbgemm_gpu.__variant__, *names, sep="\\n")
 """
+# What sharded tables need on GPUs: an operation of FBGEMM on each, and a sum over all of them.
+_GPU_PROBES = {
+    "FBGEMM on GPU": """
+import torch, fbgemm_gpu
+for gpu in range(torch.cuda.device_count()):
+    sums = torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 2, 3], device=f"cuda:{gpu}"))
+    assert sums.tolist() == [0, 1, 3, 6], sums
+print("works on", torch.cuda.device_count(), "GPU(s)")
+""",
+    "NCCL": """
+import torch
+from torch.cuda import nccl
+gpus = range(torch.cuda.device_count())
+ones = [torch.ones(1, device=f"cuda:{gpu}") for gpu in gpus]
+nccl.all_reduce(ones)
+assert [int(one) for one in ones] == [len(gpus)] * len(gpus), ones
+print(".".join(map(str, nccl.version())), "summed over", len(gpus), "GPU(s)")
+""",
+}
 
 
 @dataclass(frozen=True)
@@ -94,15 +116,10 @@ def _version(package: str, expected: str) -> Check:
 
 
 def _real_operations() -> list[Check]:
-    # In a separate process: libraries that do not match may kill it without an exception.
-    try:
-        done = run_child([sys.executable, "-P", "-c", _FBGEMM_PROBE], _MAX_SECONDS)
-    except subprocess.TimeoutExpired:
-        reason = f"gives no result within {_MAX_SECONDS:.0f} s"
-        return [Check("FBGEMM operation", reason, is_good=False, remedy=fix_command())]
-    if done.returncode:
-        return [Check("FBGEMM operation", last_line(done), is_good=False, remedy=fix_command())]
-    gpu = done.stdout.strip()
+    fbgemm = _probed("FBGEMM operation", _FBGEMM_PROBE)
+    if not fbgemm.is_good:
+        return [fbgemm]
+    variant, *gpus = fbgemm.found.splitlines() or [""]
     kernels = []
     try:
         has_kernels = run_job("doctor", {"device": "cpu"}, procs=2)
@@ -118,10 +135,33 @@ def _real_operations() -> list[Check]:
         Check("FBGEMM operation", "works"),
         exchange,
         *kernels,
-        Check("GPU", gpu or "none: training runs on the CPU", is_needed=False),
+        *_gpus(gpus, variant),
         _precision("bfloat16"),
         _precision("float16"),
     ]
+
+
+def _probed(name: str, code: str) -> Check:
+    """Run `code` in a process of its own: libraries that do not match may kill it without an exception, or hang."""
+    try:
+        done = run_child([sys.executable, "-P", "-c", code], _MAX_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Check(name, f"gives no result within {_MAX_SECONDS:g} s", is_good=False, remedy=fix_command())
+    if done.returncode:
+        return Check(name, last_line(done), is_good=False, remedy=fix_command())
+    return Check(name, done.stdout.strip())
+
+
+def _gpus(names: list[str], variant: str) -> list[Check]:
+    """Check the GPUs that torch sees; `variant` of FBGEMM is 'cpu' or 'cuda'."""
+    if not names:
+        return [Check("GPU", "none: training runs on the CPU", is_needed=False)]
+    counts = ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
+    gpus = Check("GPU", f"{counts}: at most {len(names)} process(es) on this machine")
+    if variant == "cuda":
+        return [gpus, *(_probed(name, code) for name, code in _GPU_PROBES.items())]
+    found = "not possible, FBGEMM is built for CPU: training runs on the CPU"
+    return [gpus, Check("FBGEMM on GPU", found, is_good=False, is_needed=False, remedy="make setup SETUP=cuda")]
 
 
 def _precision(dtype: Dtype) -> Check:

@@ -9,7 +9,7 @@ from recmill.commands import assemble
 from recmill.commands.options import Fallback, Procs, Verify, Which, dataset_checks, flag
 from recmill.config import Config
 from recmill.config.options import checked_options
-from recmill.config.sections import RankingProtocol, Section
+from recmill.config.sections import DenseOptim, OptimSection, RankingProtocol, Section, TablesOptim
 from recmill.errors import ConfigError
 from recmill.launch.local import is_launched_with, run_job
 from recmill.metrics.binary import Values
@@ -100,8 +100,10 @@ def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Datase
     set_tf32(config.settings.train)
     ranking = {"protocols": options.protocols, "ks": options.ks}
     section = config.settings.eval.model_copy(update={key: value for key, value in ranking.items() if value})
-    config = replace(config, settings=config.settings.model_copy(update={"eval": section}))
     with assemble.trained_checkpoint(run, options.checkpoint, config, dataset, world, options.fallback) as found:
+        # No optimizer state is needed, and FBGEMM has no Adam on CPU.
+        stateless = OptimSection(dense=DenseOptim(name="sgd"), tables=TablesOptim(name="sgd"))
+        config = replace(config, settings=config.settings.model_copy(update={"eval": section, "optim": stateless}))
         source = assemble.build_source(config, dataset, world.rank, world.size)
         model = assemble.build_sharded(config, dataset, world)
         load(found, model)

@@ -255,7 +255,6 @@ def _train(
         run.forget_metrics_after(position.step if found else -1)
     if found:
         load(found, model, optimizer)
-        optimizer.set_optimizer_step(position.step)  # FBGEMM's Adam needs its step count, which no checkpoint holds
         log.info("resuming from step %s: %s", f"{position.step:,}", found.path)
     else:
         fill_tables(model, tables, settings.train.seed)

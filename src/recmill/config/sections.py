@@ -205,7 +205,9 @@ StopSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2"]
 
 class TrainSection(Section):
     seed: NonNegativeInt = key(1, "Seed of table and layer weights, sample order, masks and dropout.", lt=2**63)
-    device: MayChange[Literal["auto", "cpu", "cuda"]] = key("auto", "'auto': CUDA if there is a GPU, otherwise CPU.")
+    device: MayChange[Literal["auto", "cpu", "cuda"]] = key(
+        "auto", "'auto': CUDA if there is a GPU and FBGEMM is built for it, otherwise CPU."
+    )
     tf32: bool = key(False, "Let GPUs round the inputs of float32 multiplications to 10 bits.")
     precision: Literal["float32", "bfloat16", "float16"] = key(
         "float32", "Precision of the dense layers in training; float32 where it fails or is not faster."

@@ -22,7 +22,11 @@ from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.spec import VALUE_BYTES, TableSpec
 
 _MIN_SHARDED_ROWS = 1_000_000  # for 'auto': sharding a smaller table costs more in messages than it saves
-_USABLE_SHARE = 0.9  # of the memory; the rest is for dense layers, the libraries and loading data
+_USABLE_SHARE = 0.9  # of the memory; the rest is for activations, the libraries and, on CPU, dense layers and data
+_GPU_BATCHES = 3  # in flight: one is computed, the ids of the next are exchanged, the one after is copied
+# Estimates, never measured. NCCL_BUFFSIZE is 4 MiB by default, for each channel and direction; 8 channels.
+_NCCL_PEER_BYTES = 2 * 8 * (4 << 20)
+_NCCL_NETWORK_BYTES = 512 << 20
 _UNLIMITED_BYTES = 1 << 60
 _ID_BYTES = 8
 _GRID = "grid_shard"  # TorchRec's name of our 'grid'
@@ -38,6 +42,18 @@ class Machines:
 
 
 @dataclass(frozen=True)
+class Catalogue:
+    """The items that a sequence model scores in every step.
+
+    `is_tied`: their output weights are the rows of the table, all of which every step looks up.
+    """
+
+    items: int
+    dim: int
+    is_tied: bool
+
+
+@dataclass(frozen=True)
 class Request:
     """The tables to place, and what training does with them."""
 
@@ -47,6 +63,8 @@ class Request:
     compute_kernels: list[str]  # TorchRec's, as far as the store supports them
     batch_size_per_rank: int
     ids_per_row: dict[str, int]  # maximum per sample, by feature
+    dense_state: int = 0  # values of optimizer state for each value of the dense layers
+    catalogue: Catalogue | None = None
 
 
 @dataclass(frozen=True)
@@ -64,18 +82,43 @@ def make_plan(network: nn.Module, sharders: list[Any], request: Request, machine
     """Place the tables of `network`, which are on 'meta'. Raise ResourceError if a rank lacks memory."""
     _check_types(network, request, machines)
     usable = int(machines.bytes_per_rank * _USABLE_SHARE)
+    beside = bytes_beside_tables(network, request, machines)
     needed: Counter[int] = Counter()
     try:
-        return _planner(request, machines, usable, needed).plan(network, sharders)
+        return _planner(request, machines, max(usable - beside, 0), needed).plan(network, sharders)
     except PlannerError as error:
         _planner(request, machines, _UNLIMITED_BYTES, needed).plan(network, sharders)
         rank, most = max(needed.items(), key=lambda item: item[1])
+        most += beside
+        dense = f" ({_size(beside)} of it for dense layers and NCCL)" if beside else ""
+        memory = "the free memory of its GPU" if machines.device_type == "cuda" else "its share of the memory"
         raise ResourceError(
             f"The tables do not fit: process {rank} of {machines.world_size} needs {_size(most)} for its rows, their "
-            f"optimizer's state and batches, but can use {_size(usable)} ({_USABLE_SHARE:.0%} of its share of the "
-            f"memory), {_size(most - usable)} too little. Use more machines, another sharding, smaller tables, a "
+            f"optimizer's state and batches{dense}, but can use {_size(usable)} ({_USABLE_SHARE:.0%} of {memory}), "
+            f"{_size(most - usable)} too little. Use more machines, another sharding, smaller tables, a "
             "smaller model.embedding_dim or a smaller train.global_batch_size."
         ) from error
+
+
+def bytes_beside_tables(network: nn.Module, request: Request, machines: Machines) -> int:
+    """Estimate what training holds on a GPU beside tables, ids and looked-up rows.
+
+    These are the dense layers with gradients and optimizer state, the copies that the loss makes of the catalogue's
+    output weights or of their gradient, and NCCL's buffers. Activations are not among them. On CPU the result is 0:
+    `_USABLE_SHARE` leaves room for the dense layers.
+    """
+    if machines.device_type == "cpu":
+        return 0
+    dense = sum(parameter.numel() for parameter in network.parameters() if not parameter.is_meta)
+    values = dense * (2 + request.dense_state)
+    peers = machines.local_size - 1
+    if request.catalogue:
+        # The loss computes the gradient in forward and multiplies it in backward. A tied head also has the looked-up
+        # rows and the gradient of the lookup; with several processes, DDP copies a linear head's gradient.
+        copies = 4 if request.catalogue.is_tied else 1 + (machines.world_size > 1)
+        values += request.catalogue.items * request.catalogue.dim * copies
+    has_network = machines.world_size > machines.local_size
+    return VALUE_BYTES * values + _NCCL_PEER_BYTES * peers + _NCCL_NETWORK_BYTES * has_network
 
 
 def placements(plan: ShardingPlan, tables: list[TableSpec], optimizer: str) -> list[Placed]:
@@ -183,15 +226,20 @@ class _MemoryEstimator(ShardEstimator):
             for shard in option.shards:
                 rows, columns = shard.size
                 needed = _shard_bytes(option.sharding_type, rows, columns, self._request.optimizer)
-                needed += self._batch_bytes(option, columns)
+                needed += self._batch_bytes(option, rows, columns)
                 shard.storage = Storage(hbm=needed if on_gpu else 0, ddr=0 if on_gpu else needed)
 
-    def _batch_bytes(self, option: ShardingOption, columns: int) -> int:
+    def _batch_bytes(self, option: ShardingOption, rows: int, columns: int) -> int:
         """Return the bytes of ids before and after the exchange, and of the looked-up rows and their gradients."""
         ranks = 1 if option.sharding_type == "data_parallel" else self._machines.world_size  # that send ids
+        on_gpu = self._machines.device_type == "cuda"
         ids = round(option.input_lengths[0])
         values = columns * (1 if option.is_pooled else ids)
-        return self._request.batch_size_per_rank * ranks * 2 * (_ID_BYTES * ids + VALUE_BYTES * values)
+        id_bytes = _ID_BYTES * ids * (_GPU_BATCHES if on_gpu else 1)
+        needed = self._request.batch_size_per_rank * ranks * 2 * (id_bytes + VALUE_BYTES * values)
+        if on_gpu and self._request.catalogue and self._request.catalogue.is_tied:
+            needed += rows * ranks * 2 * (_ID_BYTES + VALUE_BYTES * columns)  # every rank looks up every row
+        return needed
 
 
 def _shard_bytes(sharding_type: str, rows: int, columns: int, optimizer: str) -> int:

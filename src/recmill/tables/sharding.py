@@ -18,6 +18,7 @@ from recmill.kernels.library import KernelLibrary
 from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.placement import Machines, Request, make_plan
 from recmill.tables.table_lookup import install_lookups
+from recmill.tables.torchrec_internals import place_on
 from recmill.world import World
 
 
@@ -45,6 +46,8 @@ def shard(
     model = DistributedModelParallel(
         network, device=world.device, plan=plan, sharders=sharders, init_data_parallel=world.size > 1
     )
+    if world.size == 1:  # with several, DDP moves the dense layers to the device
+        model.module.to(world.device)
     install_lookups(model, library, world.device, world.size)
     if library is not None:
         use_kernels(model, library)
@@ -67,13 +70,15 @@ def make_sharders(optimizer: TablesOptim) -> list[Any]:
 def _plan_on_rank_0(network: nn.Module, sharders: list[Any], request: Request, world: World) -> ShardingPlan:
     """Plan on rank 0, for the rank with the least memory. All ranks take part; if planning fails, all raise."""
     on_gpu = world.device.type == "cuda"
-    total = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else memory_bytes()
-    shares = world.gather(total if on_gpu else total // world.local_size)
+    share = torch.cuda.mem_get_info(world.device)[0] if on_gpu else memory_bytes() // world.local_size
+    ranks = world.gather((share, world.device))
     result: ShardingPlan | UserError | None = None
-    if shares is not None:  # on rank 0
-        machines = Machines(world.size, world.local_size, world.device.type, min(shares))
+    if ranks is not None:  # on rank 0
+        least = min(share for share, _ in ranks)
+        machines = Machines(world.size, world.local_size, world.device.type, least)
         try:
             result = make_plan(network, sharders, request, machines)
+            place_on(result, [device for _, device in ranks])
         except UserError as error:
             result = error
     plan = world.broadcast(result)

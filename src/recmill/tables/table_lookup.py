@@ -25,6 +25,7 @@ class TableLookup(nn.Module):
         super().__init__()
         self.fbgemm = fbgemm
         self.kernel = kernel
+        self.steps: Tensor | None = None  # that FBGEMM has taken, if its optimizer depends on them
         self._shards = shards
         self._marks: list[tuple[Tensor, Tensor]] = []  # one mark per row; the first mark of each feature's table
 
@@ -43,6 +44,8 @@ class TableLookup(nn.Module):
     def forward(self, indices: Tensor, offsets: Tensor, *others: Any, **options: Any) -> Tensor:
         for marks, first_marks in self._marks if torch.is_grad_enabled() else []:
             marks[internals.shifted_by_feature(indices, offsets, first_marks)] = True
+        if self.steps is not None:
+            internals.set_step_count(self.fbgemm, int(self.steps))
         if self.kernel is None:
             return self.fbgemm(indices, offsets, *others, **options)
         assert not any(given is not None for given in (*others, *options.values())), "our kernels take plain ids"

@@ -7,6 +7,7 @@ fails here, by name, and not in the middle of a run. The rest of Recmill calls t
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import fbgemm_gpu
@@ -35,8 +36,10 @@ def _unusable(fact: object) -> UserError:
 
 
 try:
+    from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.remote_device import _remote_device
     from torch.fx._symbolic_trace import PHWithMeta
     from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
 except ImportError as error:
@@ -51,7 +54,7 @@ PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
     SplitTableBatchedEmbeddingBagsCodegen: (
         *("weights_host", "weights_offsets", "momentum1_host", "momentum1_offsets"),
         *("rows_per_table", "embedding_specs", "feature_table_map", "pooling_mode"),
-        *("optimizer", "optimizer_args", "get_learning_rate", "current_device"),
+        *("optimizer", "optimizer_args", "get_learning_rate", "current_device", "iter", "iter_cpu"),
     ),
     DenseTableBatchedEmbeddingBagsCodegen: ("weights", "hash_size_cumsum", "max_D"),
     LazyAwaitable: ("callbacks",),
@@ -101,6 +104,14 @@ def replicated_tables(plan: ShardingPlan) -> set[str]:
     return {table for table, sharding in placed if sharding.sharding_type == "data_parallel"}
 
 
+def place_on(plan: ShardingPlan, devices: list[torch.device]) -> None:
+    """Place the shards of each rank on its own device: TorchRec's planner expects process N of a machine on GPU N."""
+    for parameter in (parameter for module_plan in plan.plan.values() for parameter in module_plan.values()):
+        for shard in parameter.sharding_spec.shards if parameter.sharding_spec else []:
+            rank = shard.placement.rank()
+            shard.placement = _remote_device(f"rank:{rank}/{devices[rank]}")
+
+
 ShardKey = tuple[str, int]  # a table and the first row of one of its shards
 
 
@@ -134,14 +145,23 @@ def table_shards(model: nn.Module) -> Iterator[tuple[str, LocalShard]]:
                 yield table, shard
 
 
-def map_shards(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a tensor sharded like `tensor`, with `function` applied to each of this process's shards."""
+def copy_to_cpu(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor sharded like `tensor`, in CPU memory; `copy` copies each of this process's shards there."""
     if not isinstance(tensor, ShardedTensor):
-        return function(tensor)
-    shards = [Shard(function(shard.tensor), shard.metadata) for shard in tensor.local_shards()]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, sharded_tensor_metadata=tensor.metadata(), process_group=tensor._process_group
+        return copy(tensor)
+    shards = [Shard(copy(shard.tensor), _on_cpu(shard.metadata)) for shard in tensor.local_shards()]
+    metadata = replace(
+        tensor.metadata(), shards_metadata=[_on_cpu(shard) for shard in tensor.metadata().shards_metadata]
     )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, sharded_tensor_metadata=metadata, process_group=tensor._process_group
+    )
+
+
+def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
+    """Describe the same shard, on the same rank; a ShardedTensor refuses a shard that is on another device."""
+    assert shard.placement is not None
+    return ShardMetadata(shard.shard_offsets, shard.shard_sizes, f"rank:{shard.placement.rank()}/cpu")
 
 
 def flat_state(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -221,6 +241,12 @@ def skip_exchange(bags: Any, lookup: nn.Module) -> None:
 def is_fused(module: object) -> bool:
     """Return whether FBGEMM updates the rows of these tables in backward."""
     return isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)
+
+
+def set_step_count(module: SplitTableBatchedEmbeddingBagsCodegen, steps: int) -> None:
+    """Set how many steps FBGEMM's optimizer has taken; every forward pass adds one, in evaluation as well."""
+    module.iter_cpu.fill_(steps)
+    module.iter.fill_(steps)  # FBGEMM reads this one while the other is 0
 
 
 class FusedTables:

@@ -4,15 +4,18 @@ from typing import Any
 
 from torch import optim
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from recmill.config.sections import OptimSection
+from recmill.tables.fused_adam import FusedAdam
 from recmill.tables.replicated import ReplicatedTables
+from recmill.tables.table_lookup import fused_lookups
 from recmill.tables.torchrec_internals import replicated_tables, table_of
 from recmill.training.schedule import learning_rate
 
 _DENSE: dict[str, Any] = {"adam": optim.Adam, "adamw": optim.AdamW, "adagrad": optim.Adagrad, "sgd": optim.SGD}
+DENSE_STATE = {"adam": 2, "adamw": 2, "adagrad": 1, "sgd": 0}  # values of state for each value of a parameter
 
 
 def build_optimizer(model: DistributedModelParallel, settings: OptimSection) -> CombinedOptimizer:
@@ -29,7 +32,10 @@ def build_optimizer(model: DistributedModelParallel, settings: OptimSection) -> 
         options["eps"] = dense.eps
     dense_optimizer = KeyedOptimizerWrapper(parameters, lambda params: _DENSE[dense.name](params, **options))
     of_replicated = [("tables", ReplicatedTables(replicated, settings.tables))] if replicated else []
-    return CombinedOptimizer([("tables", model.fused_optimizer), *of_replicated, ("dense", dense_optimizer)])
+    fused: KeyedOptimizer = model.fused_optimizer
+    if settings.tables.name == "adam":
+        fused = FusedAdam(fused, fused_lookups(model))
+    return CombinedOptimizer([("tables", fused), *of_replicated, ("dense", dense_optimizer)])
 
 
 def set_learning_rates(optimizer: CombinedOptimizer, settings: OptimSection, step: int) -> dict[str, float]:

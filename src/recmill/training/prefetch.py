@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from recmill.protocols import Batch
+from recmill.world import use_device
 
 T = TypeVar("T")
 
@@ -18,7 +19,7 @@ def pinned(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     if device.type != "cuda":
         yield from batches
         return
-    torch.cuda.set_device(device)  # the current device belongs to the thread; its default is GPU 0 on every rank
+    use_device(device)  # of the thread that prepares batches
     for batch in batches:
         yield batch.pin_memory()
 
