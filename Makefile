@@ -67,7 +67,7 @@ test: check java
 ROUNDS ?= 20
 SEED ?=
 crashtest: setup
-	$(BIN)/python tests/crashtest.py --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.crashtest --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
 
 clean:
 	rm -rf .venv .venv-* data runs
