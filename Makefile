@@ -1,11 +1,13 @@
 # Everything is installed into .venv (or .venv-cuda); nothing outside this directory is touched. `make` lists the targets.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-SETUP ?= cpu
+DEVICE ?= cuda
+# `make gpu-validation` uses the environment of its device, everything else that of the CPU unless SETUP says otherwise.
+SETUP ?= $(if $(filter gpu-validation,$(MAKECMDGOALS)),$(DEVICE),cpu)
 # One directory each, because both FBGEMM packages install the same files.
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test crashtest hostile check lint format types java clean
+.PHONY: help setup quickstart test crashtest hostile gpu-validation check lint format types java clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +17,7 @@ help:
 	@echo "make format       format the code and fix what the linter can fix"
 	@echo "make crashtest    kill training runs at random moments: ROUNDS=20 times, SEED=any number"
 	@echo "make hostile      try to break the command: TRIALS=1000, MINUTES=at most, SEED=any number, ONLY=one trial"
+	@echo "make gpu-validation  run every feature on the GPUs of this machine: GPUS=all of them, DEVICE=cpu to try it without"
 	@echo "make setup        set up $(VENV) only (SETUP=cuda for GPUs)"
 	@echo "make clean        remove $(VENV), data/ and runs/"
 
@@ -68,7 +71,10 @@ test: check java
 ROUNDS ?= 20
 SEED ?=
 crashtest: setup
-	$(BIN)/python tests/crashtest.py --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.crashtest --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
+
+gpu-validation: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.gpu_validation --device $(DEVICE) $(if $(GPUS),--procs $(GPUS)) $(if $(STEPS),--steps $(STEPS))
 
 TRIALS ?= 1000
 MINUTES ?=

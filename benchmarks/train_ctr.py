@@ -1,4 +1,4 @@
-"""Measure samples per second of DLRM training on CPU, in two published shapes, on the same generated rows.
+"""Measure samples per second of DLRM training, in two published shapes, on the same generated rows.
 
 ours         `recmill train`, the real command: rows are shuffled and read from files, one process with all threads
 torchrec_1   TorchRec's DLRM under DistributedModelParallel with its own loader, one process with all threads
@@ -11,6 +11,9 @@ ours_torch   ours with `train.kernels = "torch"`: the speed without a C++ compil
 All use SGD, which is the fastest for each of them. All are started, then paused (SIGSTOP) except during their turns of
 a few seconds. Rates are medians over rounds, ratios are medians over neighbouring turns. `--growth` prints how the time
 of our step grows with processes, batch and tables.
+
+With `--device cuda`, ours and torchrec_n have one process per GPU (`--procs`), TorchRec's trains with its pipeline, and
+each turn starts its contender anew: the collectives of a paused process would keep the GPUs busy.
 """
 
 import argparse
@@ -20,14 +23,15 @@ import socket
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from turns import Contender, Notes, Work, median_ratio, noted_times, noted_work, our_times, run_all
+from turns import Contender, Notes, Work, median_ratio, noted_times, noted_work, our_times, run_all, run_anew
 
 from recmill.launch.local import TUNING
 
@@ -45,6 +49,9 @@ class Shape:
     bottom: tuple[int, ...]
     top: tuple[int, ...]  # without the logit
     batch: int
+    device: str = "cpu"
+    procs: int = 1  # number of GPUs
+    steps_per_report: int = 1  # of ours
 
 
 SHAPES = {
@@ -90,17 +97,18 @@ def run_config(shape: Shape, data: Path, **train: Any) -> dict[str, Any]:
         "data": {"path": str(data), "limit_val_batches": 1, "limit_test_batches": 1},
         "model": {"name": "dlrm", "embedding_dim": shape.dim, "bottom_mlp": shape.bottom, "top_mlp": shape.top},
         "optim": {"dense": {"name": "sgd", "lr": 0.01}, "tables": {"name": "sgd", "lr": 0.01}},
-        "train": {"device": "cpu", "global_batch_size": shape.batch, "num_epochs": 10**6, **train},
+        "train": {"device": shape.device, "global_batch_size": shape.batch, "num_epochs": 10**6, **train},
         "eval": {"every_steps": 10**9},
         "checkpoint": {"every_steps": 10**9},
     }
 
 
 def ours(shape: Shape, data: Path, times: Path, kernels: str = "auto") -> None:
-    """Run the command, which records every step in metrics.jsonl."""
+    """Run the command, which records its steps in metrics.jsonl."""
     from recmill import train
 
-    train(run_config(shape, data, log_every_steps=1, kernels=kernels), times)
+    config = run_config(shape, data, log_every_steps=shape.steps_per_report, kernels=kernels)
+    train(config, times, procs=shape.procs)
 
 
 def ours_torch(shape: Shape, data: Path, times: Path) -> None:
@@ -108,7 +116,7 @@ def ours_torch(shape: Shape, data: Path, times: Path) -> None:
 
 
 def torchrec(shape: Shape, data: Path, times: Path) -> None:
-    """Train as TorchRec's example does, without its pipeline, which is slower on CPU than this loop."""
+    """Train as TorchRec's example does; on CPU without its pipeline, which is slower there than this loop."""
     import torch
     import torch.distributed as dist
     from torchrec import EmbeddingBagCollection
@@ -116,13 +124,18 @@ def torchrec(shape: Shape, data: Path, times: Path) -> None:
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.sharding_plan import get_default_sharders
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.models.dlrm import DLRM, DLRMTrain
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-    dist.init_process_group("gloo")
+    on_gpu = shape.device == "cuda"
+    device = torch.device("cuda", int(os.environ["RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = table_sizes(data)
     tables = [
@@ -135,19 +148,19 @@ def torchrec(shape: Shape, data: Path, times: Path) -> None:
             dense_in_features=NUM_DENSE,
             dense_arch_layer_sizes=list(shape.bottom),
             over_arch_layer_sizes=[*shape.top, 1],
-            dense_device=torch.device("cpu"),
+            dense_device=device,
         )
     )
     embeddings = model.model.sparse_arch.parameters()
     apply_optimizer_in_backward(torch.optim.SGD, embeddings, {"lr": 0.01})
     per_rank = shape.batch // size
-    topology = Topology(local_world_size=size, world_size=size, compute_device="cpu")
+    topology = Topology(local_world_size=size, world_size=size, compute_device=shape.device)
     planner = EmbeddingShardingPlanner(topology=topology, batch_size=per_rank)
     sharders = get_default_sharders()
     group = dist.group.WORLD
     assert group is not None
     plan = planner.collective_plan(model, sharders, group)
-    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda params: torch.optim.SGD(params, lr=0.01)
     )
@@ -159,11 +172,15 @@ def torchrec(shape: Shape, data: Path, times: Path) -> None:
             pipe = InMemoryBinaryCriteoIterDataPipe(
                 "train", *files, per_rank, rank, size, drop_last=True, mmap_mode=True, hashes=rows
             )
-            yield from pipe
+            yield from (batch.pin_memory() for batch in pipe) if on_gpu else pipe
 
     batches = endless()
+    pipeline = TrainPipelineSparseDist(sharded, optimizer, device) if on_gpu else None
 
     def step() -> None:
+        if pipeline:
+            pipeline.progress(batches)
+            return
         optimizer.zero_grad()
         loss, _ = sharded(next(batches))
         loss.backward()
@@ -251,31 +268,38 @@ CONTENDERS: dict[str, Any] = {
     "plain": plain,
     "ceiling": ceiling,
 }
+ON_GPUS = ("ours", "torchrec_n")
 
 
-def start(name: str, shape: str, data: Path, folder: Path) -> Contender:
+def start(name: str, options: argparse.Namespace, data: Path, folder: Path) -> Contender:
+    """Start a contender, whose files are in `folder`."""
     cores = len(os.sched_getaffinity(0))
-    size = cores if name == "torchrec_n" else 1
+    shape = shape_of(options)
+    size = 1
+    if name == "torchrec_n":
+        size = shape.procs if shape.device == "cuda" else cores
+    folder.mkdir(exist_ok=True)
     times, environment = folder / name, dict(os.environ)
     if name == "ceiling":
         environment = {**TUNING, **environment}
-    command = [sys.executable, __file__, "--only", name, "--shape", shape, "--data", str(data), "--times"]
+    command = [sys.executable, __file__, "--only", name, "--shape", options.shape, "--batch", str(shape.batch)]
+    command += ["--device", shape.device, "--procs", str(shape.procs), "--data", str(data), "--times"]
     log = folder / f"{name}.txt"
     if name.startswith("ours"):
-        batch = SHAPES[shape].batch
+        per_report = shape.batch * shape.steps_per_report
         return Contender(
             name,
             [[*command, str(times)]],
             [environment],
             log,
             partial(our_times, times),
-            lambda steps: Work(batch * (steps.stop - steps.start)),
+            lambda reports: Work(per_report * (reports.stop - reports.start)),
         )
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": str(cores // size)}
+    environment |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": str(max(1, cores // size))}
     return Contender(
         name,
         [[*command, str(times) if rank == 0 else os.devnull] for rank in range(size)],
@@ -314,14 +338,28 @@ def growth(folder: Path) -> dict[str, Any]:
     return table
 
 
+def shape_of(options: argparse.Namespace) -> Shape:
+    """Return the shape with what the options change. On GPUs a report of every step would wait for every step."""
+    shape = replace(SHAPES[options.shape], device=options.device, procs=options.procs)
+    shape = replace(shape, batch=options.batch or shape.batch)
+    return replace(shape, steps_per_report=10) if options.device == "cuda" else shape
+
+
 def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    shape = SHAPES[options.shape]
+    shape = shape_of(options)
     data = folder / "rows"
     write_rows(data, 400_000, 200_000)
-    contenders = (start(name, options.shape, data, folder) for name in options.contenders.split(","))
-    found, memory = run_all(contenders, options.rounds, options.seconds)
+
+    def starts(folder: Path) -> Iterator[Contender]:
+        return (start(name, options, data, folder) for name in options.contenders)
+
+    if options.device == "cuda":
+        found, memory = run_anew((starts(folder / f"round-{n}") for n in range(options.rounds)), options.seconds)
+    else:
+        found, memory = run_all(starts(folder), options.rounds, options.seconds)
     rates = {name: [rate.samples for rate in turns] for name, turns in found.items()}
     line: dict[str, Any] = {"benchmark": "train_ctr", "shape": options.shape, "batch": shape.batch}
+    line |= {"device": shape.device, "procs": shape.procs} if shape.device == "cuda" else {}
     line |= {name: round(statistics.median(turns)) for name, turns in rates.items()}
     others = [name for name in rates if "ours" in rates and name != "ours"]
     line |= {f"ours_times_{name}": median_ratio(rates["ours"], rates[name]) for name in others}
@@ -333,14 +371,23 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="deeprec")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each turn")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="the contenders to run, separated by commas")
+    parser.add_argument("--contenders", default="", help="separated by commas (default: all that run on the device)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--procs", type=int, default=1, help="number of GPUs (cuda only)")
+    parser.add_argument("--batch", type=int, default=0, help="global batch (default: the shape's)")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--times", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    known = list(CONTENDERS if options.device == "cpu" else ON_GPUS)
+    options.contenders = options.contenders.split(",") if options.contenders else known
+    if wrong := set(options.contenders) - set(known):
+        parser.error(f"--contenders {','.join(wrong)}: on {options.device} there are {','.join(known)}")
+    if options.device == "cpu" and options.procs != 1:
+        parser.error("--procs is for --device cuda")
     if options.only:
-        CONTENDERS[options.only](SHAPES[options.shape], options.data, options.times)
+        CONTENDERS[options.only](shape_of(options), options.data, options.times)
         return
     with tempfile.TemporaryDirectory() as folder:
         if options.growth:

@@ -154,6 +154,31 @@ def run_all(contenders: Iterable[Contender], rounds: int, seconds: float) -> tup
             contender.end()
 
 
+def run_anew(rounds: Iterable[Iterable[Contender]], seconds: float) -> tuple[Rates, dict[str, int]]:
+    """Return the rates and the GPU memory (MB) of contenders that run alone, one after the other.
+
+    Collectives of a paused process would keep its GPU busy during the turns of others.
+    """
+    rates: Rates = {}
+    memory: dict[str, int] = {}
+    for contenders in rounds:
+        for contender in contenders:
+            try:
+                contender.start()
+                rates.setdefault(contender.name, []).append(contender.turn(seconds))
+                memory[contender.name] = gpu_memory_mb()
+            finally:
+                contender.end()
+            print(f"{contender.name} {rates[contender.name][-1].samples:,.1f}", flush=True)
+    return rates, memory
+
+
+def gpu_memory_mb() -> int:
+    """Return the memory in use on all GPUs. torch keeps what it has allocated, so this is a running program's peak."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return sum(map(int, subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()))
+
+
 def median_ratio(ours: list[float], others: list[float]) -> float:
     """Return the median ratio of neighbouring turns, because the speed of the machine changes."""
     return round(statistics.median(a / b for a, b in zip(ours, others, strict=True)), 3)

@@ -5,7 +5,6 @@ the same command is started and killed, again and again, until the run is done.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -30,6 +29,8 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 from recmill.checkpoints.safe_reader import SafeReader
+
+from .processes import born, children, descendants, send
 
 GONE_SECONDS = 60.0  # after a kill, all processes of the job must have ended by then
 STUCK_SECONDS = 180.0  # longest time without a step, a save or the end of the run
@@ -195,20 +196,20 @@ class Attempt:
         self.was_killed = True
         os.kill(launcher, signal.SIGSTOP)  # so that it starts no process while we look
         os.waitid(os.P_PID, launcher, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        workers = _children(launcher)
-        self._members = {pid: born for pid in [launcher, *_descendants(launcher)] if (born := _born(pid))}
+        workers = children(launcher)
+        self._members = {pid: start for pid in [launcher, *descendants(launcher)] if (start := born(pid))}
         if victim == "one worker" and not workers:
             victim = "the launcher"
         if victim == "everything":
             for pid in [launcher, *workers]:
-                _send(pid, signal.SIGKILL)
+                send(pid, signal.SIGKILL)
         elif victim == "one worker":
             rank = choice.randrange(len(workers))
-            _send(workers[rank], signal.SIGKILL)
+            send(workers[rank], signal.SIGKILL)
             victim = f"worker {rank + 1} of {len(workers)}"
         else:
-            _send(launcher, signal.SIGTERM if victim == "SIGTERM" else signal.SIGKILL)
-        _send(launcher, signal.SIGCONT)
+            send(launcher, signal.SIGTERM if victim == "SIGTERM" else signal.SIGKILL)
+        send(launcher, signal.SIGCONT)
         return victim
 
     def left(self) -> list[int]:
@@ -217,7 +218,7 @@ class Attempt:
         while (alive := self._alive()) and time.monotonic() < deadline:
             time.sleep(0.02)
         for pid in alive:
-            _send(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
         if not self.has_ended():
             self.process.wait()
         return alive
@@ -232,7 +233,7 @@ class Attempt:
 
     def _alive(self) -> list[int]:
         self.has_ended()  # reaps a launcher that has ended
-        return [pid for pid, born in self._members.items() if _born(pid) == born]
+        return [pid for pid, start in self._members.items() if born(pid) == start]
 
 
 def _changed_at(path: Path) -> float:
@@ -240,33 +241,6 @@ def _changed_at(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _children(pid: int) -> list[int]:
-    """Return the child processes in the order in which they were started."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-        return sorted({int(child) for text in lists for child in text.split()}, key=_born)
-    return []
-
-
-def _descendants(pid: int) -> list[int]:
-    children = _children(pid)
-    return children + [grandchild for child in children for grandchild in _descendants(child)]
-
-
-def _born(pid: int) -> int:
-    """Return the start time in clock ticks since boot; 0: the process has ended."""
-    try:
-        state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 0 if state in "ZX" else int(facts[18])
 
 
 # The unbroken run, and the comparison with it

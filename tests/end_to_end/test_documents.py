@@ -301,8 +301,8 @@ def test_the_readme_shows_what_make_quickstart_runs() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(REPO)))
 def test_make_targets_that_documents_name_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    named = set(re.findall(r"`make (\w+)", text)) | {words[1] for words in commands(document) if words[0] == "make"}
-    targets = set(re.findall(r"^(\w+):", (REPO / "Makefile").read_text(encoding="utf-8"), flags=re.M))
+    named = set(re.findall(r"`make ([\w-]+)", text)) | {words[1] for words in commands(document) if words[0] == "make"}
+    targets = set(re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text(encoding="utf-8"), flags=re.M))
     assert named - targets == set()
 
 
