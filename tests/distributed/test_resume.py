@@ -293,8 +293,8 @@ def test_the_directory_of_a_job_that_was_killed_with_its_launcher_is_removed_by_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local.tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "recmill-job-left").mkdir()
-    (tmp_path / "recmill-job-left" / "job.json").write_text("{}")
+    (tmp_path / "recmill-launched-left").mkdir()
+    (tmp_path / "recmill-launched-left" / "job.json").write_text("{}")
     with local._job_directory() as first, local._job_directory() as second:  # whose launchers still run
         assert sorted(tmp_path.iterdir()) == sorted([first, second])
     assert list(tmp_path.iterdir()) == []

@@ -32,7 +32,7 @@ from recmill.launch.watchdog import read_hangs
 
 log = logging.getLogger(__name__)
 
-_JOB_PREFIX = "recmill-job-"
+_JOB_PREFIX = "recmill-launched-"
 _POLL_SECONDS = 0.05
 _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may still report theirs
 _GATHER_HANGS_SECONDS = 3.0  # the same for hangs
