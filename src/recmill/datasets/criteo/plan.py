@@ -220,7 +220,7 @@ def _find_logs(path: Path, source: str | None) -> list[RawLog]:
         raise DataError(f"{path}: no {expected} (nor with .gz or .zst); it holds {present}.")
     names = _kaggle_names(path, by_name) if is_kaggle else _day_names(path, by_name)
     logs = [RawLog(n, by_name[n].absolute(), by_name[n].stat().st_size, sample_digest(by_name[n])) for n in names]
-    _check_different(logs)
+    _check_different([raw for raw in logs if raw.has_labels])
     return logs
 
 
