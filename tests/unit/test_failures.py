@@ -54,7 +54,7 @@ def test_no_rank_of_a_hanging_job_on_gpus_is_blamed(tmp_path: Path) -> None:
         write_json(
             tmp_path / f"hang-{rank}.json", asdict(Hang(rank, step, "training", 4.0, ["/fit.py:1 fit: x", frame]))
         )
-    error = first_error(tmp_path, {}, 4, [])
+    error = first_error(tmp_path, [], 4, [])
     assert isinstance(error, LostWorkerError)
     assert error.rank is None
     for rank, frame in waits.items():
