@@ -52,7 +52,7 @@ TUNING = {
     "GOMP_SPINCOUNT": "2000",
 }
 # The workers of one machine exchange data over loopback; a user's own values win here, too.
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def is_launched_with(procs: int) -> bool:
@@ -198,7 +198,13 @@ def _start(
         listener.listen()
         os.set_inheritable(listener.fileno(), True)
         port = listener.getsockname()[1]
-        common = {**TUNING, **LOOPBACK, "OMP_NUM_THREADS": str(threads_per_process(procs)), **environment, **os.environ}
+        common = {
+            **TUNING,
+            **_LOOPBACK,
+            "OMP_NUM_THREADS": str(threads_per_process(procs)),
+            **environment,
+            **os.environ,
+        }
         for rank in range(procs):
             with (job / f"out-{rank}.txt").open("wb") as file:
                 output = None if rank == 0 else file  # only rank 0 writes to the terminal
