@@ -148,7 +148,8 @@ class Saver:
             self._is_waited_for = True
             written = -1
             while self._thread.is_alive():
-                if written != (written := _bytes_in(self._partial)):  # on any rank: this one may wait for another
+                before, written = written, _bytes_in(self._partial)
+                if written != before:  # by any rank: this one may wait for another
                     self._beat()
                 self._thread.join(_POLL_SECONDS)
             self._is_waited_for = False
@@ -324,7 +325,9 @@ class _Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(*args, **kwargs)
         except RuntimeError as error:
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from error
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
 
 
 def _bytes_in(directory: Path) -> int:
