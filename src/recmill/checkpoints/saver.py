@@ -184,9 +184,9 @@ class Saver:
     # The methods below run in the thread.
 
     def _write(self, save: _Save) -> None:
-        use_device(self.world.device)
-        save.tensors |= save.rows
         try:
+            use_device(self.world.device)
+            save.tensors |= save.rows
             self._on_all_ranks(save, lambda: self._check_finite(save))
             save.bytes = sum(self._on_all_ranks(save, lambda: self._bytes_to_write(save)))
             save.free_bytes, *_ = self._on_all_ranks(save, lambda: self._begin(save))
