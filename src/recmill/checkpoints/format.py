@@ -257,7 +257,7 @@ def file_facts(file: Path, on_block: OnBlock = lambda: None) -> FileFacts:
 def best_path(directory: Path, fallback: bool = False) -> Path | None:
     """Return the checkpoint with the best validation metric, which the newest one names; None if it was not kept.
 
-    With `fallback`, corrupt checkpoints are not asked.
+    With `fallback`, ask the newest one that is readable.
     """
     paths = committed(directory)
     for path in reversed(paths):
