@@ -3,6 +3,7 @@
 Long work calls `Heartbeat.beat`; a thread watches the time since the last beat.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -115,7 +116,8 @@ def _report(watch: Watch, last: _Beat, quiet_seconds: float) -> Hang:
     hang = Hang(watch.rank, last.step, last.phase, round(quiet_seconds, 1), frames, is_waiting)
     if watch.job is not None and watch.job.is_dir():  # its launcher may be gone
         write_json(watch.job / f"hang-{hang.rank}.json", asdict(hang))
-    with (watch.run / f"hang-rank-{hang.rank}.txt").open("w", encoding="utf-8") as file:
+    path = watch.run / f"hang-rank-{hang.rank}.txt"
+    with contextlib.suppress(OSError), path.open("w", encoding="utf-8") as file:  # the directory may be gone, or full
         file.write(f"{hang}\n\nmain thread:\n" + "\n".join(hang.frames) + "\n\nall threads:\n")
         file.flush()
         faulthandler.dump_traceback(file)
