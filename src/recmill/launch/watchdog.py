@@ -19,7 +19,7 @@ from pathlib import Path
 from recmill.files.atomic import write_json
 
 _POLL_SECONDS = 0.5
-_COLLECTIVES = "/torch/distributed/"  # in the stack of a process that waits for others
+_COLLECTIVES = ("/torch/distributed/", "/recmill/world.py")  # in the stack of a process that waits for others
 _LINGER_SECONDS = 10.0  # if a rank left at once, the others would report its absence instead of their stacks
 
 
@@ -112,7 +112,7 @@ def _report(watch: Watch, last: _Beat, quiet_seconds: float) -> Hang:
     assert ident is not None
     stack = traceback.extract_stack(sys._current_frames().get(ident))
     frames = [f"{frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in stack]
-    is_waiting = any(_COLLECTIVES in frame.filename for frame in stack)
+    is_waiting = any(part in frame.filename for frame in stack for part in _COLLECTIVES)
     hang = Hang(watch.rank, last.step, last.phase, round(quiet_seconds, 1), frames, is_waiting)
     if watch.job is not None and watch.job.is_dir():  # its launcher may be gone
         write_json(watch.job / f"hang-{hang.rank}.json", asdict(hang))
