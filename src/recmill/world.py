@@ -112,7 +112,7 @@ class World:
         """Return the error, or what it means if gloo raised it: the connection to another rank broke."""
         if "gloo/transport" not in str(error):
             return error
-        reason = str(error).partition("] ")[2].partition(". ")[0]
+        reason = str(error).partition("] ")[2].partition(". ")[0]  # after the place in gloo's source
         gone = self._gone_ranks()
         who = f"{_named(gone)} of the job ended" if gone else "another process of the job ended or does not answer"
         lost = LostPeerError(f"Rank {self.rank} cannot continue: {who} ({reason}). {_REMEDY}")
