@@ -269,6 +269,11 @@ def test_only_a_regular_file_of_a_sensible_size_is_read(tmp_path: Path) -> None:
             load_config(path)
 
 
+@pytest.mark.parametrize("key", ["train.join_seconds", "train.hang_seconds"])
+def test_a_time_that_timers_cannot_hold_is_a_config_error(key: str) -> None:
+    assert f"--set: '{key}': should be less than or equal to 1000000000" in problem(GOOD, (f"{key}=1e15",))
+
+
 def test_an_empty_data_path_is_a_config_error() -> None:
     assert "--set: 'data.path': String should have at least 1 character, got ''" in problem(GOOD, ("data.path=",))
 

@@ -35,7 +35,7 @@ def test_only_where_every_condition_holds(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["train.stop:kill", "train.step:explode", "train.step", "train.step@day=1:kill", "ckpt.sync@hit=x:eio"]
+    "text", ["train.stop:kill", "train.step:explode", "train.step", "train.step@day=1:kill", "ckpt.sync@hit=²:eio"]
 )
 def test_a_word_that_means_nothing_is_an_error_with_those_that_do(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failpoints.VARIABLE, text)
