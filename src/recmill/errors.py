@@ -77,6 +77,7 @@ _REMEDIES = {
     errno.ESTALE: "The file server no longer knows this file: mount it again, then run the same command again.",
     errno.EIO: "The disk reports an error: look at the system log, and choose another disk.",
     errno.EEXIST: "Something with that name exists already, perhaps a file: choose another path.",
+    errno.ENOENT: "It was removed meanwhile, or cannot be made there: choose another path.",
     errno.ENOTDIR: "A part of this path is a file: choose another path.",
     errno.EISDIR: "This is a directory where a file was expected.",
     errno.EAGAIN: "The system can start no more processes or threads: use fewer of them.",
@@ -119,7 +120,7 @@ def as_user_error(error: BaseException) -> UserError | None:
         return error
     if isinstance(error, OSError) and error.errno in _WRONG_PATHS:
         return ConfigError(f"{_shortened(error.filename)}{error.strerror}. {_WRONG_PATHS[error.errno]}")
-    if isinstance(error, OSError) and error.errno in _REMEDIES:
+    if isinstance(error, OSError) and error.errno in _REMEDIES and (error.filename or error.errno != errno.ENOENT):
         remedy = _UNREADABLE if _is_unreadable(error) else _REMEDIES[error.errno]
         return ResourceError(f"{_shortened(error.filename)}{error.strerror}. {remedy}")
     text = str(error)

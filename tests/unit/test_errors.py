@@ -50,6 +50,10 @@ def test_exit_codes_stay_the_same() -> None:
             FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
             "[Errno 2] No usable temporary directory found in ['/tmp']. Free some space there, or set TMPDIR",
         ),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/.x.partial-7"),
+            "/proc/.x.partial-7: No such file or directory. It was removed meanwhile, or cannot be made there",
+        ),
         (MemoryError(), "Out of memory. There is not enough memory"),
         (MemoryError("12 GB"), "Out of memory (12 GB). There is not enough memory"),
         (RuntimeError("CUDA out of memory. Tried 2 GiB"), "CUDA out of memory. Tried 2 GiB. There is not"),
