@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,20 @@ def test_a_write_that_fails_names_the_file_and_leaves_no_temporary_one(
         write_text(tmp_path / "b.json", "text")
     assert full.value.filename == str(tmp_path / "b.json")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_disk_that_is_full_prevents_no_lock(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with (
+            exclusive_lock(tmp_path / "lock", ""),
+            pytest.raises(ResourceError, match="in use by another process. Wait"),
+            exclusive_lock(tmp_path / "lock", "Wait."),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_the_text_is_written_before_it_is_synced(tmp_path: Path) -> None:
