@@ -53,7 +53,7 @@ def test_a_disk_that_is_full_prevents_no_lock(tmp_path: Path) -> None:
     try:
         with (
             exclusive_lock(tmp_path / "lock", ""),
-            pytest.raises(ResourceError, match="in use by another process. Wait"),
+            pytest.raises(ResourceError, match=r"in use by another process. Wait"),
             exclusive_lock(tmp_path / "lock", "Wait."),
         ):
             pass
