@@ -97,6 +97,10 @@ _MESSAGES = {
 }
 
 
+_LIMITS = {
+    resource.RLIMIT_AS: "address space. Raise the limit (ulimit -v)",
+    resource.RLIMIT_DATA: "data. Raise the limit (ulimit -d)",
+}
 _UNREADABLE = "You may not read it: change its permissions, or those of the directories above it."
 
 
@@ -129,10 +133,10 @@ def as_user_error(error: BaseException) -> UserError | None:
     for message, remedy in _MESSAGES.items():
         if message in text.lower():
             return ResourceError(f"{text.strip().rstrip('.')}. {remedy}")
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if isinstance(error, SystemError | ImportError) and limit != resource.RLIM_INFINITY:  # imports that ran out of it
-        fact = f"{type(error).__name__}: {text}, with at most {limit / 1e6:,.0f} MB of address space"
-        return ResourceError(f"{fact}. Raise the limit (ulimit -v).")
+    for which, name in _LIMITS.items():
+        limit, _ = resource.getrlimit(which)
+        if isinstance(error, SystemError | ImportError) and limit != resource.RLIM_INFINITY:  # imports that ran out
+            return ResourceError(f"{type(error).__name__}: {text}, with at most {limit / 1e6:,.0f} MB of {name}.")
     return None
 
 

@@ -1,5 +1,6 @@
 import errno
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,8 @@ def test_failing_imports_are_blamed_on_memory_only_where_it_is_limited(monkeypat
     converted = as_user_error(error)
     assert isinstance(converted, ResourceError)
     assert "with at most 640 MB of address space. Raise the limit (ulimit -v)" in str(converted)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (640_000_000 if which == resource.RLIMIT_DATA else -1, -1))
+    assert "with at most 640 MB of data. Raise the limit (ulimit -d)" in str(as_user_error(error))
     monkeypatch.setattr("resource.getrlimit", lambda which: (-1, -1))
     assert as_user_error(error) is None
 
