@@ -77,6 +77,7 @@ _REMEDIES = {
     errno.ESTALE: "The file server no longer knows this file: mount it again, then run the same command again.",
     errno.EIO: "The disk reports an error: look at the system log, and choose another disk.",
     errno.EEXIST: "Something with that name exists already, perhaps a file: choose another path.",
+    errno.ENOENT: "It was removed meanwhile, or cannot be made there: choose another path.",
     errno.ENOTDIR: "A part of this path is a file: choose another path.",
     errno.EISDIR: "This is a directory where a file was expected.",
     errno.EAGAIN: "No process or thread can be started: raise the limits (ulimit -u, ulimit -v), or use fewer of them.",
@@ -92,6 +93,10 @@ _MESSAGES = {
     "failed to map segment": _REMEDIES[errno.ENOMEM],  # a shared library, while it is imported
     "can't start new thread": _REMEDIES[errno.EAGAIN],
     "no usable temporary directory": "Free some space there, or set TMPDIR to a directory that you may write to.",
+}
+_LIMITS = {
+    resource.RLIMIT_AS: "address space. Raise the limit (ulimit -v)",
+    resource.RLIMIT_DATA: "data. Raise the limit (ulimit -d)",
 }
 
 
@@ -115,7 +120,7 @@ def as_user_error(error: BaseException) -> UserError | None:
         return error
     if isinstance(error, OSError) and error.errno in _WRONG_PATHS:
         return ConfigError(f"{_shortened(error.filename)}{error.strerror}. {_WRONG_PATHS[error.errno]}")
-    if isinstance(error, OSError) and error.errno in _REMEDIES:
+    if isinstance(error, OSError) and error.errno in _REMEDIES and (error.filename or error.errno != errno.ENOENT):
         remedy = _UNREADABLE if _is_unreadable(error) else _REMEDIES[error.errno]
         return ResourceError(f"{_shortened(error.filename)}{error.strerror}. {remedy}")
     text = str(error)
@@ -124,10 +129,10 @@ def as_user_error(error: BaseException) -> UserError | None:
     for message, remedy in _MESSAGES.items():
         if message in text.lower():
             return ResourceError(f"{text.strip().rstrip('.')}. {remedy}")
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if isinstance(error, SystemError | ImportError) and limit != resource.RLIM_INFINITY:  # what an import may raise
-        fact = f"{type(error).__name__}: {text}, with at most {limit / 1e6:,.0f} MB of address space"
-        return ResourceError(f"{fact}. Raise the limit (ulimit -v).")
+    for which, name in _LIMITS.items():
+        limit, _ = resource.getrlimit(which)
+        if isinstance(error, SystemError | ImportError) and limit != resource.RLIM_INFINITY:  # imports that ran out
+            return ResourceError(f"{type(error).__name__}: {text}, with at most {limit / 1e6:,.0f} MB of {name}.")
     return None
 
 

@@ -1,5 +1,6 @@
 import errno
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,10 @@ def test_exit_codes_stay_the_same() -> None:
             FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
             "[Errno 2] No usable temporary directory found in ['/tmp']. Free some space there, or set TMPDIR",
         ),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/.x.partial-7"),
+            "/proc/.x.partial-7: No such file or directory. It was removed meanwhile, or cannot be made there",
+        ),
         (MemoryError(), "Out of memory. There is not enough memory"),
         (MemoryError("12 GB"), "Out of memory (12 GB). There is not enough memory"),
         (RuntimeError("CUDA out of memory. Tried 2 GiB"), "CUDA out of memory. Tried 2 GiB. There is not"),
@@ -84,6 +89,8 @@ def test_failing_imports_are_blamed_on_memory_only_where_it_is_limited(monkeypat
     converted = as_user_error(error)
     assert isinstance(converted, ResourceError)
     assert "with at most 640 MB of address space. Raise the limit (ulimit -v)" in str(converted)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (640_000_000 if which == resource.RLIMIT_DATA else -1, -1))
+    assert "with at most 640 MB of data. Raise the limit (ulimit -d)" in str(as_user_error(error))
     monkeypatch.setattr("resource.getrlimit", lambda which: (-1, -1))
     assert as_user_error(error) is None
 
