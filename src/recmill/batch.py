@@ -92,8 +92,8 @@ class SequenceBatch(_TensorBatch):
     negatives_K: Tensor
 
     def inputs(self) -> tuple[Any, ...]:
-        """Return the arguments with which the network computes its loss without holding all logits at once."""
-        return *self.history_inputs(), self.answers_M, self.weights_M, self.negatives_K
+        """Return the arguments with which the network computes its loss, without holding all logits at once."""
+        return *self.history_inputs(), (self.answers_M, self.weights_M, self.negatives_K)
 
     def history_inputs(self) -> HistoryInputs:
         return HistoryInputs(self.tokens_N, self.lengths_B, self.longest, self.queries_M, self.row_keys_B)

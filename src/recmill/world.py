@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
 _TIMEOUT = timedelta(minutes=30)  # rank 0 may digest a large checkpoint while the others wait
 _POLL_SECONDS = 0.1
 _ANNOUNCE_SECONDS = 1.5  # a job whose processes start together says nothing
@@ -102,10 +103,10 @@ class World:
         dist.all_to_all_single(received, sent, received_sizes, sizes)
         return np.split(received.numpy(), np.cumsum(received_sizes)[:-1])
 
-    def exchange_numbers(self, numbers: list[int]) -> list[int]:
-        """Send number i to rank i; return what each rank sent here, in rank order."""
-        received = torch.empty(self.size, dtype=torch.int64)
-        dist.all_to_all_single(received, torch.tensor(numbers))
+    def exchange_numbers(self, numbers: list[int], device: torch.device = _CPU) -> list[int]:
+        """Send number i to rank i, over gloo from the CPU, over NCCL from a GPU; return what each rank sent here."""
+        received = torch.empty(self.size, dtype=torch.int64, device=device)
+        dist.all_to_all_single(received, torch.tensor(numbers, device=device))
         return received.tolist()
 
     def explained(self, error: BaseException) -> BaseException:

@@ -151,7 +151,7 @@ def test_a_peer_that_is_killed_is_named_by_the_others(dlrm: dict[str, Any], tmp_
     _, output = survivor.communicate(timeout=180)
     assert killed.wait(60) == -signal.SIGKILL
     assert survivor.returncode == ResourceError.exit_code, output
-    message = "Rank 0 cannot continue: rank 1 of the job ended (Connection closed by peer"
+    message = "Rank 0 cannot continue: rank 1 of the job ended ("  # and what gloo says, which varies
     assert f"recmill: resource error: {message}" in output
     assert "then start all of them again" in output
     at = json.loads((tmp_path / "run" / "status.json").read_text())

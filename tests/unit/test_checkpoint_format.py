@@ -13,7 +13,7 @@ from torch import nn
 
 from recmill.checkpoints import format as format_module
 from recmill.checkpoints import loading
-from recmill.checkpoints.format import Position, choose, committed, file_facts
+from recmill.checkpoints.format import Checkpoint, Position, choose, committed, file_facts
 from recmill.errors import CheckpointError, ResourceError
 
 from ..checkpoints import ALONE, ORIGIN, new_saver, newest_in, save_network
@@ -195,18 +195,23 @@ def test_the_best_is_found_with_fallback_if_the_newest_is_corrupt(tmp_path: Path
     assert found.position.step == 1
 
 
-def test_a_checkpoint_that_is_being_read_is_pruned_later(tmp_path: Path) -> None:
+def choose_while_a_run_saves(directory: Path, hold: ExitStack | None = None) -> Checkpoint | None:
     """A run commits two checkpoints while a reader computes the digests of the first."""
     network = nn.Linear(2, 2)
-    save_network(tmp_path, network, step=1)
+    save_network(directory, network, step=1)
     steps = iter((2, 3))
 
     def save_more() -> None:
         for step in steps:
-            save_network(tmp_path, network, step, keep=2)
+            save_network(directory, network, step, keep=2)
 
+    return choose(directory, "newest", on_block=save_more, hold=hold)
+
+
+def test_a_checkpoint_that_is_being_read_is_pruned_later(tmp_path: Path) -> None:
+    network = nn.Linear(2, 2)
     with ExitStack() as hold:
-        found = choose(tmp_path, "newest", on_block=save_more, hold=hold)
+        found = choose_while_a_run_saves(tmp_path, hold)
         assert found is not None
         assert found.position.step == 1
         save_network(tmp_path, network, step=4, keep=2)
@@ -219,15 +224,7 @@ def test_a_reader_chooses_again_if_a_checkpoint_is_pruned_where_files_cannot_be_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(format_module, "held", lambda path: nullcontext(), raising=False)
-    network = nn.Linear(2, 2)
-    save_network(tmp_path, network, step=1)
-    steps = iter((2, 3))
-
-    def save_more() -> None:
-        for step in steps:
-            save_network(tmp_path, network, step, keep=2)
-
-    found = choose(tmp_path, "newest", on_block=save_more)
+    found = choose_while_a_run_saves(tmp_path)
     assert found is not None
     assert found.position.step == 3
 

@@ -2,6 +2,8 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,14 @@ def test_anything_else_is_an_internal_error(error: Exception) -> None:
     assert as_user_error(error) is None
 
 
+@pytest.fixture
+def public_path() -> Iterator[Path]:
+    """A directory that other users can enter, unlike tmp_path."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.mark.parametrize(
     ("path", "mode", "remedy"),
     [
@@ -106,22 +116,20 @@ def test_anything_else_is_an_internal_error(error: Exception) -> None:
     ],
 )
 def test_missing_permission_to_read_or_write_has_its_own_remedy(
-    path: str, mode: str, remedy: str, tmp_path: Path
+    path: str, mode: str, remedy: str, public_path: Path
 ) -> None:
     """In a process that is not root's, for whom permissions do not count."""
-    (tmp_path / "secret").mkdir()
+    (public_path / "secret").mkdir()
     for name, permissions in (("secret/file", 0o644), ("unreadable", 0o200), ("readable", 0o444)):
-        (tmp_path / name).touch()
-        (tmp_path / name).chmod(permissions)
-    (tmp_path / "secret").chmod(0o600)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
+        (public_path / name).touch()
+        (public_path / name).chmod(permissions)
+    (public_path / "secret").chmod(0o600)
     code = (
         "import os\n"
         "from recmill.errors import as_user_error\n"
         "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
-        f"try: open({str(tmp_path / path)!r}, {mode!r})\n"
+        f"try: open({str(public_path / path)!r}, {mode!r})\n"
         "except OSError as error: print(as_user_error(error))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"{tmp_path}/{remedy}")
+    assert done.stdout.startswith(f"{public_path}/{remedy}")

@@ -113,11 +113,12 @@ def test_a_defect_is_not_reported_as_a_user_s_error(tmp_path: Path, monkeypatch:
     assert "Traceback" in caught.value.__notes__[0]  # for --debug
 
 
-def test_no_exception_ends_a_save_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", ["saver.use_device", "format.commit"])
+def test_no_exception_ends_a_save_silently(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(*_: Any) -> None:
         raise SystemExit
 
-    monkeypatch.setattr(saver_module.on_disk, "commit", leave)
+    monkeypatch.setattr(f"recmill.checkpoints.{function}", leave)
     saver = new_saver(tmp_path, nn.Linear(2, 2))
     saver.save(Position(step=1))
     with pytest.raises(RuntimeError, match=r"rank 0 could not save \(SystemExit"):

@@ -74,7 +74,7 @@ class Position:
         return replace(self, worse_evals=self.worse_evals + 1)
 
     def contradiction(self) -> str:
-        """Say which numbers cannot belong to one position; empty if all can. A step has at most one validation."""
+        """Say which numbers contradict each other; empty if none do. A step has at most one validation."""
         if self.best_step + self.worse_evals > self.step:
             return f"step {self.step}, but best_step {self.best_step} and worse_evals {self.worse_evals}"
         if (self.best is None) != (self.best_step == 0):
@@ -240,9 +240,9 @@ def _remove(path: Path) -> bool:
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Keep a run from pruning a checkpoint and its base within the block. This needs no permission to write.
+    """Keep a run from pruning a checkpoint, and so its base, within the block. This needs no permission to write.
 
-    Nothing is held if the file system has no locks. Whoever reads a checkpoint that is gone gets a PrunedError.
+    On a file system without locks this does nothing: whoever reads a checkpoint that is gone gets a PrunedError.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -257,7 +257,7 @@ def file_facts(file: Path, on_block: OnBlock = lambda: None) -> FileFacts:
 def best_path(directory: Path, fallback: bool = False) -> Path | None:
     """Return the checkpoint with the best validation metric, which the newest one names; None if it was not kept.
 
-    With `fallback`, corrupt checkpoints are not asked.
+    With `fallback`, ask the newest one that is readable.
     """
     paths = committed(directory)
     for path in reversed(paths):
@@ -272,20 +272,21 @@ def best_path(directory: Path, fallback: bool = False) -> Path | None:
     return None
 
 
-def check_none_is_lost(directory: Path, saved_step: int) -> None:
-    """Raise CheckpointError if there is no checkpoint as new as `saved_step`, which status.json names.
+def lost_error(directory: Path, saved_step: int) -> CheckpointError | None:
+    """Return an error if no checkpoint is as new as `saved_step`, which status.json names.
 
     Read the status first: a run writes it after it has committed a checkpoint.
     """
     paths = committed(directory)
     newest = step_of(paths[-1]) if paths else 0
-    if newest < saved_step:
-        fact = f"the newest in {directory} is of step {newest:,}" if paths else f"there is none in {directory}"
-        fallback = " or use an older one with --fallback," if paths else ""
-        raise CheckpointError(
-            f"{directory.parent / 'status.json'} says that a checkpoint of step {saved_step:,} was saved, but {fact}. "
-            f"Restore it,{fallback} or start anew: choose another --run, or remove {directory.parent}."
-        )
+    if newest >= saved_step:
+        return None
+    fact = f"the newest in {directory} is of step {newest:,}" if paths else f"there is none in {directory}"
+    fallback = " or use an older one with --fallback," if paths else ""
+    return CheckpointError(
+        f"{directory.parent / 'status.json'} says that a checkpoint of step {saved_step:,} was saved, but {fact}. "
+        f"Restore it,{fallback} or start anew: choose another --run, or remove {directory.parent}."
+    )
 
 
 def choose(
@@ -299,7 +300,7 @@ def choose(
     """Return the 'newest' or the 'best' checkpoint after checking every digest; None if there is none.
 
     With `fallback`, if the chosen one is corrupt or lost, return the newest complete one instead of raising
-    CheckpointError. `saved_step`: see `check_none_is_lost`. The checkpoint is not pruned until `hold` is closed.
+    CheckpointError. `saved_step`: see `lost_error`. The checkpoint is not pruned until `hold` is closed.
     """
     while True:
         try:
@@ -311,30 +312,24 @@ def choose(
 def _choose(
     directory: Path, which: str, fallback: bool, on_block: OnBlock, saved_step: int, hold: contextlib.ExitStack | None
 ) -> Checkpoint | None:
-    problem: CheckpointError | None = None
-    try:
-        check_none_is_lost(directory, saved_step)
-    except CheckpointError as error:
-        problem = error
+    problem = lost_error(directory, saved_step)
     candidates = committed(directory)[::-1]
-    if problem and not (fallback and candidates):
-        raise problem
     if problem:
+        if not (fallback and candidates):
+            raise problem
         log.warning("%s", problem)
     if which == "best":
         best = best_path(directory, fallback)
         candidates = [best, *candidates] if best else []
     for path in candidates:
         try:
-            with contextlib.ExitStack() as attempt:
-                attempt.enter_context(held(path))
+            with contextlib.ExitStack() as lock:
+                lock.enter_context(held(path))
                 checkpoint = verify(path, on_block=on_block)
                 if hold:
-                    hold.enter_context(attempt.pop_all())
-        except PrunedError:
-            raise
+                    hold.enter_context(lock.pop_all())
         except CheckpointError as error:
-            if not fallback:
+            if not fallback or isinstance(error, PrunedError):
                 raise
             problem = problem or error
             log.warning("%s", error)

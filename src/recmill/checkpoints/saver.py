@@ -148,7 +148,8 @@ class Saver:
             self._is_waited_for = True
             written = -1
             while self._thread.is_alive():
-                if written != (written := _bytes_in(self._partial)):  # on any rank: this one may wait for another
+                before, written = written, _bytes_in(self._partial)
+                if written != before:  # by any rank: this one may wait for another
                     self._beat()
                 self._thread.join(_POLL_SECONDS)
             self._is_waited_for = False
@@ -183,9 +184,9 @@ class Saver:
     # The methods below run in the thread.
 
     def _write(self, save: _Save) -> None:
-        use_device(self.world.device)
-        save.tensors |= save.rows
         try:
+            use_device(self.world.device)
+            save.tensors |= save.rows
             self._on_all_ranks(save, lambda: self._check_finite(save))
             save.bytes = sum(self._on_all_ranks(save, lambda: self._bytes_to_write(save)))
             save.free_bytes, *_ = self._on_all_ranks(save, lambda: self._begin(save))
@@ -324,7 +325,9 @@ class _Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(*args, **kwargs)
         except RuntimeError as error:
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from error
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
 
 
 def _bytes_in(directory: Path) -> int:

@@ -39,7 +39,7 @@ _UNKNOWN_SIZE = 2**63 - 1  # of a table, until all ids were read
 class Options(Section):
     last_day: Literal["val-first", "test-first", "none"] | None = Field(
         None,
-        description="Which half of the last day is for val (default val-first), not for test. none: train on all.",
+        description="Which half of the last day is for validation (default: val-first). none: train on all.",
     )
     val_fraction: float | None = Field(
         None,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from recmill import registry
-from recmill.checkpoints.format import check_none_is_lost, committed
+from recmill.checkpoints.format import committed, lost_error
 from recmill.config import Config, fingerprint, load_config
 from recmill.config.options import given_path
 from recmill.data.opening import Checks, open_dataset
@@ -201,8 +201,7 @@ def open_trained_run(path: str | Path) -> tuple[RunDirectory, Config]:
     run, config = open_run(path)
     saved_step = run.saved_step()
     if not committed(run.checkpoints):
-        check_none_is_lost(run.checkpoints, saved_step)
-        raise CheckpointError(
+        raise lost_error(run.checkpoints, saved_step) or CheckpointError(
             f"{path}: no complete checkpoint yet. Train first: recmill train {run.config_file} --run {path}."
         )
     return run, config

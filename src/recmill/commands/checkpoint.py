@@ -8,9 +8,9 @@ from typing import Any
 from recmill.checkpoints.format import (
     PrunedError,
     best_path,
-    check_none_is_lost,
     committed,
     held,
+    lost_error,
     read,
     step_of,
     step_path,
@@ -37,9 +37,7 @@ def list_checkpoints(run: str | Path, *, digests: bool = False) -> list[Facts]:
     for path in committed(directory.checkpoints):
         with suppress(PrunedError), held(path):  # the run may still be training, and prune it meanwhile
             found.append(_describe(path, path == best, digests))
-    try:
-        check_none_is_lost(directory.checkpoints, saved_step)
-    except CheckpointError as error:
+    if error := lost_error(directory.checkpoints, saved_step):
         lost: Facts = {"step": saved_step, "path": str(step_path(directory.checkpoints, saved_step)), "bytes": 0}
         found.append(lost | {"is_best": False, "kind": "missing", "health": str(error)})
     return found

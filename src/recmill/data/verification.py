@@ -30,10 +30,11 @@ def digest_problems(dataset: Dataset, which: Literal["new", "all"]) -> Iterator[
     with Progress(f"verifying {dataset.path}", total, "bytes") as progress:
         for path, info in unknown.items():
             before = path.stat()
+            is_settled = time.time() - before.st_ctime > _SETTLED_SECONDS
             found = digest(path, lambda: progress.advance(BLOCK_BYTES))
             if found != info.xxh3:
                 yield f"{path.name}: its content changed (xxh3 {found}, expected {info.xxh3})"
-            elif memory and _version(path.stat(), info) == _version(before, info) and _is_settled(before):
+            elif memory and is_settled and _version(path.stat(), info) == _version(before, info):
                 with contextlib.suppress(OSError), memory.open("a", encoding="ascii") as file:
                     file.write(f"{_version(before, info)}\n")
 
@@ -41,10 +42,6 @@ def digest_problems(dataset: Dataset, which: Literal["new", "all"]) -> Iterator[
 def _version(stat: os.stat_result, info: FileInfo) -> str:
     """Identify a file's content, which cannot change without a new ctime, and the digest that it should have."""
     return f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {info.xxh3}"
-
-
-def _is_settled(stat: os.stat_result) -> bool:
-    return time.time() - stat.st_ctime > _SETTLED_SECONDS
 
 
 def _known_versions(memory: Path) -> set[str]:

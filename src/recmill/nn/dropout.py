@@ -64,7 +64,7 @@ def _threshold_and_scale(probability: float) -> tuple[int, float]:
 
 
 class _RecomputedDropout(torch.autograd.Function):
-    """`drop(x_ND, *counters)`, where backward computes the mask again instead of keeping it."""
+    """Compute `drop(x_ND, *counters)`; backward computes the mask again instead of keeping it."""
 
     @staticmethod
     def forward(ctx: Any, drop: Callable[..., Tensor], x_ND: Tensor, *counters: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def _drop(
     threshold: int | Tensor,
     scale: float | Tensor,
 ) -> Tensor:
-    """Drop elements of x_ND whose hash of key and position is too large. Keys and positions are int32."""
+    """Drop elements of x_ND whose hash of key and position is not below `threshold`. Keys and positions are int32."""
     bits_ND = _hash((_hash(keys_B)[row_N] + token_N)[:, None] + element_D)
     return x_ND * ((bits_ND < threshold) * scale)
 
@@ -95,7 +95,7 @@ def _drop(
 def _fused(probability: float, device: torch.device) -> Callable[..., Tensor]:
     """Return `_drop` as one compiled kernel; if this machine cannot compile it, log why and return it as it is.
 
-    All numbers go in as tensors: of a Python number the compiler makes one of 64 bits, and other masks.
+    All numbers are passed as tensors: for a Python number the compiler would use 64 bits, which gives other masks.
     """
     threshold, scale = _threshold_and_scale(probability)
     numbers = {"threshold": torch.tensor(threshold, dtype=torch.int32), "scale": torch.tensor(scale)}

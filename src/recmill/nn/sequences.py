@@ -52,17 +52,17 @@ class ItemTransformer(UsesKernels, nn.Module):
         longest: int,
         queries_M: Tensor,
         row_keys_B: Tensor,
-        answers_M: Tensor | None = None,
-        weights_M: Tensor | None = None,
-        negatives_K: Tensor | None = None,
+        targets: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Return logits [M, V] of the queries, or with answers the weighted sum of their losses.
+        """Return logits [M, V] of the queries; column j is item j + 1.
 
-        Column j is item j + 1. gBCE scores only the answers and the negatives.
+        With `targets`, which are answers [M], weights [M] and negatives [K], return the weighted sum of the losses
+        instead. gBCE scores only the answers and the negatives.
         """
         rows = Rows(lengths_B, longest, queries_M, row_keys_B, len(tokens_N))
         items = None
-        if self._loss.name == "gbce" and answers_M is not None and negatives_K is not None:
+        if targets and self._loss.name == "gbce":
+            answers_M, _, negatives_K = targets
             items = torch.cat([answers_M, negatives_K])
         embedded_ND, head_VD, bias_V = self._embed(tokens_N, items)
         positions_ND = nn.functional.embedding(len(self.places) - 1 - rows.from_end_N, self.places)
@@ -70,8 +70,9 @@ class ItemTransformer(UsesKernels, nn.Module):
         for block in self.blocks:
             x_ND = block(x_ND, rows, outputs="queries" if block is self.blocks[-1] else "all")
         queries_MD = self.last_norm(x_ND)
-        if answers_M is None or weights_M is None:
+        if not targets:
             return torch.addmm(bias_V, queries_MD, head_VD.t())
+        answers_M, weights_M, _ = targets
         if items is not None:
             return gbce_sum(queries_MD, head_VD, bias_V, items, weights_M, self._loss.power(self._num_items))
         smoothing = self._loss.smoothing

@@ -25,7 +25,7 @@ class TableLookup(nn.Module):
         super().__init__()
         self.fbgemm = fbgemm
         self.kernel = kernel
-        self.steps: Tensor | None = None  # that FBGEMM has taken, if its optimizer depends on them
+        self.steps: Tensor | None = None  # taken so far, if FBGEMM's optimizer depends on their number
         self._shards = shards
         self._marks: list[tuple[Tensor, Tensor]] = []  # one mark per row; the first mark of each feature's table
 

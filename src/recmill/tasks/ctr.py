@@ -24,5 +24,5 @@ def headline(values: Values) -> float | None:
 
 
 def update(metrics: BinaryMetrics, logits_B: Tensor, batch: CtrBatch) -> None:
-    is_real = (batch.weights_B > 0).cpu().numpy()  # a GPU would be waited for to select with it
+    is_real = (batch.weights_B > 0).cpu().numpy()  # selecting on a GPU would make the host wait for it
     metrics.update(logits_B.cpu().numpy()[is_real], batch.labels_B.cpu().numpy()[is_real])

@@ -164,7 +164,7 @@ def _batches_from(source: BatchSource, position: Position) -> Iterator[Batch]:
 
 
 def _sums_ahead(device: torch.device) -> int:
-    """Return for how many batches after the next one `_agreed` starts its sums: GPUs would wait for the network."""
+    """Return how many steps ahead `_agreed` starts its sums: on GPUs one, so that they do not wait for the network."""
     return 1 if device.type == "cuda" else 0
 
 

@@ -18,6 +18,7 @@ NUM_ITEMS = 20
 MASK = NUM_ITEMS + 1
 HEADS: list[Head] = ["linear", "tied"]
 SOFTMAX = Loss()
+NO_NEGATIVES = torch.empty(0, dtype=torch.int64)
 
 
 def network(
@@ -88,7 +89,7 @@ def test_with_answers_the_network_gives_the_loss_of_its_logits(head: Head) -> No
     inputs = *rows, torch.tensor([1, 2, 4]), torch.zeros(2, dtype=torch.int64)
     answers, weights = torch.tensor([1, 20, 7]), torch.tensor([1.0, 1.0, 0.0])
     expected = F.cross_entropy(model(*inputs)[:2], torch.tensor([0, 19]), reduction="sum")
-    torch.testing.assert_close(model(*inputs, answers, weights), expected)
+    torch.testing.assert_close(model(*inputs, (answers, weights, NO_NEGATIVES)), expected)
 
 
 def test_a_tied_head_multiplies_with_the_rows_of_the_items() -> None:
@@ -118,7 +119,7 @@ def test_a_sampling_network_looks_at_answers_and_negatives_only(head: Head) -> N
         + sum(F.softplus(logits[row, item - 1]) for item in negatives.tolist() if item != answer)
         for row, answer in enumerate(answers.tolist())
     )
-    found = model(*inputs, answers, weights, negatives)
+    found = model(*inputs, (answers, weights, negatives))
     torch.testing.assert_close(found, expected / 4)
     found.backward()
     if head == "tied":  # row i is item i, and the history has 3 and 4
@@ -156,7 +157,8 @@ def test_a_longer_row_beside_it_changes_nothing_for_a_causal_network() -> None:
     alone = model(*packed([4, 17]), torch.tensor([0, 1]), keys[:1])
     beside = model(*packed([4, 17], [1, 2, 3, 4, 5]), torch.tensor([0, 1]), keys)
     torch.testing.assert_close(beside, alone)
-    loss = model(*packed([4, 17], [1, 2, 3, 4, 5]), torch.tensor([1]), keys, torch.tensor([1]), torch.ones(1))
+    targets = torch.tensor([1]), torch.ones(1), NO_NEGATIVES
+    loss = model(*packed([4, 17], [1, 2, 3, 4, 5]), torch.tensor([1]), keys, targets)
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 

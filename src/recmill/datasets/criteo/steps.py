@@ -70,7 +70,7 @@ def write(plan: Plan, work: Work) -> Description:
 def _check_disk(plan: Plan, work: Work, vocabulary_sizes: list[int] | None = None) -> int:
     """Raise if the disk is too small. Return the bytes needed at the peak, estimated from the logs' first rows.
 
-    The companions of contiguous ids without --table-size count only with `vocabulary_sizes`, which are known later.
+    Without --table-size, companions of contiguous ids count only once `vocabulary_sizes` are known.
     """
     rules = plan.rules
     rows = [forecast_rows(raw.path) for raw in plan.logs]
