@@ -1,8 +1,10 @@
-"""Other processes, as /proc shows them: their children, their start times, and signals to them."""
+"""Other processes, as /proc shows them: their children, their start times, signals to them, and waiting for them."""
 
 import contextlib
 import os
 import signal
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -32,3 +34,15 @@ def born(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return 0 if state in "ZX" else int(facts[18])
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait until the condition holds; a busy machine may need all of the time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_until_gone(pids: Sequence[int]) -> None:
+    wait_until(lambda: not any(map(born, pids)))

@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from recmill.launch.signals import stop_with_parent
 from .. import group
 from ..checkpoints import flip_a_bit
 from ..conftest import RunCli
+from ..processes import children, wait_until, wait_until_gone
 from .runs import assert_same_run, loss_by_step, losses, metric_lines
 
 
@@ -72,28 +72,9 @@ def start(config: dict[str, Any], folder: Path, procs: int, fail: str = "") -> "
     )
 
 
-def children(process: "subprocess.Popen[str]") -> list[int]:
-    """In the order they were started: the workers by rank."""
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        files = [Path(f"/proc/{pid}/stat") for pid in pids]
-        if not [file for file in files if file.is_file() and file.read_text().rpartition(") ")[2][0] != "Z"]:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"some of {pids} are still there")
-
-
 def wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 180  # seconds, but on a machine that is busy with other things
-    while time.monotonic() < deadline:
-        if (run / "metrics.jsonl").is_file() and len((run / "metrics.jsonl").read_text().splitlines()) >= step:
-            return
-        time.sleep(0.02)
-    raise AssertionError("training did not get there in three minutes")
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= step, seconds=180)
 
 
 def endless(config: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +90,7 @@ def test_one_signal_finishes_the_step_saves_and_says_so(dlrm: dict[str, Any], tm
     """SIGUSR1 reaches one of two workers only: all stop for it, at one step."""
     process = start(endless(dlrm), tmp_path, procs=1 if name == "SIGTERM" else 2)
     wait_for_step(tmp_path / "run", 3)
-    os.kill(children(process)[1] if name == "SIGUSR1" else process.pid, signal.Signals[name])
+    os.kill(children(process.pid)[1] if name == "SIGUSR1" else process.pid, signal.Signals[name])
     output, _ = process.communicate(timeout=180)
     assert process.returncode == (130 if name == "SIGINT" else 75), output
     assert "Run the same command to resume" in output
@@ -130,7 +111,7 @@ def test_one_signal_finishes_the_step_saves_and_says_so(dlrm: dict[str, Any], tm
 def test_a_killed_worker_is_named_and_the_run_resumes_later(dlrm: dict[str, Any], tmp_path: Path) -> None:
     process = start(endless(dlrm), tmp_path, procs=2)
     wait_for_step(tmp_path / "run", 12)  # beyond the first checkpoint
-    os.kill(children(process)[1], signal.SIGKILL)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == ResourceError.exit_code, output
     assert "killed by SIGKILL" in output
@@ -151,7 +132,7 @@ def test_workers_whose_launcher_is_killed_save_and_leave(
     monkeypatch.setenv("TMPDIR", str(jobs))
     process = start(endless(dlrm), tmp_path, procs=2)
     wait_for_step(tmp_path / "run", 3)
-    workers = children(process)
+    workers = children(process.pid)
     process.kill()
     process.communicate(timeout=180)
     wait_until_gone(workers)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from recmill.launch.failures import LostWorkerError, first_error
 from recmill.launch.signals import stop_with_parent
 
 from .. import group
+from ..processes import children, wait_until, wait_until_gone
 from .runs import assert_same_run, metric_lines
-from .test_resume import children, endless, start, status, wait_for_step, wait_until_gone
+from .test_resume import endless, start, status, wait_for_step
 
 Config = dict[str, Any]
 
@@ -31,7 +31,7 @@ def test_a_second_signal_ends_it_at_once(dlrm: Config, tmp_path: Path) -> None:
     """Rank 1 never comes to the end of its step, rank 0 waits for it deep in a collective."""
     process = start(endless(dlrm), tmp_path, procs=2, fail="train.step@step=12@rank=1:hang")
     wait_for_step(tmp_path / "run", 14)  # 12 steps and two validations
-    workers = children(process)
+    workers = children(process.pid)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGUSR1)  # together they are one
     with pytest.raises(subprocess.TimeoutExpired):  # it waits for the step to end
@@ -67,7 +67,7 @@ def test_a_signal_before_the_first_step_lets_an_evaluation_end_and_trains_nothin
     config = endless(dlrm)
     config["eval"]["before_training"] = True
     process = start(config, tmp_path, procs=1)
-    while not children(process):
+    while not children(process.pid):
         time.sleep(0.001)
     process.send_signal(signal.SIGUSR2)
     output, _ = process.communicate(timeout=180)
@@ -90,7 +90,7 @@ def test_workers_whose_torchrun_is_killed_by_a_signal_save_and_leave(dlrm: Confi
             command, stdout=file, stderr=file, text=True, env=environment, preexec_fn=stop_with_parent
         )
     wait_for_step(tmp_path / "run", 3)
-    workers = children(agent)
+    workers = children(agent.pid)
     assert len(workers) == 2
     agent.send_signal(signal.SIGUSR1)
     assert agent.wait(timeout=180) == -signal.SIGUSR1
@@ -161,7 +161,7 @@ def test_a_stopped_process_is_named_and_nobody_is_left(dlrm: Config, tmp_path: P
     config["train"]["hang_seconds"] = 4.0
     process = start(config, tmp_path, procs=2)
     wait_for_step(tmp_path / "run", 3)
-    workers = children(process)
+    workers = children(process.pid)
     os.kill(workers[1], signal.SIGSTOP)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == ResourceError.exit_code, output
@@ -188,10 +188,3 @@ def test_a_signal_while_the_compiler_hangs_ends_it_at_once_and_the_compiler_too(
     assert process.returncode == 75, output
     assert "SIGTERM was received before training had started. Run the same command to resume." in output
     wait_until_gone([int(pid) for pid in (tmp_path / "pids").read_text(encoding="utf-8").split()])
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
