@@ -270,7 +270,7 @@ def for_each(names: Iterable[str], action: Callable[[str], Figures]) -> Figures:
 
 def doctor(machine: Machine) -> Figures:
     output = machine.recmill("doctor")
-    expected = ["FBGEMM", "gloo"] + (["NCCL"] if machine.device == "cuda" else [])
+    expected = ["FBGEMM", "gloo"] + (["NCCL all-to-all"] if machine.device == "cuda" else [])
     if missing := [word for word in expected if word not in output]:
         raise StepError(f"recmill doctor has no row for {', '.join(missing)}", output)
     return {"rows": [line.strip() for line in output.splitlines() if re.search(r"FBGEMM|gloo|NCCL|GPU", line)]}

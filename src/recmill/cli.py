@@ -49,7 +49,7 @@ def _run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         _print_error("recmill: interrupted; what was committed before is complete")
         return 130
-    except (BrokenPipeError, SystemExit):  # as click raises it: the reader of our output closed it, as `| head` does
+    except (BrokenPipeError, SystemExit):  # click's: the reader of our output closed the pipe, as `| head` does
         _discard_stdout()
         return 141
     except Exception as error:

@@ -80,17 +80,23 @@ def meeting_place() -> str:
 
 
 def rendezvous() -> Rendezvous:
+    """Read where the processes of this job meet."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise ConfigError(
                 f"WORLD_SIZE = {os.environ.get('WORLD_SIZE')}, but {name} is not set: the processes cannot find each "
                 "other. Set it to rank 0's address or port, or start them with torchrun or `recmill train --procs`."
             )
+    host = os.environ["MASTER_ADDR"]
+    try:
+        host.encode("idna")  # as every lookup does
+    except UnicodeError:
+        raise ConfigError(f"MASTER_ADDR = {host!r} is not a name or an address of a machine. Correct it.") from None
     attempt = os.environ.get(_TORCHRUN_ATTEMPT)
     agent_is_server = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     descriptor = _number(_STORE_DESCRIPTOR, 0) if _STORE_DESCRIPTOR in os.environ else None
     return Rendezvous(
-        host=os.environ["MASTER_ADDR"],
+        host=host,
         port=_number("MASTER_PORT", 0, at_least=1, at_most=65535),
         is_server=descriptor is not None or (_number("RANK", 0) == 0 and not agent_is_server),
         descriptor=descriptor,

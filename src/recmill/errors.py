@@ -77,12 +77,13 @@ _REMEDIES = {
     errno.ESTALE: "The file server no longer knows this file: mount it again, then run the same command again.",
     errno.EIO: "The disk reports an error: look at the system log, and choose another disk.",
     errno.EEXIST: "Something with that name exists already, perhaps a file: choose another path.",
+    errno.ENOENT: "It was removed meanwhile, or cannot be made there: choose another path.",
     errno.ENOTDIR: "A part of this path is a file: choose another path.",
     errno.EISDIR: "This is a directory where a file was expected.",
-    errno.EAGAIN: "The system can start no more processes or threads: use fewer of them.",
+    errno.EAGAIN: "No process or thread can be started: raise the limits (ulimit -u, ulimit -v), or use fewer of them.",
     errno.ENOMEM: "There is not enough memory: use fewer processes, smaller tables or a smaller batch.",
 }
-_NO_THREAD = "No process or thread can be started: raise the limits (ulimit -u, ulimit -v), or use fewer of them."
+_UNREADABLE = "You may not read it: change its permissions, or those of the directories above it."
 # What libraries raise instead of an OSError or a MemoryError, in lower case.
 _MESSAGES = {
     **{os.strerror(number).lower(): remedy for number, remedy in _REMEDIES.items()},
@@ -90,13 +91,13 @@ _MESSAGES = {
     "out of memory": _REMEDIES[errno.ENOMEM],
     "bad_alloc": _REMEDIES[errno.ENOMEM],
     "failed to map segment": _REMEDIES[errno.ENOMEM],  # a shared library, while it is imported
-    "can't start new thread": _NO_THREAD,
-    "resource temporarily unavailable": _NO_THREAD,
+    "can't start new thread": _REMEDIES[errno.EAGAIN],
     "no usable temporary directory": "Free some space there, or set TMPDIR to a directory that you may write to.",
 }
-
-
-_UNREADABLE = "You may not read it: change its permissions, or those of the directories above it."
+_LIMITS = {
+    resource.RLIMIT_AS: "address space. Raise the limit (ulimit -v)",
+    resource.RLIMIT_DATA: "data. Raise the limit (ulimit -d)",
+}
 
 
 def remedy_for(error: OSError) -> str:
@@ -105,7 +106,7 @@ def remedy_for(error: OSError) -> str:
 
 
 def _is_unreadable(error: OSError) -> bool:
-    """Return whether permission to read is missing: the error itself does not say whether to read or to write."""
+    """Return whether permission to read is missing; the error is the same if permission to write is missing."""
     if error.errno != errno.EACCES or not isinstance(error.filename, str):
         return False
     if os.path.lexists(error.filename):
@@ -119,23 +120,25 @@ def as_user_error(error: BaseException) -> UserError | None:
         return error
     if isinstance(error, OSError) and error.errno in _WRONG_PATHS:
         return ConfigError(f"{_shortened(error.filename)}{error.strerror}. {_WRONG_PATHS[error.errno]}")
-    if isinstance(error, OSError) and error.errno in _REMEDIES:
+    if isinstance(error, OSError) and error.errno in _REMEDIES and (error.filename or error.errno != errno.ENOENT):
         remedy = _UNREADABLE if _is_unreadable(error) else _REMEDIES[error.errno]
         return ResourceError(f"{_shortened(error.filename)}{error.strerror}. {remedy}")
     text = str(error)
     if isinstance(error, MemoryError):
-        return ResourceError(f"{f'Out of memory ({text})' if text else 'Out of memory'}. {_REMEDIES[errno.ENOMEM]}")
+        return ResourceError(f"Out of memory{f' ({text})' if text else ''}. {_REMEDIES[errno.ENOMEM]}")
     for message, remedy in _MESSAGES.items():
         if message in text.lower():
             return ResourceError(f"{text.strip().rstrip('.')}. {remedy}")
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if isinstance(error, SystemError | ImportError) and limit != resource.RLIM_INFINITY:  # imports that ran out of it
-        fact = f"{type(error).__name__}: {text}, with at most {limit / 1e6:,.0f} MB of address space"
-        return ResourceError(f"{fact}. Raise the limit (ulimit -v).")
+    for which, name in _LIMITS.items():
+        limit, _ = resource.getrlimit(which)
+        if isinstance(error, SystemError | ImportError) and limit != resource.RLIM_INFINITY:  # imports that ran out
+            return ResourceError(f"{type(error).__name__}: {text}, with at most {limit / 1e6:,.0f} MB of {name}.")
     return None
 
 
 def _shortened(path: object) -> str:
-    """Return a path as the beginning of a message; one that is too long is cut."""
-    text = "" if path is None else os.fsdecode(path) if isinstance(path, bytes) else str(path)
-    return f"{text[:_MAX_PATH_SHOWN]}...: " if len(text) > _MAX_PATH_SHOWN else f"{text}: " if text else ""
+    """Return how a message about `path` begins; a long path is cut. Some errors name no path."""
+    if not path:
+        return ""
+    text = os.fsdecode(path) if isinstance(path, bytes) else str(path)
+    return f"{text[:_MAX_PATH_SHOWN]}{'...' if len(text) > _MAX_PATH_SHOWN else ''}: "

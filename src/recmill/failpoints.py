@@ -93,7 +93,7 @@ def _parse(text: str) -> list[_Failure]:
         point, *conditions = where.split("@")
         pairs = dict(condition.partition("=")[::2] for condition in conditions)
         is_known = point in POINTS and action in _ACTIONS and pairs.keys() <= set(_CONDITIONS)
-        if not is_known or not all(value.isdigit() for value in pairs.values()):
+        if not is_known or not all(value.isdecimal() for value in pairs.values()):
             raise ConfigError(
                 f"{VARIABLE}: '{part}' is not POINT[@CONDITION=NUMBER...]:ACTION. Points: {', '.join(POINTS)}. "
                 f"Conditions: {', '.join(_CONDITIONS)}. Actions: {', '.join(_ACTIONS)}."

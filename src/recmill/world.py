@@ -2,15 +2,14 @@
 
 import errno
 import logging
-import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
 _TIMEOUT = timedelta(minutes=30)  # rank 0 may digest a large checkpoint while the others wait
 _POLL_SECONDS = 0.1
 _ANNOUNCE_SECONDS = 1.5  # a job whose processes start together says nothing
@@ -37,14 +37,14 @@ _REMEDY = "Look at the output of that process for the cause, then start all of t
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of a run. `rank` is global; all ranks take part in every method."""
+    """This process among those of a run. `rank` is global; all ranks take part in every method except `explained`."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     device: torch.device
-    processes: tuple[str, ...] = ()  # by rank, as `_this_process` describes them; empty for a group of one
+    pids: Mapping[int, int] = field(default_factory=dict)  # process ids of the ranks on this machine
 
     @property
     def is_main(self) -> bool:
@@ -103,17 +103,17 @@ class World:
         dist.all_to_all_single(received, sent, received_sizes, sizes)
         return np.split(received.numpy(), np.cumsum(received_sizes)[:-1])
 
-    def exchange_numbers(self, numbers: list[int]) -> list[int]:
-        """Send number i to rank i; return what each rank sent here, in rank order."""
-        received = torch.empty(self.size, dtype=torch.int64)
-        dist.all_to_all_single(received, torch.tensor(numbers))
+    def exchange_numbers(self, numbers: list[int], device: torch.device = _CPU) -> list[int]:
+        """Send number i to rank i, over gloo from the CPU, over NCCL from a GPU; return what each rank sent here."""
+        received = torch.empty(self.size, dtype=torch.int64, device=device)
+        dist.all_to_all_single(received, torch.tensor(numbers, device=device))
         return received.tolist()
 
     def explained(self, error: BaseException) -> BaseException:
         """Return the error, or what it means if gloo raised it: the connection to another rank broke."""
         if "gloo/transport" not in str(error):
             return error
-        reason = str(error).partition("] ")[2].partition(". ")[0]
+        reason = str(error).partition("] ")[2].partition(". ")[0]  # after the place in gloo's source
         gone = self._gone_ranks()
         who = f"{_named(gone)} of the job ended" if gone else "another process of the job ended or does not answer"
         lost = LostPeerError(f"Rank {self.rank} cannot continue: {who} ({reason}). {_REMEDY}")
@@ -121,23 +121,14 @@ class World:
         return lost
 
     def _gone_ranks(self) -> list[int]:
-        """Return the ranks whose processes ran on this machine and have ended; wait a moment for the first."""
-        here, _, _ = _this_process().rpartition(" ")
-        deadline = time.monotonic() + _GONE_SECONDS
-        while True:
-            on_this_machine = [rank for rank, process in enumerate(self.processes) if process.startswith(f"{here} ")]
-            gone = [rank for rank in on_this_machine if not _is_running(self.processes[rank].rpartition(" ")[2])]
-            if gone or time.monotonic() > deadline:
+        """Return the ranks on this machine whose processes have ended; wait a moment for the first."""
+        for _ in _attempts(time.monotonic() + _GONE_SECONDS):
+            if gone := [rank for rank, pid in self.pids.items() if not _is_running(pid)]:
                 return gone
-            time.sleep(_POLL_SECONDS)
+        return []
 
 
-def _this_process() -> str:
-    """Describe this process, so that another one on the same machine can tell whether it still runs."""
-    return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()} {os.getpid()}"
-
-
-def _is_running(pid: str) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except OSError:
@@ -184,15 +175,15 @@ def join_world(device: str, join_seconds: float = 600.0, wait_seconds: float = 0
     backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
     deadline = time.monotonic() + join_seconds
     store = _store(own.size, timeout, deadline)
-    processes = () if own.size == 1 else _wait_for_peers(store, own.rank, own.size, deadline)
-    world = World(own.rank, own.size, own.local_rank, own.local_size, own_device, processes)
+    pids = {} if own.size == 1 else _wait_for_peers(store, own.rank, own.size, deadline)
+    world = World(own.rank, own.size, own.local_rank, own.local_size, own_device, pids)
 
     def join() -> None:
         use_device(own_device)
         dist.init_process_group(backend, store=store, rank=own.rank, world_size=own.size, timeout=timeout)
 
     try:
-        _interruptible(join, math.inf)
+        _interruptible(join)
     except RuntimeError as error:
         if "Unable to find address" in str(error):
             fact = f"gloo finds no network interface for the processes: {str(error).rpartition('. ')[2]}"
@@ -269,7 +260,7 @@ def _store(size: int, timeout: timedelta, deadline: float) -> dist.Store:
     connect = partial(dist.TCPStore, place.host, place.port, size, place.is_server, timeout, wait_for_workers=False)
     try:
         # With a socket that is bound to one address; TCPStore's own would listen on every interface.
-        store = _interruptible(partial(connect, master_listen_fd=descriptor), deadline)
+        store = _interruptible(partial(connect, master_listen_fd=descriptor), deadline - time.monotonic())
     except (RuntimeError, TimeoutError):
         raise ResourceError(
             f"What listens on MASTER_ADDR = {place.host}, MASTER_PORT = {place.port} is not rank 0 of this job. "
@@ -292,53 +283,50 @@ def _listen(host: str, port: int) -> int:
 
 def _wait_for_server(host: str, port: int, deadline: float) -> None:
     """Wait until rank 0 listens. (TCPStore would retry as well, but print a C++ stack for each attempt.)"""
-    announce = _Announcement(f"waiting for rank 0 at {host}:{port}")
-    while True:
+    reason = ""
+    for _ in _attempts(deadline, f"waiting for rank 0 at {host}:{port}"):
         try:
             socket.create_connection((host, port), timeout=1.0).close()
             return
-        except socket.gaierror as error:
-            raise ConfigError(f"MASTER_ADDR = {host} is not known here: {error.strerror}. Correct it.") from None
         except OSError as error:
             reason = error.strerror or "no answer"
-        if time.monotonic() > deadline:
-            raise _missing_error([0], f" It should listen on MASTER_ADDR = {host}, MASTER_PORT = {port}: {reason}.")
-        announce.if_due()
-        time.sleep(_POLL_SECONDS)
+            if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
+                raise ConfigError(f"MASTER_ADDR = {host} is not known here: {reason}. Correct it.") from None
+    raise _missing_error([0], f" It should listen on MASTER_ADDR = {host}, MASTER_PORT = {port}: {reason}.")
 
 
-def _wait_for_peers(store: dist.Store, rank: int, size: int, deadline: float) -> tuple[str, ...]:
-    """Wait until all ranks have joined, and return which process each of them is."""
+def _wait_for_peers(store: dist.Store, rank: int, size: int, deadline: float) -> dict[int, int]:
+    """Wait until all ranks have joined; return the process ids of those on this machine."""
+    machine = f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"  # a container has its own process ids
     keys = [f"recmill/process/{peer}" for peer in range(size)]
-    announce = _Announcement(f"waiting for {size} processes at {meeting_place()}: this is rank {rank}")
     try:
         others_size = store.compare_set("recmill/size", "", str(size)).decode()
         if others_size != str(size):
             raise ConfigError(f"WORLD_SIZE = {size}, but another process of this job has WORLD_SIZE = {others_size}.")
         if store.add(f"recmill/rank/{rank}", 1) > 1:
             raise ConfigError(f"RANK = {rank}, but another process of this job has that rank. Give each its own.")
-        store.set(keys[rank], _this_process())
-        while not store.check(keys):
-            if time.monotonic() > deadline:
-                raise _missing_error([peer for peer in range(size) if not store.check([keys[peer]])])
-            announce.if_due()
-            time.sleep(_POLL_SECONDS)
-        return tuple(store.get(key).decode() for key in keys)
+        store.set(keys[rank], f"{os.getpid()} {machine}")
+        for _ in _attempts(deadline, f"waiting for {size} processes at {meeting_place()}: this is rank {rank}"):
+            if store.check(keys):
+                found = [store.get(key).decode().partition(" ") for key in keys]
+                return {peer: int(pid) for peer, (pid, _, where) in enumerate(found) if where == machine}
+        raise _missing_error([peer for peer in range(size) if not store.check([keys[peer]])])
     except RuntimeError as error:
         raise LostPeerError(f"Rank 0 ended before all processes had joined. {_REMEDY}") from error
 
 
-class _Announcement:
-    """A line that is logged once, if the wait is long enough to be noticed."""
-
-    def __init__(self, line: str) -> None:
-        self._line = line
-        self._due_at = time.monotonic() + _ANNOUNCE_SECONDS
-
-    def if_due(self) -> None:
-        if time.monotonic() > self._due_at:
-            log.info("%s", self._line)
-            self._due_at = math.inf
+def _attempts(deadline: float, announcement: str = "") -> Iterator[None]:
+    """Yield once, and again every `_POLL_SECONDS` until the deadline; log `announcement` if that takes long."""
+    announce_at = time.monotonic() + _ANNOUNCE_SECONDS
+    while True:
+        yield
+        now = time.monotonic()
+        if now > deadline:
+            return
+        if announcement and now > announce_at:
+            log.info("%s", announcement)
+            announcement = ""
+        time.sleep(_POLL_SECONDS)
 
 
 def _missing_error(ranks: list[int], detail: str = "") -> LostPeerError:
@@ -350,10 +338,10 @@ def _missing_error(ranks: list[int], detail: str = "") -> LostPeerError:
     return error
 
 
-def _interruptible(call: Callable[[], T], deadline: float) -> T:
-    """Return the result of a call that waits in C++; raise TimeoutError at the deadline.
+def _interruptible(call: Callable[[], T], seconds: float | None = None) -> T:
+    """Return the result of a call that waits in C++; raise TimeoutError after `seconds`.
 
-    It runs in another thread: signal handlers only run when the main thread executes Python.
+    It runs in another thread: signal handlers run in the main thread, while that waits in Python.
     """
     result: Future[T] = Future()
 
@@ -364,8 +352,4 @@ def _interruptible(call: Callable[[], T], deadline: float) -> T:
             result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    while not result.done():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        wait([result], _POLL_SECONDS)
-    return result.result()
+    return result.result(seconds)

@@ -201,11 +201,11 @@ def test_a_checkpoint_without_its_manifest_is_corrupt_and_never_deleted(run: Pat
 def test_a_run_whose_saved_checkpoints_are_gone_does_not_start_anew(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     assert [facts.get("kind") for facts in list_checkpoints(run)] == ["full", "full", "missing"]
-    for command in (longer, evaluate):
+    for command in (longer, evaluate, inspect_checkpoint):
         with pytest.raises(CheckpointError, match=r"step 4 was saved, but the newest in .* is of step 2"):
             command(run)
     shutil.rmtree(run / "checkpoints")
-    for reader in (longer, evaluate, list_checkpoints):
+    for reader in (longer, evaluate, list_checkpoints, inspect_checkpoint):
         with pytest.raises(CheckpointError, match=r"a checkpoint of step 4 was saved, but there is none in"):
             reader(run)
     assert json.loads((run / "status.json").read_text())["step"] == 4

@@ -103,7 +103,7 @@ def _full_disk(worlds: Worlds, name: str, world: str, title: str, kilobytes: int
 
 
 def _on_small_disk(worlds: Worlds, name: str, world: str, title: str, kilobytes: int) -> list[Finding]:
-    sandbox = Sandbox(worlds.folder / name)
+    sandbox = worlds.sandbox(name)
     if not _mount(sandbox.folder):
         return []  # without permission there is nothing to try
     original = worlds.folder / "originals" / world

@@ -1,4 +1,4 @@
-"""Corrupt one file of a dataset, a run or a checkpoint, then run a command that reads it."""
+"""Corrupt one file of a dataset, a run or a checkpoint, or move a checkpoint; then run a command that reads it."""
 
 import contextlib
 import copy
@@ -17,10 +17,11 @@ import xxhash
 
 from .sandbox import Outcome, Sandbox
 from .verdict import Finding, judge, shown
-from .worlds import NAMES, Worlds, commands, normalized
+from .worlds import NAMES, STEPS, Worlds, commands, normalized
 
 MARKER = "code-was-executed"
-NOTICED_BY_DIGEST = ("evaluate-verify", "train-verify")  # the commands that read every byte of a dataset
+# The commands that load a checkpoint or report its digests, and so notice each change of it
+LOADING = ("evaluate", "evaluate-verify", "resume", "init-from", "recommend", "recommend-users", "recommend-all")
 _IMPOSSIBLE: list[Any] = [None, -1, 0, 10**30, 1.5, float("nan"), "", "../../etc", "\x00", True, [], {}, [[]], {"": 0}]
 
 
@@ -210,6 +211,39 @@ _ANY_FILE: dict[str, Callable[[Path, random.Random], None]] = {
     "evil": _evil,
 }
 _JSON_FILE = {"impossible": _impossible_json, "odd": _odd_json}
+
+
+# How to change a whole checkpoint, or the directory of all
+
+
+def _remove_tree(folder: Path, choice: random.Random) -> None:
+    shutil.rmtree(folder)
+
+
+def _empty_tree(folder: Path, choice: random.Random) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def _copy_tree(*names: str) -> Callable[[Path, random.Random], Path]:
+    return lambda folder, choice: shutil.copytree(folder, folder.with_name(choice.choice(names)))
+
+
+def _rename_tree(*names: str) -> Callable[[Path, random.Random], Path]:
+    return lambda folder, choice: folder.rename(folder.with_name(choice.choice(names)))
+
+
+_NEWER = ("step-00000009", "step-99999999", "step-7")
+_TREE: dict[str, Callable[[Path, random.Random], Any]] = {
+    "remove": _remove_tree,
+    "empty-tree": _empty_tree,
+    "copy-older": _copy_tree("step-00000001"),
+    "copy-newer": _copy_tree(*_NEWER),
+    "rename-older": _rename_tree("step-00000001"),
+    "rename-newer": _rename_tree(*_NEWER),
+}
+_TREE_SHARE = 3  # how often each of these changes is among the trials
+_CHANGES = _ANY_FILE | _JSON_FILE | _TREE
 _SIGNED = ("flip", "flip-header", "flip-end", "truncate", "zero", "empty", "content", "evil", "impossible", "odd")
 
 
@@ -245,6 +279,13 @@ def _targets(folder: Path) -> list[Target]:
     found = []
     for world in NAMES:
         root = folder / "originals" / world
+        found += [
+            Target(world, f"run/checkpoints/{path.name}", name)
+            for path in sorted((root / "run" / "checkpoints").glob("step-*"))
+            for name in _TREE
+            for _ in range(_TREE_SHARE)
+        ]
+        found += [Target(world, "run/checkpoints", name) for name in ("remove", "empty-tree")] if world != "raw" else []
         for path in sorted(root.rglob("*")):
             if not path.is_file() or path.name in (".lock", "log.txt"):
                 continue
@@ -268,15 +309,17 @@ def run_trial(
     sandbox = worlds.copy(target.world, name)
     file = sandbox.folder / target.file
     mutation = target.mutation.removeprefix("signed-")
-    if mutation in ("flip", "flip-header", "flip-end", "truncate", "zero", "noise") and not file.stat().st_size:
+    original = None if mutation in _TREE else file.read_bytes()
+    if mutation in ("flip", "flip-header", "flip-end", "truncate", "zero", "noise") and not original:
         mutation = "extend"
-    (_ANY_FILE | _JSON_FILE)[mutation](file, choice)
+    _CHANGES[mutation](file, choice)
     if target.mutation.startswith("signed-"):
         _sign(file)
+    is_changed = mutation != "link-copy" and not (file.is_file() and file.read_bytes() == original)
     arguments = commands(target.world)[title]
     outcome = sandbox.fork(*arguments)
     what = f"{target.world}/{target.file} {target.mutation}; {shown(arguments)}"
-    found = _judge(worlds, target, title, outcome, sandbox)
+    found = _judge(worlds, target, title, outcome, sandbox, is_changed)
     if (sandbox.folder / MARKER).exists():
         found.append(Finding("bug", "code from a file was executed"))
     return what, found
@@ -298,12 +341,16 @@ def _titles(target: Target) -> list[str]:
     return readers.get(file) or (["adopt"] if file.startswith("npys") else ["criteo"])
 
 
-def _judge(worlds: Worlds, target: Target, title: str, outcome: Outcome, sandbox: Sandbox) -> list[Finding]:
+def _judge(
+    worlds: Worlds, target: Target, title: str, outcome: Outcome, sandbox: Sandbox, is_changed: bool
+) -> list[Finding]:
     expected = worlds.expected(target.world, title)
     path = Path(target.file)
     folder = path.parent
     names = [path.name, str(sandbox.folder / folder), f"{folder}/", f"error: {folder}"]
-    found = judge(outcome, {expected.code, *_codes(target)}, () if _is_config(target) else names)
+    must_notice = is_changed and _must_notice(target, title, outcome)
+    codes = _codes(target) if must_notice else {expected.code, 0, *_codes(target)}
+    found = judge(outcome, codes, () if _is_config(target) else names)
     is_equal = outcome.code == expected.code and normalized(outcome.stdout, sandbox) == expected.stdout
     if outcome.code == 0 and not is_equal and not _may_differ(target, title, outcome):
         found.append(Finding("bug", f"exit code 0, but other output: {outcome.stdout[:200]!r}"))
@@ -316,29 +363,52 @@ def _is_config(target: Target) -> bool:
 
 
 def _codes(target: Target) -> set[int]:
-    """Return the exit codes that are right for a corrupt file of this kind."""
+    """Return the exit codes that are right for an error about a file of this kind."""
     if _is_config(target):
-        return {0, 2, 3, 4, 5}
+        return {2, 3, 4, 5}
     if target.group == "checkpoint":
-        return {0, 4}
+        return {4}
     if target.group == "run":
-        return {0, 1, 4, 5} if target.file.endswith("results.json") else {0, 4, 5}  # 1: no results yet
+        return {1, 4, 5} if target.file.endswith("results.json") else {4, 5}  # 1: no results yet
     if target.file.endswith("dataset.json"):
-        return {0, 2, 3, 4, 5}  # it may now describe another dataset than the run's, or one that is too large
-    return {0, 3, 4} if target.mutation.startswith(("signed-", "swap")) else {0, 3}
+        return {2, 3, 4, 5}  # it may now describe another dataset than the run's, or one that is too large
+    return {3, 4} if target.mutation.startswith(("signed-", "swap")) else {3}
+
+
+def _must_notice(target: Target, title: str, outcome: Outcome) -> bool:
+    """Return whether a command must end with an error, because it reads what was changed, and digests tell."""
+    if target.mutation.startswith("signed-") or _is_config(target):
+        return False
+    if target.group == "data":
+        return Path(target.file).name != "dataset.json"
+    if target.group != "checkpoint" or target.mutation == "odd":  # which may be valid: a byte order mark
+        return False
+    if title == "verify":
+        return target.mutation != "remove" or _is_needed(target)
+    reads_it = _is_needed(target) and target.mutation != "copy-older"
+    return title in LOADING and (reads_it or target.mutation.endswith("-newer"))
+
+
+def _is_needed(target: Target) -> bool:
+    """Return whether the newest checkpoint cannot be loaded without this file or directory."""
+    names = Path(target.file).parts
+    is_base = target.world == "incremental" and "step-00000002" in names
+    return len(names) == 2 or f"step-{STEPS:08d}" in names or is_base
 
 
 def _may_differ(target: Target, title: str, outcome: Outcome) -> bool:
     """Return whether a command may succeed with another output than without the change."""
     name = Path(target.file).name
     keeps_size = target.mutation in ("flip", "flip-header", "flip-end", "zero", "noise", "swap", "content")
+    if target.mutation in _TREE and title == "list":
+        is_shown = any(word in outcome.text for word in ("missing", "copy"))
+        return is_shown or (target.mutation == "remove" and not _is_needed(target))
+    if "falling back to" in outcome.stderr:
+        return title.endswith("-fallback")
     if target.mutation.startswith("signed-") or target.group == "raw" or _is_config(target):
         return True  # it is other input, as good as any
     if target.group == "data":
-        is_described = name == "dataset.json"
-        return is_described or (keeps_size and title not in NOTICED_BY_DIGEST)
-    if name == "MANIFEST.json" and target.mutation in ("delete", "link-nowhere", "link-itself"):
-        return True  # there is no checkpoint, only what an interrupted removal leaves
-    if title == "list" or (title == "evaluate-fallback" and "falling back to" in outcome.stderr):
+        return name == "dataset.json"
+    if title == "list":
         return name in outcome.text or keeps_size
     return name in ("status.json", "results.json", "metrics.jsonl") and title in ("again", "resume", "results")

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def _signal(
     arguments = (*TRAIN, "--set", "checkpoint.every_steps=2", "--procs", str(procs))
     number = signal.Signals[signal_name]
     what = f"{signal_name} {'twice ' if twice else ''}after {seconds:.2f} s: train --procs {procs}"
-    process = sandbox.start(*arguments)
+    process = sandbox.start(*arguments, preexec_fn=_default(number))
     with terminated_at_end(process):
         time.sleep(seconds)
         is_ready = cpu_seconds(process.pid) > START_SECONDS
@@ -52,13 +53,28 @@ def _signal(
                 process.send_signal(number)
         outcome = sandbox.end(process, arguments, seconds=STOP_SECONDS, gone_seconds=30.0)
     codes = {"SIGTERM": {75}, "SIGINT": {130}, "SIGKILL": {-9}}.get(signal_name, {-number, 128 + number, 75, 130})
-    if signal_name == "SIGKILL":
-        outcome = replace(outcome, left=[text for text in outcome.left if text.startswith("process ")])
+    outcome = replace(outcome, left=[text for text in outcome.left if not _is_before_workers(Path(text))])
     if not is_ready and not outcome.stdout:
         codes = {*codes, -number}
-        outcome = replace(outcome, stderr="")  # Python itself may print a traceback
+        if outcome.code == -number:
+            outcome = replace(outcome, stderr="")  # Python itself may print a traceback
     found = judge(outcome, codes)
     return what, [*found, *_verified(sandbox)]
+
+
+def _default(number: signal.Signals) -> Callable[[], None]:
+    """Return a function that undoes what nohup does to a signal; SIGKILL cannot be changed."""
+
+    def restore() -> None:
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+
+    return restore
+
+
+def _is_before_workers(job: Path) -> bool:
+    """Return whether this is a job directory whose launcher was killed before it had workers, which remove it."""
+    return job.name.startswith(("recmill-new-", "recmill-launched-")) and not (job / "out-0.txt").exists()
 
 
 def _verified(sandbox: Sandbox) -> list[Finding]:
@@ -73,7 +89,7 @@ def _readers(worlds: Worlds, name: str, choice: random.Random) -> tuple[str, lis
     """Read a run while it saves at every step and prunes: whatever is read must be complete."""
     world = choice.choice(["clicks", "incremental"])
     sandbox = worlds.copy(world, name)
-    reader = Sandbox(sandbox.folder.with_name(f"{name}.reader"))
+    reader = worlds.sandbox(f"{name}.reader")
     saves = ("--set", "checkpoint.every_steps=1", "--set", "checkpoint.keep=2")
     run = str(sandbox.folder / "new")
     readers = [
@@ -115,7 +131,7 @@ def _two_trainings(worlds: Worlds, name: str, choice: random.Random) -> tuple[st
     sandbox = worlds.copy("clicks", name)
     arguments = ("train", "config.toml", "--run", "new")
     delay = choice.choice([0.0, 0.2, 1.0, 3.0, 5.0])
-    second = Sandbox(sandbox.folder.with_name(f"{name}.second"))
+    second = worlds.sandbox(f"{name}.second")
     second_arguments = ("train", "config.toml", "--run", "new")
     first_process = sandbox.start(*arguments)
     with terminated_at_end(first_process):

@@ -45,19 +45,27 @@ class Outcome:
 
 
 class Sandbox:
-    """The working directory of a trial, with a TMPDIR beside it. All processes that a trial leaves are found here."""
+    """The working directory of a trial, with a TMPDIR and a HOME beside it.
 
-    def __init__(self, folder: Path) -> None:
+    All processes that a trial leaves are found here. Its HOME has a copy of the compiled kernels in `cache`, but knows
+    nothing of files that were verified in other trials.
+    """
+
+    def __init__(self, folder: Path, cache: Path | None = None) -> None:
         self.folder = folder
         self.temporary = folder.with_name(f"{folder.name}.tmp")
+        self.home = folder.with_name(f"{folder.name}.home")
         self.folder.mkdir(parents=True)
         self.temporary.mkdir()
+        self.home.mkdir()
+        if cache and cache.exists():
+            shutil.copytree(cache, self.home / ".cache", ignore=shutil.ignore_patterns("verified-files.txt"))
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
 
     def environment(self, changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
         """Return the environment of a command. A change to None removes the variable."""
         own = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
-        own |= {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        own |= {"TMPDIR": str(self.temporary), "HOME": str(self.home), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         merged = own | dict(changes or {})
         return {name: value for name, value in merged.items() if value is not None}
 
@@ -90,10 +98,10 @@ class Sandbox:
             given |= {"env": self.environment(environment), **options}
             return subprocess.Popen([*prefix, RECMILL, *arguments], **given)
 
-    def run(self, *arguments: str, **options: Any) -> Outcome:
+    def run(self, *arguments: str, seconds: float = SECONDS, **options: Any) -> Outcome:
         """Run the real command; `options` are those of `start`."""
         before = self._temporary_files()
-        return self.end(self.start(*arguments, **options), arguments, before)
+        return self.end(self.start(*arguments, **options), arguments, before, seconds)
 
     def run_through_pipes(self, *arguments: str, **options: Any) -> Outcome:
         """Run the real command with pipes as its outputs, because a limit of the file size would apply to files."""
@@ -124,7 +132,12 @@ class Sandbox:
             code = None
             process.kill()
             process.wait()
-        return self._outcome(arguments, code, before or set(), end_children(gone_seconds))
+        processes = end_children(gone_seconds)
+        if code is not None and code < 0:  # nobody cleaned up before it ended; its workers do when they leave
+            deadline = time.monotonic() + GONE_SECONDS
+            while self._temporary_files() - (before or set()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        return self._outcome(arguments, code, before or set(), processes)
 
     def remove(self) -> None:
         for path in self.folder.parent.glob(f"{self.folder.name}*"):

@@ -41,11 +41,16 @@ class Worlds:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.cache = folder / "cache"  # with the compiled kernels
+
+    def sandbox(self, name: str) -> Sandbox:
+        """Return an empty sandbox."""
+        return Sandbox(self.folder / name, self.cache)
 
     def make(self) -> None:
         (self.folder / "originals").mkdir()
         for name in NAMES:
-            sandbox = Sandbox(self.folder / "originals" / name)
+            sandbox = self.sandbox(f"originals/{name}")
             _write_raw(sandbox.folder)
             if name != "raw":
                 must(sandbox.fork(*PREPARED[name], "--output", "data"))
@@ -54,10 +59,12 @@ class Worlds:
                         shutil.rmtree(path) if path.is_dir() else path.unlink()
                 (sandbox.folder / "config.toml").write_text(tomli_w.dumps(config(name)), encoding="utf-8")
                 must(sandbox.fork("train", "config.toml", "--run", "run"))
+                if not self.cache.exists():
+                    shutil.copytree(sandbox.home / ".cache", self.cache)
 
     def copy(self, name: str, trial: str) -> Sandbox:
         """Return a sandbox with a copy of a world."""
-        sandbox = Sandbox(self.folder / trial)
+        sandbox = self.sandbox(trial)
         original = self.folder / "originals" / name
         shutil.copytree(original, sandbox.folder, dirs_exist_ok=True)
         saved = sandbox.folder / "run" / "config.toml"

@@ -13,7 +13,7 @@ from torch import nn
 
 from recmill.checkpoints import format as format_module
 from recmill.checkpoints import loading
-from recmill.checkpoints.format import Checkpoint, Position, choose, committed, file_facts
+from recmill.checkpoints.format import Checkpoint, Position, best_path, choose, committed, file_facts
 from recmill.errors import CheckpointError, ResourceError
 
 from ..checkpoints import ALONE, ORIGIN, new_saver, newest_in, save_network
@@ -139,6 +139,32 @@ def test_a_forged_manifest_or_state_is_refused(tmp_path: Path, file: str, change
         (path / "MANIFEST.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=message):
         newest_in(tmp_path)
+
+
+NOT_TEXT = bytes(range(128, 256)) * 1000
+
+
+@pytest.mark.timeout(20)  # a pipe must not be waited for
+@pytest.mark.parametrize("file", ["MANIFEST.json", "state.json"])
+@pytest.mark.parametrize("instead", [None, "/dev/zero", "itself", "/", b"[" * 100_000, NOT_TEXT, b"9" * 5000])
+def test_metadata_that_is_no_small_json_file_is_corrupt(tmp_path: Path, file: str, instead: str | bytes | None) -> None:
+    """Even if a new file has the size that the manifest gives; `None` is a pipe."""
+    save_network(tmp_path, nn.Linear(2, 2), step=1)
+    path = tmp_path / "step-00000001" / file
+    path.unlink()
+    if instead is None:
+        os.mkfifo(path)
+    elif isinstance(instead, bytes):
+        path.write_bytes(instead)
+    else:
+        path.symlink_to(file if instead == "itself" else instead)
+    with pytest.raises(CheckpointError) as caught:
+        newest_in(tmp_path)
+    assert f"step-00000001/{file}: " in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    if file == "state.json":
+        with pytest.raises(CheckpointError, match=r"step-00000001/state\.json: "):
+            best_path(tmp_path)
 
 
 def test_the_newest_is_the_highest_step_and_copies_are_left_alone(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_a_wrong_set_says_so(override: str, expected: str) -> None:
     assert expected in problem(GOOD, (override,))
 
 
-@pytest.mark.parametrize("text", ["[data", "\udcff"])
+@pytest.mark.parametrize("text", ["[data", "\udcff", f"[train]\nseed = {'9' * 5000}"])
 def test_a_file_that_is_not_toml_is_a_config_error(tmp_path: Path, text: str) -> None:
     file = tmp_path / "run.toml"
     file.write_bytes(text.encode(errors="surrogateescape"))
@@ -267,6 +267,21 @@ def test_only_a_regular_file_of_a_sensible_size_is_read(tmp_path: Path) -> None:
     for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path / "large.toml"):
         with pytest.raises(ConfigError, match=f"{path} is not a file of at most 1,000,000 bytes"):
             load_config(path)
+
+
+@pytest.mark.parametrize("key", ["train.join_seconds", "train.hang_seconds"])
+def test_a_time_that_timers_cannot_hold_is_a_config_error(key: str) -> None:
+    assert f"--set: '{key}': should be less than or equal to 1000000000" in problem(GOOD, (f"{key}=1e15",))
+
+
+def test_a_long_value_is_cut_and_long_lists_of_problems_are_too() -> None:
+    text = problem(GOOD, (f"train.seed={'9' * 5000}",))
+    assert "--set: 'train.seed': should be a valid integer, got '9999999999" in text
+    assert len(text) < 400
+    text = problem({"model": {"name": "dlrm"}, "data": {"path": "x"}, **{f"key{number}": 1 for number in range(2000)}})
+    assert text.startswith("2000 problems in the config:\n  config: unknown key 'key0'.")
+    assert text.endswith("\n  and 1,990 more")
+    assert len(text.splitlines()) == 12
 
 
 def test_an_empty_data_path_is_a_config_error() -> None:

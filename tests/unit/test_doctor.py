@@ -120,21 +120,24 @@ def test_without_gpus_there_is_one_row_about_them() -> None:
 
 def test_gpus_are_counted_and_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for what FBGEMM and NCCL do on GPUs."""
-    working = {"FBGEMM on GPU": "print('works on 3 GPU(s)')", "NCCL": "raise RuntimeError('unhandled system error')"}
+    working = {
+        "FBGEMM on GPU": "print('works on 3 GPU(s)')",
+        "NCCL all-to-all": "raise RuntimeError('unhandled system error')",
+    }
     monkeypatch.setattr(doctor, "_GPU_PROBES", working)
     checks = doctor._gpus(["A100", "A100", "H100"], "cuda")
     found = {check.name: (check.found, check.is_good) for check in checks}
     assert found == {
         "GPU": ("2 x A100, 1 x H100: at most 3 process(es) on this machine", True),
         "FBGEMM on GPU": ("works on 3 GPU(s)", True),
-        "NCCL": ("RuntimeError: unhandled system error", False),
+        "NCCL all-to-all": ("RuntimeError: unhandled system error", False),
     }
     assert not doctor.would_work(checks)
 
 
 def test_a_gpu_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_MAX_SECONDS", 0.5)
-    check = doctor._probed("NCCL", "import signal; signal.pause()")
+    check = doctor._probed("NCCL all-to-all", "import signal; signal.pause()")
     assert (check.found, check.is_good) == ("gives no result within 0.5 s", False)
 
 
@@ -145,7 +148,8 @@ def test_gpus_without_kernels_for_them_are_no_reason_to_stop() -> None:
 
 
 def test_the_probes_of_gpus_run_as_far_as_a_machine_without_one_allows() -> None:
-    """Up to the loop over GPUs, and up to NCCL, which torch's CPU build does not have."""
-    found = {name: doctor._probed(name, code).found for name, code in doctor._GPU_PROBES.items()}
-    assert found["FBGEMM on GPU"].startswith("works on ")
-    assert "_nccl_all_reduce" in found["NCCL"] or "summed over" in found["NCCL"]
+    """Up to the loop over GPUs, and up to processes that find none."""
+    assert doctor._probed("FBGEMM on GPU", doctor._GPU_PROBES["FBGEMM on GPU"]).found.startswith("works on ")
+    two_gpus = "import torch; torch.cuda.device_count = lambda: 2\n"
+    found = doctor._probed("NCCL all-to-all", two_gpus + doctor._GPU_PROBES["NCCL all-to-all"]).found
+    assert "torch sees no GPU here" in found or "exchanged values among 2 GPU(s)" in found

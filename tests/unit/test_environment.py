@@ -71,6 +71,7 @@ def test_variables_that_are_missing_or_no_numbers_are_named(monkeypatch: pytest.
         ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=1", "LOCAL_RANK = 1, but LOCAL_WORLD_SIZE = 1"),
         ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3", r"LOCAL_WORLD_SIZE = '3' is not in 1\.\.2"),
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT=5", "MASTER_ADDR is not set"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a..b MASTER_PORT=5", r"MASTER_ADDR = 'a\.\.b' is not a name or an address"),
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=70000", r"MASTER_PORT = '70000' is not in 1\.\.65535"),
     ],
 )

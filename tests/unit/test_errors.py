@@ -1,7 +1,10 @@
 import errno
 import os
+import resource
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,10 @@ def test_exit_codes_stay_the_same() -> None:
             FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
             "[Errno 2] No usable temporary directory found in ['/tmp']. Free some space there, or set TMPDIR",
         ),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/.x.partial-7"),
+            "/proc/.x.partial-7: No such file or directory. It was removed meanwhile, or cannot be made there",
+        ),
         (MemoryError(), "Out of memory. There is not enough memory"),
         (MemoryError("12 GB"), "Out of memory (12 GB). There is not enough memory"),
         (RuntimeError("CUDA out of memory. Tried 2 GiB"), "CUDA out of memory. Tried 2 GiB. There is not"),
@@ -82,6 +89,8 @@ def test_failing_imports_are_blamed_on_memory_only_where_it_is_limited(monkeypat
     converted = as_user_error(error)
     assert isinstance(converted, ResourceError)
     assert "with at most 640 MB of address space. Raise the limit (ulimit -v)" in str(converted)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (640_000_000 if which == resource.RLIMIT_DATA else -1, -1))
+    assert "with at most 640 MB of data. Raise the limit (ulimit -d)" in str(as_user_error(error))
     monkeypatch.setattr("resource.getrlimit", lambda which: (-1, -1))
     assert as_user_error(error) is None
 
@@ -96,6 +105,14 @@ def test_anything_else_is_an_internal_error(error: Exception) -> None:
     assert as_user_error(error) is None
 
 
+@pytest.fixture
+def public_path() -> Iterator[Path]:
+    """A directory that other users can enter, unlike tmp_path."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.mark.parametrize(
     ("path", "mode", "remedy"),
     [
@@ -106,22 +123,20 @@ def test_anything_else_is_an_internal_error(error: Exception) -> None:
     ],
 )
 def test_missing_permission_to_read_or_write_has_its_own_remedy(
-    path: str, mode: str, remedy: str, tmp_path: Path
+    path: str, mode: str, remedy: str, public_path: Path
 ) -> None:
     """In a process that is not root's, for whom permissions do not count."""
-    (tmp_path / "secret").mkdir()
+    (public_path / "secret").mkdir()
     for name, permissions in (("secret/file", 0o644), ("unreadable", 0o200), ("readable", 0o444)):
-        (tmp_path / name).touch()
-        (tmp_path / name).chmod(permissions)
-    (tmp_path / "secret").chmod(0o600)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
+        (public_path / name).touch()
+        (public_path / name).chmod(permissions)
+    (public_path / "secret").chmod(0o600)
     code = (
         "import os\n"
         "from recmill.errors import as_user_error\n"
         "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
-        f"try: open({str(tmp_path / path)!r}, {mode!r})\n"
+        f"try: open({str(public_path / path)!r}, {mode!r})\n"
         "except OSError as error: print(as_user_error(error))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"{tmp_path}/{remedy}")
+    assert done.stdout.startswith(f"{public_path}/{remedy}")

@@ -19,6 +19,7 @@ def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_where_every_condition_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv(
         failpoints.VARIABLE, "train.step@step=7@rank=1:raise, ckpt.sync@hit=2:eio,ckpt.shards@rank=0:raise"
     )
@@ -34,7 +35,7 @@ def test_only_where_every_condition_holds(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["train.stop:kill", "train.step:explode", "train.step", "train.step@day=1:kill", "ckpt.sync@hit=x:eio"]
+    "text", ["train.stop:kill", "train.step:explode", "train.step", "train.step@day=1:kill", "ckpt.sync@hit=²:eio"]
 )
 def test_a_word_that_means_nothing_is_an_error_with_those_that_do(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failpoints.VARIABLE, text)

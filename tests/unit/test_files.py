@@ -1,6 +1,8 @@
 """Writing, locking and digesting files. Directories that replace others: tests/unit/test_every_failpoint.py."""
 
+import errno
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,38 @@ def test_a_written_file_replaces_the_old_one_and_leaves_nothing_else(tmp_path: P
     write_json(file, {"b": [1]})
     assert file.read_text() == '{\n "b": [\n  1\n ]\n}\n'
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_write_that_fails_names_the_file_and_leaves_no_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        write_text(tmp_path / "a.json", "text")
+    assert caught.value.filename == str(tmp_path / "a.json")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left") as full:
+        write_text(tmp_path / "b.json", "text")
+    assert full.value.filename == str(tmp_path / "b.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_disk_that_is_full_prevents_no_lock(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with (
+            exclusive_lock(tmp_path / "lock", ""),
+            pytest.raises(ResourceError, match=r"in use by another process. Wait"),
+            exclusive_lock(tmp_path / "lock", "Wait."),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_the_text_is_written_before_it_is_synced(tmp_path: Path) -> None:

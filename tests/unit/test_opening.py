@@ -53,6 +53,20 @@ def test_without_its_description_it_is_not_a_dataset(broken: Callable[..., Path]
     assert "no dataset.json, so this is not a complete prepared dataset" in problem(path)
 
 
+@pytest.mark.timeout(20)  # a pipe must not be waited for
+@pytest.mark.parametrize("instead", [None, "/dev/zero", "dataset.json", "/"])
+def test_a_description_that_is_no_regular_file_is_a_data_error(
+    broken: Callable[..., Path], instead: str | None
+) -> None:
+    file = broken("clicks") / "dataset.json"
+    file.unlink()
+    if instead is None:
+        os.mkfifo(file)
+    else:
+        file.symlink_to(instead)
+    assert f"{file}: " in problem(file.parent)
+
+
 @pytest.mark.parametrize(("kind", "file"), [("clicks", "day_1_sparse.npy"), ("histories", "items.npy")])
 def test_a_truncated_file_is_named(broken: Callable[..., Path], kind: str, file: str) -> None:
     path = broken(kind)

@@ -80,6 +80,8 @@ def test_a_run_directory_that_is_removed_while_in_use_is_noticed(tmp_path: Path,
         ([".lock", "log.txt", "log.rank-1.txt", ".status.json.17"], None),
         (["status.json", "anything"], None),
         (["status.json", "dataset.json"], "dataset.json"),
+        (["config.toml", "checkpoints/step-00000003/MANIFEST.json"], None),  # a run without its status.json
+        (["config.toml", "checkpoints/model.pt"], "checkpoints"),
         (["log.txt", "thesis.tex"], "thesis.tex"),
     ],
 )
@@ -87,11 +89,12 @@ def test_a_file_of_something_else_shows_that_a_directory_is_not_a_run_s(
     files: list[str], expected: str | None, tmp_path: Path
 ) -> None:
     for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert RunDirectory(tmp_path).foreign_file() == expected
 
 
-@pytest.mark.parametrize("text", ["\0", "[1]"])
+@pytest.mark.parametrize("text", ["\0", "[1]", "[" * 100_000])
 def test_a_status_that_is_not_json_is_an_error_with_its_path(text: str, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.status_file.write_text(text)

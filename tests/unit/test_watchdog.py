@@ -9,11 +9,12 @@ from recmill.files.atomic import write_json
 from recmill.launch.watchdog import Hang, Heartbeat, read_hangs
 
 
-@pytest.mark.parametrize("library", ["PyDLL", "CDLL"])
+@pytest.mark.parametrize(("library", "is_run_removed"), [("PyDLL", False), ("CDLL", False), ("CDLL", True)])
 def test_a_process_that_hangs_reports_its_stacks_and_ends_even_if_it_never_releases_pythons_lock(
-    library: str, tmp_path: Path
+    library: str, is_run_removed: bool, tmp_path: Path
 ) -> None:
     """ctypes calls through PyDLL keep Python's lock, so its other threads cannot run."""
+    run = tmp_path / "removed" if is_run_removed else tmp_path
     code = (
         "import ctypes, sys\n"
         "from pathlib import Path\n"
@@ -21,12 +22,12 @@ def test_a_process_that_hangs_reports_its_stacks_and_ends_even_if_it_never_relea
         "watchdog._LINGER_SECONDS = 0\n"
         "run = Path(sys.argv[1])\n"
         "heartbeat = watchdog.Heartbeat()\n"
-        "with watchdog.watching(heartbeat, watchdog.Watch(3, 1.0, run, run), print):\n"
+        "with watchdog.watching(heartbeat, watchdog.Watch(3, 1.0, Path(sys.argv[2]), run), print):\n"
         "    heartbeat.beat('testing', 5)\n"
         "    watchdog.time.sleep(0.6)\n"
         f"    ctypes.{library}(None).sleep(100)\n"
     )
-    command = [sys.executable, "-u", "-c", code, str(tmp_path)]
+    command = [sys.executable, "-u", "-c", code, str(tmp_path), str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     if library == "PyDLL":
@@ -34,7 +35,7 @@ def test_a_process_that_hangs_reports_its_stacks_and_ends_even_if_it_never_relea
         assert not list(tmp_path.iterdir())
     else:
         assert done.stdout.startswith("rank 3 made no progress for 1")
-        assert "testing, after step 5" in (tmp_path / "hang-rank-3.txt").read_text()
+        assert is_run_removed or "testing, after step 5" in (tmp_path / "hang-rank-3.txt").read_text()
         (hang,) = read_hangs(tmp_path)
         assert (hang.rank, hang.step, hang.phase) == (3, 5, "testing")
 

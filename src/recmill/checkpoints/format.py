@@ -25,6 +25,7 @@ from recmill.errors import CheckpointError, UserError, as_user_error
 from recmill.failpoints import reach
 from recmill.files.atomic import sync_directory, write_synced
 from recmill.files.digests import digest
+from recmill.files.reading import read_json, read_small
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +247,9 @@ def held(path: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            fcntl.flock(stack.enter_context((path / MANIFEST).open("rb")), fcntl.LOCK_SH)
+            descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would never open otherwise
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield
 
 
@@ -353,7 +356,7 @@ def set_aside(path: Path) -> None:
 def read(path: Path) -> Checkpoint:
     """Read the state of a checkpoint without checking its files."""
     try:
-        state = _AS_STATE.validate_json((path / STATE).read_bytes())
+        state = _AS_STATE.validate_json(read_small(path / STATE))
         if state.base is not None and not _STEP_NAME.fullmatch(state.base):
             raise ValueError(f"base {state.base!r}")
         if contradiction := state.position.contradiction():
@@ -388,7 +391,7 @@ def verify(path: Path, digests: bool = True, on_block: OnBlock = lambda: None) -
         checkpoint = _read_own(path)
         if base := checkpoint.base:
             if not (base / MANIFEST).is_file():
-                raise _corrupt(path, f"{path} holds changes since {base}, which is missing")
+                raise _corrupt(path, f"{path} holds changes since {base}, whose {MANIFEST} is missing")
             if digest(base / MANIFEST) != checkpoint.state.base_manifest:
                 raise _corrupt(path, f"{path} holds changes since {base}, which has since been replaced")
             _verify_files(base, digests, on_block)
@@ -400,7 +403,7 @@ def verify(path: Path, digests: bool = True, on_block: OnBlock = lambda: None) -
 def _verify_files(path: Path, digests: bool, on_block: OnBlock) -> None:
     manifest = path / MANIFEST
     try:
-        content = json.loads(manifest.read_bytes())
+        content = read_json(manifest)
         if content["format"] != _FORMAT:
             raise CheckpointError(
                 f"{manifest}: format {content['format']!r}, but this version of recmill reads {_FORMAT}. Use the "
@@ -410,7 +413,7 @@ def _verify_files(path: Path, digests: bool, on_block: OnBlock) -> None:
     except FileNotFoundError as error:
         raise _corrupt(path, f"{manifest}: missing") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _corrupt(path, f"{manifest}: unreadable manifest ({error!r})") from error
+        raise _corrupt(path, f"{manifest}: unreadable manifest ({type(error).__name__}: {error})") from error
     if unlisted := {STATE, ".metadata"} - listed.keys():
         raise _corrupt(path, f"{manifest}: does not list {' and '.join(sorted(unlisted))}")
     for name, (size, expected) in listed.items():

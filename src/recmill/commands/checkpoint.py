@@ -70,8 +70,13 @@ def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
     """Describe one checkpoint, the newest by default: its state, and the size and type of every tensor."""
     from recmill.checkpoints.safe_reader import described_tensors
 
-    paths = {step_of(path): path for path in committed(open_trained_run(run)[0].checkpoints)}
-    step = max(paths) if step is None else step
+    directory, _ = open_trained_run(run)
+    saved_step = directory.saved_step()
+    paths = {step_of(path): path for path in committed(directory.checkpoints)}
+    if step is None:
+        if error := lost_error(directory.checkpoints, saved_step):
+            raise error
+        step = max(paths)
     if step not in paths:
         raise CheckpointError(f"{run}: no checkpoint of step {step}. There are: {', '.join(map(str, paths))}.")
     with held(paths[step]):

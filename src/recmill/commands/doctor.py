@@ -29,7 +29,7 @@ if torch.cuda.is_available():
     names = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
     print(fbgemm_gpu.__variant__, *names, sep="\\n")
 """
-# What sharded tables need on GPUs: an operation of FBGEMM on each, and a sum over all of them.
+# What sharded tables need on GPUs: an operation of FBGEMM on each, and an exchange among all of them.
 _GPU_PROBES = {
     "FBGEMM on GPU": """
 import torch, fbgemm_gpu
@@ -38,14 +38,12 @@ for gpu in range(torch.cuda.device_count()):
     assert sums.tolist() == [0, 1, 3, 6], sums
 print("works on", torch.cuda.device_count(), "GPU(s)")
 """,
-    "NCCL": """
+    "NCCL all-to-all": """
 import torch
-from torch.cuda import nccl
-gpus = range(torch.cuda.device_count())
-ones = [torch.ones(1, device=f"cuda:{gpu}") for gpu in gpus]
-nccl.all_reduce(ones)
-assert [int(one) for one in ones] == [len(gpus)] * len(gpus), ones
-print(".".join(map(str, nccl.version())), "summed over", len(gpus), "GPU(s)")
+from recmill.launch.local import run_job
+gpus = torch.cuda.device_count()
+run_job("doctor", {"device": "cuda"}, procs=gpus)
+print(".".join(map(str, torch.cuda.nccl.version())), "exchanged values among", gpus, "GPU(s)")
 """,
 }
 
@@ -73,12 +71,12 @@ def would_work(checks: list[Check]) -> bool:
 
 
 def work(world: "World") -> bool:
-    """Exchange numbers with the other process over gloo, as sharded tables do; return whether our kernels work."""
+    """Exchange numbers with the other processes, as sharded tables do; return whether our CPU kernels work."""
     from recmill.kernels.library import load_library
 
-    received = world.exchange_numbers([10 * world.rank + to for to in range(world.size)])
+    received = world.exchange_numbers([10 * world.rank + to for to in range(world.size)], world.device)
     assert received == [10 * sender + world.rank for sender in range(world.size)], received
-    return world.is_main and load_library() is not None
+    return world.is_main and world.device.type == "cpu" and load_library() is not None
 
 
 def fix_command() -> str:

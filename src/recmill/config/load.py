@@ -76,7 +76,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file. Name a run config (.toml); examples are in configs/.") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory. Name the run config (.toml) itself.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also of bytes that are not UTF-8, and of too long integers
         raise ConfigError(f"{path}: not valid TOML: {error}.") from None
 
 
@@ -101,7 +101,7 @@ def _parse_value(text: str) -> Any:
     """Parse a TOML value; anything else, like an unquoted name or path, is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
     return parsed["value"] if len(parsed) == 1 else text  # several keys: the text has a line break
 

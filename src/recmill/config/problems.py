@@ -2,6 +2,7 @@
 
 import json
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
@@ -13,6 +14,7 @@ from recmill import registry
 from recmill.config.sections import Section, subsection
 
 SectionT = TypeVar("SectionT", bound=Section)
+_MAX_LINES = 10  # of a report
 _KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
 
 
@@ -73,7 +75,8 @@ def report(name: str, problems: Sequence[Problem], overridden: set[str]) -> str:
     lines = list(dict.fromkeys(map(line, problems)))
     if len(lines) == 1:
         return lines[0]
-    return f"{len(lines)} problems in the config:\n" + "\n".join(f"  {line}" for line in lines)
+    rest = [f"and {len(lines) - _MAX_LINES:,} more"] if len(lines) > _MAX_LINES else []
+    return "\n".join([f"{len(lines)} problems in the config:", *(f"  {line}" for line in [*lines[:_MAX_LINES], *rest])])
 
 
 def _without_problems(cls: type[SectionT], values: Any, problems: Sequence[tuple[Any, ...]]) -> SectionT:
@@ -105,7 +108,7 @@ def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings
     if error["type"] == "literal_error" and field:
         return Problem(f"'{key}': {registry.unknown('value', str(error['input']), _literals(field))}", (key,))
     message = error["msg"].replace("Input should be", "should be")
-    return Problem(f"'{key}': {message}, got {error['input']!r}. {help_text}".rstrip(), (key,))
+    return Problem(f"'{key}': {message}, got {reprlib.repr(error['input'])}. {help_text}".rstrip(), (key,))
 
 
 def _locate(cls: type[Section], location: Sequence[Any]) -> tuple[type[Section], FieldInfo | None, Sequence[Any]]:

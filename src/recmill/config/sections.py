@@ -229,8 +229,12 @@ class TrainSection(Section):
     max_restarts: MayChange[NonNegativeInt] = key(
         0, "How often a job restarts after one of its processes was killed, crashed or hung (--procs)."
     )
-    join_seconds: MayChange[PositiveFloat] = key(600.0, "How long a process waits for the others of its job to start.")
-    hang_seconds: MayChange[PositiveFloat] = key(1800.0, "A process without progress for this long counts as hung.")
+    join_seconds: MayChange[PositiveFloat] = key(
+        600.0, "How long a process waits for the others of its job to start.", le=1e9
+    )
+    hang_seconds: MayChange[PositiveFloat] = key(
+        1800.0, "A process without progress for this long counts as hung.", le=1e9
+    )
 
     def contradictions(self) -> list[str]:
         if not self.loss_scale or self.precision == "float16":

@@ -14,6 +14,7 @@ from recmill.data.checks import REMEDY, value_problems
 from recmill.data.npy_files import read_header
 from recmill.data.verification import digest_problems
 from recmill.errors import DataError
+from recmill.files.reading import read_small
 from recmill.schema import DESCRIPTION_FILE, Dataset, HistoriesDescription, from_json
 
 Checks = Literal["sizes", "once", "digests"]
@@ -47,18 +48,20 @@ def _described(path: Path) -> Dataset:
     if not path.is_dir():
         raise DataError(f"{path}: no such directory. Make the dataset first: recmill prepare NAME --output {path}.")
     try:
-        text = (path / DESCRIPTION_FILE).read_bytes()
+        text = read_small(path / DESCRIPTION_FILE)
         return Dataset(path, from_json(text), fingerprint=xxhash.xxh3_128_hexdigest(text))
     except FileNotFoundError:
         raise DataError(
             f"{path}: no {DESCRIPTION_FILE}, so this is not a complete prepared dataset "
             f"(it is written last). Move it away, then prepare it again: recmill prepare NAME --output {path}."
         ) from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+    except ValueError as error:
+        fact = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            fact = f"'{'.'.join(str(part) for part in first['loc'])}': {first['msg']}"
         raise DataError(
-            f"{path / DESCRIPTION_FILE}: '{key}': {first['msg']}. Prepare the dataset again: "
+            f"{path / DESCRIPTION_FILE}: {fact}. Prepare the dataset again: "
             f"recmill prepare NAME --output {path} --overwrite."
         ) from None
 

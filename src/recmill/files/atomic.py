@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,15 @@ from recmill.failpoints import reach
 def write_text(path: Path, text: str) -> None:
     """Replace `path` with a synced file that holds `text`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    write_synced(temporary, text)
-    os.replace(temporary, path)
+    try:
+        write_synced(temporary, text)
+        os.replace(temporary, path)
+    except OSError as error:
+        error.filename = str(path)  # a failing write() names no file
+        raise
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def write_synced(path: Path, text: str, before_sync: Callable[[], None] = lambda: None) -> None:

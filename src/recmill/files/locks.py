@@ -4,7 +4,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from recmill.errors import ResourceError
@@ -25,6 +25,6 @@ def exclusive_lock(path: Path, remedy: str) -> Iterator[None]:
             holder = file.read().strip() or "another process"
             raise ResourceError(f"{path.parent} is in use by {holder}. {remedy}") from None
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}")
-        file.flush()
+        with suppress(OSError):  # a full disk
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}".encode())
         yield

@@ -14,6 +14,8 @@ def end_with_parent():
     os.read(0, 1)
     os.killpg(0, signal.SIGKILL)
 threading.Thread(target=end_with_parent, daemon=True).start()
+for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+    signal.signal(ignored, signal.SIG_DFL)
 code = subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL)
 os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
 """

@@ -93,22 +93,22 @@ def _load_or_warn() -> KernelLibrary | None:
     problem = f"no C++ compiler (CXX, {', '.join(COMPILERS)})"
     remedy = "Install g++ (Debian: apt-get install g++)"
     if compiler:
-        # Without a cache, each process compiles its own. A loaded library needs its file no more.
         folder = cache_folder()
-        with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="recmill-") as parent:
-            try:
+        try:
+            # Without a cache, each process compiles its own. A loaded library needs its file no more.
+            with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="recmill-") as parent:
                 return KernelLibrary(_compiled(compiler, Path(parent)))
-            except _FaultError as error:
-                problem = str(error)
-                remedy = "Set train.kernels=torch to train without this warning"
-            except subprocess.CalledProcessError as error:
-                problem = f"{compiler} fails: {error.stderr or error}".strip()
-            except (TimeoutError, subprocess.TimeoutExpired):
-                problem = f"{compiler} does not finish within {_MAX_SECONDS:.0f} s"
-                remedy = "Set CXX to a compiler that works, or train.kernels=torch"
-            except (OSError, UserError) as error:
-                problem = str(error).rstrip(".")
-                remedy = f"Check the disk and the permissions of {parent}"
+        except _FaultError as error:
+            problem = str(error)
+            remedy = "Set train.kernels=torch to train without this warning"
+        except subprocess.CalledProcessError as error:
+            problem = f"{compiler} fails: {error.stderr or error}".strip()
+        except (TimeoutError, subprocess.TimeoutExpired):
+            problem = f"{compiler} does not finish within {_MAX_SECONDS:.0f} s"
+            remedy = "Set CXX to a compiler that works, or train.kernels=torch"
+        except (OSError, UserError) as error:
+            problem = str(error).rstrip(".")
+            remedy = f"Check the disk and the permissions of {folder or 'TMPDIR'}"
     log.warning("our own CPU kernels cannot be used here: %s. Training works. %s. %s.", problem, COST_WITHOUT, remedy)
     return None
 

@@ -108,10 +108,11 @@ def _killed_error(ranks: Sequence[int], name: str, signals: Sequence[str]) -> Us
     if name in signals:
         return stop_error(name, f"{name} reached {who.lower()} of the job before it could save anything.")
     fact = f"{who} of the job {'was' if len(ranks) == 1 else 'were'} killed by {name}."
-    hint = f"{_HINTS[name]} Then run the same command to resume." if name in _HINTS else _RESUME
-    error: ResourceError = LostWorkerError(f"{fact} {hint}")
     if name == "SIGILL":
         error = ResourceError(f"{fact} {_MISSING_INSTRUCTION}")
+    else:
+        hint = f"{_HINTS[name]} Then run the same command to resume." if name in _HINTS else _RESUME
+        error = LostWorkerError(f"{fact} {hint}")
     error.rank = ranks[0] if len(ranks) == 1 else None
     return error
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _JOB_PREFIX = "recmill-launched-"
 _POLL_SECONDS = 0.05
 _GATHER_SECONDS = 1.0  # after the first failure, how long the other ranks may still report theirs
-_GATHER_HANGS_SECONDS = 3.0  # the same for hangs
+_GATHER_HANGS_SECONDS = 3.0  # the same after the first hang; all ranks write their stacks meanwhile
 _SECOND_SIGNAL_SECONDS = 2.0  # how long workers have to exit after a second signal
 _END_SECONDS = 10.0  # how long killed workers have to disappear
 # 27 files were open in a worker of one process, 40 of two, 43 of four; data of many files takes more.
@@ -136,12 +136,11 @@ def _run_once(
                     raise stop_error(signals.names[0], f"{signals.names[0]} was received before the job had started.")
                 signals.workers = []
                 _start(job, procs, attempt, environment, signals.workers)
-            ends = _Ends(signals.workers)
-            has_succeeded = _wait(job, signals, ends)
+            failed = _wait(job, signals)
         finally:
             _end(signals.workers)
-        if not has_succeeded:
-            raise first_error(job, ends.failed, procs, signals.names)
+        if failed is not None:
+            raise first_error(job, failed, procs, signals.names)
         return json.loads((job / "result.json").read_text(encoding="utf-8"))
 
 
@@ -242,39 +241,28 @@ class _Signals:
             worker.send_signal(number)
 
 
-class _Ends:
-    """How workers ended, as seen by polling them."""
+def _wait(job: Path, signals: _Signals) -> list[dict[int, int]] | None:
+    """Return None when all workers have succeeded, or their exit codes soon after one failed, hung or ignored a signal.
 
-    def __init__(self, workers: list[subprocess.Popen[bytes]]) -> None:
-        self._workers = workers
-        self.failed: list[dict[int, int]] = []  # exit codes by rank; one dictionary per poll that found new ones
-        self.all_succeeded = False
-
-    def poll(self) -> None:
-        codes = [worker.poll() for worker in self._workers]
-        known = {rank for found in self.failed for rank in found}
+    Exit codes are by rank, without those of workers that still run; each dictionary holds what one poll has found.
+    """
+    failed: list[dict[int, int]] = []
+    deadline = math.inf
+    while True:
+        codes = [worker.poll() for worker in signals.workers]
+        if not any(codes) and None not in codes:
+            return None
+        known = set().union(*failed)
         if new := {rank: code for rank, code in enumerate(codes) if code and rank not in known}:
-            self.failed.append(new)
-        self.all_succeeded = not any(codes) and None not in codes
-
-
-def _wait(job: Path, signals: _Signals, ends: _Ends) -> bool:
-    """Return True when all workers have succeeded, or False soon after one failed, hung or ignored a second signal."""
-    deadline = signals.deadline
-    while time.monotonic() <= min(deadline, signals.deadline):
-        ends.poll()
-        if ends.all_succeeded:
-            return True
-        if deadline == math.inf:
-            if ends.failed:
-                deadline = time.monotonic() + _GATHER_SECONDS
-            elif read_hangs(job):
-                deadline = time.monotonic() + _GATHER_HANGS_SECONDS
-        elif not ends.failed and len(read_hangs(job)) == len(signals.workers):
-            break
+            failed.append(new)
+        now = time.monotonic()
+        if now > min(deadline, signals.deadline):
+            return failed
+        if failed:
+            deadline = min(deadline, now + _GATHER_SECONDS)
+        elif read_hangs(job):
+            deadline = min(deadline, now + _GATHER_HANGS_SECONDS)
         time.sleep(_POLL_SECONDS)
-    ends.poll()
-    return False
 
 
 def _end(workers: list[subprocess.Popen[bytes]]) -> None:

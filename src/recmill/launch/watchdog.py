@@ -3,6 +3,7 @@
 Long work calls `Heartbeat.beat`; a thread watches the time since the last beat.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 from recmill.files.atomic import write_json
 
 _POLL_SECONDS = 0.5
-_COLLECTIVES = "/torch/distributed/"  # in the stack of a process that waits for others
+_COLLECTIVES = ("/torch/distributed/", "/recmill/world.py")  # in the stack of a process that waits for others
 _LINGER_SECONDS = 10.0  # if a rank left at once, the others would report its absence instead of their stacks
 
 
@@ -111,11 +112,12 @@ def _report(watch: Watch, last: _Beat, quiet_seconds: float) -> Hang:
     assert ident is not None
     stack = traceback.extract_stack(sys._current_frames().get(ident))
     frames = [f"{frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in stack]
-    is_waiting = any(_COLLECTIVES in frame.filename for frame in stack)
+    is_waiting = any(part in frame.filename for frame in stack for part in _COLLECTIVES)
     hang = Hang(watch.rank, last.step, last.phase, round(quiet_seconds, 1), frames, is_waiting)
     if watch.job is not None and watch.job.is_dir():  # its launcher may be gone
         write_json(watch.job / f"hang-{hang.rank}.json", asdict(hang))
-    with (watch.run / f"hang-rank-{hang.rank}.txt").open("w", encoding="utf-8") as file:
+    path = watch.run / f"hang-rank-{hang.rank}.txt"
+    with contextlib.suppress(OSError), path.open("w", encoding="utf-8") as file:  # the directory may be gone, or full
         file.write(f"{hang}\n\nmain thread:\n" + "\n".join(hang.frames) + "\n\nall threads:\n")
         file.flush()
         faulthandler.dump_traceback(file)

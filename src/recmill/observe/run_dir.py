@@ -13,6 +13,7 @@ from typing import Any, Literal
 from recmill.errors import CheckpointError, ResourceError
 from recmill.files.atomic import write_json, write_text
 from recmill.files.locks import exclusive_lock
+from recmill.files.reading import read_json
 from recmill.files.timestamps import utc_now
 
 State = Literal["running", "done", "preempted", "interrupted", "failed"]
@@ -36,7 +37,8 @@ class RunDirectory:
 
     def foreign_file(self) -> str | None:
         """Return the name of a file that no run has written, if any: training must not write here."""
-        if not self.path.is_dir() or (self.status_file.is_file() and not (self.path / "dataset.json").exists()):
+        is_run = self.status_file.is_file() or any(self.checkpoints.glob("step-*/MANIFEST.json"))
+        if not self.path.is_dir() or (is_run and not (self.path / "dataset.json").exists()):
             return None
         names = sorted(path.name for path in self.path.iterdir())
         return next((name for name in names if not _EARLY_FILES.fullmatch(name)), None)
@@ -116,7 +118,7 @@ class RunDirectory:
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -186,6 +186,18 @@ def test_a_cache_that_cannot_be_written_is_named(
     assert "Install g++" not in caplog.text
 
 
+def test_without_any_folder_to_compile_in_training_works(
+    copying_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(copying_compiler))
+    monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    module._load_or_warn.cache_clear()
+    assert load_library() is None
+    assert "Training works." in caplog.text
+    assert "Check the disk and the permissions of TMPDIR." in caplog.text
+
+
 def test_without_a_cache_folder_nothing_is_left_behind(
     copying_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
