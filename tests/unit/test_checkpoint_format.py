@@ -249,7 +249,7 @@ def test_a_checkpoint_that_is_being_read_is_pruned_later(tmp_path: Path) -> None
 def test_a_reader_chooses_again_if_a_checkpoint_is_pruned_where_files_cannot_be_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(format_module, "held", lambda path: nullcontext(), raising=False)
+    monkeypatch.setattr(format_module, "held", lambda path: nullcontext())
     found = choose_while_a_run_saves(tmp_path)
     assert found is not None
     assert found.position.step == 3

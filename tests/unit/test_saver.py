@@ -189,7 +189,7 @@ def test_older_checkpoints_that_cannot_be_removed_are_a_warning(
 def test_bytes_written_by_any_rank_count_as_progress_of_a_save_that_training_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver_module, "_POLL_SECONDS", 0.01, raising=False)
+    monkeypatch.setattr(saver_module, "_POLL_SECONDS", 0.01)
     saver = new_saver(tmp_path, nn.Linear(2, 2), background=False)
     beats = []
 

@@ -28,7 +28,7 @@ class RowDropout(UsesKernels, nn.Module):
 
     def __init__(self, probability: float, site: int) -> None:
         super().__init__()
-        self.probability = probability
+        self.probability = probability if 1.0 - probability < 1.0 else 0.0  # so that thresholds fit into 32 bits
         self.site = site
 
     def forward(self, x_ND: Tensor, rows: Rows, tokens: Tokens = "all") -> Tensor:
@@ -47,7 +47,7 @@ class RowDropout(UsesKernels, nn.Module):
         counters = keys_B, row_N, token_N, element_D
         if _is_on_gpu(x_ND):
             return _RecomputedDropout.apply(_fused(self.probability, x_ND.device), x_ND, *counters)
-        return _drop(x_ND, *counters, *_threshold_and_scale(self.probability))
+        return _drop(x_ND, *counters, **_numbers(self.probability, x_ND.device))
 
 
 def _is_on_gpu(x: Tensor) -> bool:
@@ -59,8 +59,14 @@ def _as_int32(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def _threshold_and_scale(probability: float) -> tuple[int, float]:
-    return int((1.0 - probability) * 2.0**32) - (1 << 31), 1.0 / (1.0 - probability)
+@cache
+def _numbers(probability: float, device: torch.device) -> dict[str, Tensor]:
+    """Return the last arguments of `_drop`. Python numbers would be compiled in 64 bits, which gives other masks."""
+    threshold = int((1.0 - probability) * 2.0**32) - (1 << 31)
+    return {
+        "threshold": torch.tensor(threshold, dtype=torch.int32, device=device),
+        "scale": torch.tensor(1.0 / (1.0 - probability), device=device),
+    }
 
 
 class _RecomputedDropout(torch.autograd.Function):
@@ -78,13 +84,7 @@ class _RecomputedDropout(torch.autograd.Function):
 
 
 def _drop(
-    x_ND: Tensor,
-    keys_B: Tensor,
-    row_N: Tensor,
-    token_N: Tensor,
-    element_D: Tensor,
-    threshold: int | Tensor,
-    scale: float | Tensor,
+    x_ND: Tensor, keys_B: Tensor, row_N: Tensor, token_N: Tensor, element_D: Tensor, threshold: Tensor, scale: Tensor
 ) -> Tensor:
     """Drop elements of x_ND whose hash of key and position is not below `threshold`. Keys and positions are int32."""
     bits_ND = _hash((_hash(keys_B)[row_N] + token_N)[:, None] + element_D)
@@ -93,13 +93,8 @@ def _drop(
 
 @cache
 def _fused(probability: float, device: torch.device) -> Callable[..., Tensor]:
-    """Return `_drop` as one compiled kernel; if this machine cannot compile it, log why and return it as it is.
-
-    All numbers are passed as tensors: for a Python number the compiler would use 64 bits, which gives other masks.
-    """
-    threshold, scale = _threshold_and_scale(probability)
-    numbers = {"threshold": torch.tensor(threshold, dtype=torch.int32), "scale": torch.tensor(scale)}
-    options = {name: number.to(device) for name, number in numbers.items()}
+    """Return `_drop` as one compiled kernel; if this machine cannot compile it, log why and return it as it is."""
+    options = _numbers(probability, device)
     compiled = torch.compile(_drop, dynamic=True)
     x_ND, zeros = torch.ones(5, 16, device=device), partial(torch.zeros, dtype=torch.int32, device=device)
     trial = x_ND, zeros(3), zeros(5).long(), zeros(5), zeros(16)  # equal sizes would be compiled as one

@@ -34,6 +34,7 @@ def test_dropout_does_nothing_in_evaluation_or_with_probability_0() -> None:
     x, rows = torch.randn(15, 4), rows_of([3] * 5, KEYS)
     assert RowDropout(0.5, site=1).eval()(x, rows) is x
     assert RowDropout(0.0, site=1)(x, rows) is x
+    assert RowDropout(1e-17, site=1)(x, rows) is x  # too small to be subtracted from 1
 
 
 def test_dropout_masks_of_two_keys_or_two_sites_are_unrelated() -> None:
