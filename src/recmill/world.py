@@ -270,10 +270,14 @@ def _store(size: int, timeout: timedelta, deadline: float) -> dist.Store:
 
 
 def _listen(host: str, port: int) -> int:
-    """Return the descriptor of a socket that listens on this address alone."""
+    """Return the descriptor of a socket that listens on this address alone.
+
+    A machine may map its own host name to 127.0.1.1, where no other machine reaches it: then it listens on all.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family).detach()
+        is_own_name = address[0] in ("127.0.1.1", "127.0.0.1") and host not in (address[0], "localhost")
+        return socket.create_server(("", port) if is_own_name else address, family=family).detach()
     except OSError as error:
         fact = f"Rank 0 cannot listen on MASTER_ADDR = {host}, MASTER_PORT = {port}: {error.strerror}."
         if error.errno in (errno.EADDRINUSE, errno.EACCES):

@@ -190,6 +190,16 @@ def test_an_address_that_cannot_be_used_is_named() -> None:
         world._listen("192.0.2.1", 5)
 
 
+def test_a_host_name_that_its_own_machine_maps_to_loopback_can_be_reached_from_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    for host, address in (("node7", "0.0.0.0"), ("127.0.1.1", "127.0.1.1")):
+        with socket.socket(fileno=world._listen(host, 0)) as server:
+            assert server.getsockname()[0] == address
+
+
 def test_a_name_is_looked_up_again_only_if_the_name_server_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = [socket.EAI_AGAIN, socket.EAI_NONAME]
 
