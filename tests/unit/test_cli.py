@@ -175,3 +175,9 @@ def test_a_deleted_working_directory_is_one_clear_error(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=gone)
     assert done.returncode == 5, done.stderr
     assert done.stderr == "recmill: resource error: The current directory was deleted. Change to one that exists.\n"
+
+
+def test_an_option_whose_value_is_two_dashes_is_a_config_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Click takes them as the end of all options."""
+    assert cli._run(["train", "run.toml", "--run", "--"]) == 2
+    assert "--run is empty. Give a path" in capsys.readouterr().err
