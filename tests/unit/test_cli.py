@@ -179,5 +179,5 @@ def test_a_deleted_working_directory_is_one_clear_error(tmp_path: Path) -> None:
 
 def test_an_option_whose_value_is_two_dashes_is_a_config_error(capsys: pytest.CaptureFixture[str]) -> None:
     """Click takes them as the end of all options."""
-    assert cli._run(["train", "run.toml", "--run", "--"]) == 2
-    assert "--run is empty. Give a path" in capsys.readouterr().err
+    assert cli._run(["prepare", "synthetic-clicks", "--output", "--"]) == 2
+    assert "--output is empty. Give a path" in capsys.readouterr().err
