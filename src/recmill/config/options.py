@@ -14,12 +14,9 @@ from recmill.registry import unknown
 OptionsT = TypeVar("OptionsT", bound=Section)
 
 
-def given_path(path: str | Path | None, what: str) -> Path:
-    """Return the path. An empty one, as from an unset shell variable, would mean the current directory.
-
-    It is None if `--` follows the flag, which click takes as the end of all flags.
-    """
-    if path is None or not str(path):
+def given_path(path: str | Path, what: str) -> Path:
+    """Return the path. An empty one, as from an unset shell variable, would mean the current directory."""
+    if not str(path):
         raise ConfigError(f"{what} is empty. Give a path; the current directory is '.'.")
     return Path(path)
 
