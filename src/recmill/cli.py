@@ -148,7 +148,7 @@ def _option(name: str, field: Any) -> click.Option:
         [name, *extra.get("flags", [f"--{name.replace('_', '-')}"])],
         type=str if is_repeated else _click_type(kind, field),
         multiple=is_repeated,
-        is_flag=kind is bool,
+        is_flag=True if kind is bool else None,  # False would mean that the value may be left out
         **({"required": True} if field.is_required() else {"default": default}),
         show_default=not is_repeated,
         metavar=extra.get("metavar"),

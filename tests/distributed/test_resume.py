@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from recmill.launch.signals import stop_with_parent
 
 from .. import group
 from ..checkpoints import flip_a_bit
-from ..conftest import RunCli
 from ..processes import children, wait_until, wait_until_gone
 from .runs import assert_same_run, loss_by_step, losses, metric_lines
 
@@ -252,22 +250,6 @@ def test_too_few_open_files_are_refused_before_a_worker_starts(monkeypatch: pyte
     monkeypatch.setattr("resource.getrlimit", lambda which: (20, 20))
     with pytest.raises(ResourceError, match=r"A process may have 20 files open, and --procs 2 needs 64\. Raise the"):
         local.run_job("doctor", {"device": "cpu"}, procs=2)
-
-
-@pytest.mark.parametrize("megabytes", [250, 640])
-def test_too_little_memory_is_one_error_wherever_it_runs_out(
-    megabytes: int, dlrm: dict[str, Any], run_cli: RunCli, tmp_path: Path
-) -> None:
-    """While a library of torch is mapped; and in the middle of imports, when nothing is left to report it with."""
-    file = tmp_path / "run.toml"
-    file.write_text(tomli_w.dumps(dlrm), encoding="utf-8")
-    limit = megabytes * 10**6
-    done = run_cli(
-        "train", file, "--run", "run", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    )
-    assert done.returncode == 5, done.stderr
-    assert "recmill: resource error: " in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_the_directory_of_a_job_that_was_killed_with_its_launcher_is_removed_by_the_next(

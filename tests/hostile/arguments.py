@@ -74,7 +74,6 @@ CONTRADICTIONS = [
     ("clicks", ("train", "config.toml", "--run", "run/checkpoints")),
     ("clicks", ("train", "config.toml")),
     ("clicks", ("evaluate", "run", "--k", "5")),
-    ("clicks", ("evaluate", "run", "--checkpoint", "best")),
     ("clicks", ("evaluate", "run", "--split", "train")),
     ("clicks", ("recommend", "run", "--history", "1")),
     ("clicks", ("checkpoint", "inspect", "run", "--step", "4")),

@@ -114,7 +114,8 @@ def _on_small_disk(worlds: Worlds, name: str, world: str, title: str, kilobytes:
     _fill(sandbox.folder, kilobytes * 1024)
     outcome = sandbox.fork(*commands(world)[title])
     expected = worlds.expected(world, title)
-    found = judge(outcome, {expected.code, 5}, [str(sandbox.folder)])
+    places = ["data", "run/", "new/", "out", "npys", "all.parquet"]  # relative, as the arguments are
+    found = judge(outcome, {expected.code, 5}, [str(sandbox.folder), *(f": {place}" for place in places)])
     return [*found, *_after(worlds, world, title, outcome, sandbox)]
 
 

@@ -372,6 +372,8 @@ def _codes(target: Target) -> set[int]:
         return {1, 4, 5} if target.file.endswith("results.json") else {4, 5}  # 1: no results yet
     if target.file.endswith("dataset.json"):
         return {2, 3, 4, 5}  # it may now describe another dataset than the run's, or one that is too large
+    if target.group == "raw" and target.mutation == "link-itself":
+        return {2, 3}  # a path that leads back to itself
     return {3, 4} if target.mutation.startswith(("signed-", "swap")) else {3}
 
 

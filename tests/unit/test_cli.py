@@ -51,6 +51,12 @@ def test_flags_that_are_not_given_have_the_defaults_of_their_fields() -> None:
     }
 
 
+def test_a_value_may_begin_with_a_dash() -> None:
+    """Click would take the value of an option that it believes to be optional for the next option."""
+    found = parsed("--path", "--", "--seed", "-1", "--proto", "-")
+    assert (found["path"], found["seed"], found["protocols"]) == ("--", -1, ["-"])
+
+
 def test_flags_set_the_fields_of_their_name_or_of_the_flags_that_the_field_declares() -> None:
     line = "--path p --num-rows 3 --sizes 4,5 --order batch --verify --proto full,uni100 --set a=1 --set b=2 --seed 0"
     assert parsed(*line.split()) == {

@@ -60,6 +60,8 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
         ({**GOOD, "optim": {"dense": {"lr": "fast"}}}, "should be a valid number, got 'fast'"),
         ({**GOOD, "optim": {"dense": {"lr": float("inf")}}}, "'optim.dense.lr': should be a finite number"),
         ({**GOOD, "train": {"seed": 2**64}}, "'train.seed': should be less than"),
+        ({**GOOD, "train": {"hang_seconds": 2**63}}, "'train.hang_seconds': should be less than or equal to 1"),
+        ({**GOOD, "train": {"join_seconds": 1e300}}, "'train.join_seconds': should be less than or equal to 1"),
         ({**GOOD, "train": {"seed": True}}, "'train.seed': should be a valid integer, got True"),
         ({**GOOD, "train": 3}, "'train': should be an object, got 3"),
         (
@@ -267,11 +269,6 @@ def test_only_a_regular_file_of_a_sensible_size_is_read(tmp_path: Path) -> None:
     for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path / "large.toml"):
         with pytest.raises(ConfigError, match=f"{path} is not a file of at most 1,000,000 bytes"):
             load_config(path)
-
-
-@pytest.mark.parametrize("key", ["train.join_seconds", "train.hang_seconds"])
-def test_a_time_that_timers_cannot_hold_is_a_config_error(key: str) -> None:
-    assert f"--set: '{key}': should be less than or equal to 1000000000" in problem(GOOD, (f"{key}=1e15",))
 
 
 def test_a_long_value_is_cut_and_long_lists_of_problems_are_too() -> None:

@@ -1,5 +1,6 @@
 """A command in its first moments, and with closed standard files."""
 
+import resource
 import signal
 import subprocess
 import sys
@@ -34,6 +35,28 @@ def test_other_commands_clean_up_when_they_are_interrupted() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "4 default_int_handler SIG_DFL\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("which", "limit", "message"),
+    [
+        (resource.RLIMIT_AS, 100_000_000, "100,000,000 bytes of address space, and a command needs 1,200,000,000"),
+        (resource.RLIMIT_AS, 1_199_000_000, "1,199,000,000 bytes of address space, and a command needs 1,200,000,000"),
+        (resource.RLIMIT_DATA, 200_000_000, "200,000,000 bytes of data, and a command needs 600,000,000"),
+        (resource.RLIMIT_NOFILE, 6, "6 open files, and a command needs 32. Raise the limit (see: ulimit -n)."),
+    ],
+)
+def test_limits_with_which_libraries_abort_are_refused_at_once(which: int, limit: int, message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "recmill", "results", "none"],
+        preexec_fn=lambda: resource.setrlimit(which, (limit, limit)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5, done.stderr
+    assert done.stderr.startswith(f"recmill: resource error: a process may have {message}")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

@@ -9,6 +9,7 @@ from recmill import registry
 
 T = TypeVar("T")
 MAY_CHANGE = "may change on resume"
+_MAX_SECONDS = 1e8  # three years
 MayChange = Annotated[T, MAY_CHANGE]  # a key or section that may change when a run is resumed
 
 ADAM_ON_CPU = (
@@ -230,10 +231,10 @@ class TrainSection(Section):
         0, "How often a job restarts after one of its processes was killed, crashed or hung (--procs)."
     )
     join_seconds: MayChange[PositiveFloat] = key(
-        600.0, "How long a process waits for the others of its job to start.", le=1e9
+        600.0, "How long a process waits for the others of its job to start.", le=_MAX_SECONDS
     )
     hang_seconds: MayChange[PositiveFloat] = key(
-        1800.0, "A process without progress for this long counts as hung.", le=1e9
+        1800.0, "A process without progress for this long counts as hung.", le=_MAX_SECONDS
     )
 
     def contradictions(self) -> list[str]:

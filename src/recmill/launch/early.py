@@ -1,15 +1,24 @@
-"""What a command does first, before slow imports: handle signals, and open standard files that are closed."""
+"""What a command does first, before slow imports: handle signals, open standard files that are closed, check limits."""
 
 import os
+import resource
 import signal
 import sys
 from types import FrameType
+from typing import NoReturn
 
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGUSR2: 75}
 
+# With less, libraries abort the process or hang. With more, they fail with an error, if it is still not enough.
+_NEEDED = {
+    resource.RLIMIT_AS: (1_200_000_000, "bytes of address space", "-v"),
+    resource.RLIMIT_DATA: (600_000_000, "bytes of data", "-d"),
+    resource.RLIMIT_NOFILE: (32, "open files", "-n"),
+}
+
 
 def begin() -> None:
-    """Let signals end this process at once, with one line, and make the standard files usable."""
+    """Let signals end this process at once, with one line, make the standard files usable, and check limits."""
     for number in _EXIT_CODES:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
@@ -23,6 +32,11 @@ def begin() -> None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: PTH123, SIM115
     for file in (sys.stdout, sys.stderr):
         file.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a locale may lack a title's letters
+    for which, (needed, what, flag) in _NEEDED.items():
+        limit, _ = resource.getrlimit(which)
+        if 0 <= limit < needed:
+            fact = f"a process may have {limit:,} {what}, and a command needs {needed:,}"
+            _leave(f"recmill: resource error: {fact}. Raise the limit (see: ulimit {flag}).\n", 5)
 
 
 def restore_default_signals() -> None:
@@ -35,7 +49,11 @@ def restore_default_signals() -> None:
 def _end(number: int, frame: FrameType | None) -> None:
     code = _EXIT_CODES[signal.Signals(number)]
     kind = "interrupted" if code == 130 else "preempted"
-    line = f"recmill: {kind}: ended at once by {signal.Signals(number).name}; what was committed before is complete\n"
+    name = signal.Signals(number).name
+    _leave(f"recmill: {kind}: ended at once by {name}; what was committed before is complete\n", code)
+
+
+def _leave(line: str, code: int) -> NoReturn:
     try:
         os.write(2, line.encode())
     finally:
