@@ -262,7 +262,7 @@ def _sign(file: Path) -> None:
             listed.write_text(json.dumps(content, indent=1), encoding="utf-8")
     manifest = file.with_name("MANIFEST.json")
     for other in file.parent.parent.glob("step-*/state.json"):  # incremental checkpoints name their base's manifest
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # this is the file that was changed
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # this is the file that was changed
             content = json.loads(other.read_bytes())
             if content["base"] == manifest.parent.name and other != file:
                 content["base_manifest"] = xxhash.xxh3_128_hexdigest(manifest.read_bytes())
