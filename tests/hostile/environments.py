@@ -144,7 +144,7 @@ def run_descriptors(
     outcome = sandbox.run(*arguments, **_options(how))
     what = f"{f'closed {sorted(how)}' if isinstance(how, set) else how}: {shown(arguments)}"
     if title == "doctor":
-        codes = {"pipe": {141}, "full-out": {5}, "full-both": {5}}.get(str(how), {0, 5})
+        codes = {"pipe": {141}, "pipe-both": {141}, "full-out": {5}, "full-both": {5}}.get(str(how), {0, 5})
         return what, [finding for finding in judge(outcome, codes) if "without a message" not in finding.text]
     expected = worlds.expected(world, title)
     codes, sees_output = _expectation(how, expected.code, title, bool(expected.stdout.strip()))

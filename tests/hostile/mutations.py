@@ -262,7 +262,7 @@ def _sign(file: Path) -> None:
             listed.write_text(json.dumps(content, indent=1), encoding="utf-8")
     manifest = file.with_name("MANIFEST.json")
     for other in file.parent.parent.glob("step-*/state.json"):  # incremental checkpoints name their base's manifest
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # this is the file that was changed
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # this is the file that was changed
             content = json.loads(other.read_bytes())
             if content["base"] == manifest.parent.name and other != file:
                 content["base_manifest"] = xxhash.xxh3_128_hexdigest(manifest.read_bytes())
@@ -347,7 +347,7 @@ def _judge(
     expected = worlds.expected(target.world, title)
     path = Path(target.file)
     folder = path.parent
-    names = [path.name, str(sandbox.folder / folder), f"{folder}/", f"error: {folder}"]
+    names = [path.name, str(sandbox.folder / folder), f"{folder}/", f"error: {folder}", "the newest in run/checkpoints"]
     must_notice = is_changed and _must_notice(target, title, outcome)
     codes = _codes(target) if must_notice else {expected.code, 0, *_codes(target)}
     found = judge(outcome, codes, () if _is_config(target) else names)
@@ -369,7 +369,8 @@ def _codes(target: Target) -> set[int]:
     if target.group == "checkpoint":
         return {4}
     if target.group == "run":
-        return {1, 4, 5} if target.file.endswith("results.json") else {4, 5}  # 1: no results yet
+        codes = {2, 4, 5} if target.mutation == "swap" else {4, 5}  # 2: the config may be the other file
+        return {1, *codes} if target.file.endswith("results.json") else codes  # 1: no results yet
     if target.file.endswith("dataset.json"):
         return {2, 3, 4, 5}  # it may now describe another dataset than the run's, or one that is too large
     if target.group == "raw" and target.mutation == "link-itself":

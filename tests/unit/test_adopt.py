@@ -128,6 +128,16 @@ def test_a_damaged_header_is_named(npys: Path) -> None:
         adopt(npys)
 
 
+@pytest.mark.timeout(20)  # a pipe must not be waited for
+def test_only_regular_files_are_read(npys: Path) -> None:
+    for name, replace in (("dense", os.mkfifo), ("labels", os.mkdir)):
+        (npys / f"day_1_{name}.npy").unlink()
+        replace(npys / f"day_1_{name}.npy")
+    text = problem(npys)
+    assert "day_1_dense.npy: not a complete NumPy file (not a regular file)" in text
+    assert "day_1_labels.npy: not a complete NumPy file (not a regular file)" in text
+
+
 def test_a_fraction_of_the_last_of_several_days_is_no_option(npys: Path) -> None:
     with pytest.raises(ConfigError, match="add --last-day none"):
         adopt(npys, val_fraction=0.1)

@@ -40,8 +40,8 @@ def test_other_commands_clean_up_when_they_are_interrupted() -> None:
 @pytest.mark.parametrize(
     ("which", "limit", "message"),
     [
-        (resource.RLIMIT_AS, 100_000_000, "100,000,000 bytes of address space, and a command needs 1,200,000,000"),
-        (resource.RLIMIT_AS, 1_199_000_000, "1,199,000,000 bytes of address space, and a command needs 1,200,000,000"),
+        (resource.RLIMIT_AS, 100_000_000, "100,000,000 bytes of address space, and a command needs 2,000,000,000"),
+        (resource.RLIMIT_AS, 1_999_000_000, "1,999,000,000 bytes of address space, and a command needs 2,000,000,000"),
         (resource.RLIMIT_DATA, 200_000_000, "200,000,000 bytes of data, and a command needs 600,000,000"),
         (resource.RLIMIT_NOFILE, 6, "6 open files, and a command needs 32. Raise the limit (see: ulimit -n)."),
     ],

@@ -53,6 +53,17 @@ def test_without_its_description_it_is_not_a_dataset(broken: Callable[..., Path]
     assert "no dataset.json, so this is not a complete prepared dataset" in problem(path)
 
 
+def test_a_header_that_promises_more_rows_than_the_file_has_is_named(broken: Callable[..., Path]) -> None:
+    """Even if its size and digest are listed."""
+    path = broken("clicks")
+    file = path / "day_1_labels.npy"
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    files = json.loads((path / "dataset.json").read_text())["files"]
+    change(path, files=files | {file.name: files[file.name] | {"bytes": size - 1, "xxh3": digest(file)}})
+    assert f"day_1_labels.npy: {size - 1:,} bytes, but its header says {size:,}" in problem(path)
+
+
 @pytest.mark.timeout(20)  # a pipe must not be waited for
 @pytest.mark.parametrize("instead", [None, "/dev/zero", "dataset.json", "/"])
 def test_a_description_that_is_no_regular_file_is_a_data_error(

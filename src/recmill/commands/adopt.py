@@ -188,6 +188,8 @@ def _checked_shapes(path: Path, days: list[str], sparse: str) -> dict[tuple[str,
 def _shapes(file: Path, dtypes: list[str], problems: list[str]) -> list[tuple[int, int]]:
     """Return (rows, columns) of the array in an npy file, or of each one in an npz file; add to `problems`."""
     try:
+        if os.path.lexists(file) and not file.is_file():
+            raise ValueError("not a regular file")
         arrays = npz_arrays(file) if file.suffix == ".npz" else [npy_array(file)]
     except FileNotFoundError:
         other = file.with_name(file.name.replace(_ONE_HOT, _NOT_RENAMED))

@@ -1,5 +1,6 @@
 """Open a prepared dataset and check that its files agree with its `dataset.json`."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, pairwise
@@ -89,11 +90,14 @@ def _npy_problems(dataset: Dataset, name: str, shape: tuple[int, ...], dtypes: t
     try:
         with (dataset.path / name).open("rb") as file:
             found_shape, is_fortran, dtype = read_header(file)
+            size = file.tell() + math.prod(found_shape) * dtype.itemsize
     except ValueError as error:
         yield f"{name}: not a NumPy file ({error})"
         return
     if is_fortran or found_shape != shape or dtype.str[1:] not in dtypes:
         yield f"{name}: {dtype} {list(found_shape)}, expected {' or '.join(dtypes)} {list(shape)}"
+    elif info.bytes != size:
+        yield f"{name}: {info.bytes:,} bytes, but its header says {size:,}"
 
 
 def _click_problems(dataset: Dataset) -> Iterator[str]:

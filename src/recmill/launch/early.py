@@ -11,7 +11,7 @@ _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75, signa
 
 # With less, libraries abort the process or hang. With more, they fail with an error, if it is still not enough.
 _NEEDED = {
-    resource.RLIMIT_AS: (1_200_000_000, "bytes of address space", "-v"),
+    resource.RLIMIT_AS: (2_000_000_000, "bytes of address space", "-v"),
     resource.RLIMIT_DATA: (600_000_000, "bytes of data", "-d"),
     resource.RLIMIT_NOFILE: (32, "open files", "-n"),
 }
