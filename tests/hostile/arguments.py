@@ -178,7 +178,8 @@ def _flag_cases() -> Iterator[Case]:
                 for value in _odd_values(option):
                     names = (flag.lstrip("-").split("-")[0], flag, value or flag)
                     asks_data = flag.endswith(("-column", "--history", "--users"))  # for what is not in it
-                    yield Case(world, (*arguments, flag, value), names, codes=(0, 2, 3, 5) if asks_data else (0, 2, 5))
+                    own = (3,) if asks_data else (4,) if flag == "--step" else ()
+                    yield Case(world, (*arguments, flag, value), names, codes=(0, 2, 5, *own))
 
 
 def _odd_values(option: click.Option) -> list[str]:
