@@ -408,7 +408,10 @@ def stopped_rank(machine: Machine) -> Figures:
     for rank in range(stopped):
         file = run / f"hang-rank-{rank}.txt"
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        if not re.search(rf"rank {rank} made no progress .* after step \d+", text) or "File " not in text:
+        if (
+            not re.search(rf"rank {rank} (made no progress|waited for the other ranks) for .* after step \d+", text)
+            or "File " not in text
+        ):
             raise StepError(f"{file.name} does not give rank {rank}'s step and stacks: {text[:200]!r}", output)
     return {"reported_after_seconds": round(time.monotonic() - started, 1)}
 
