@@ -1,5 +1,6 @@
 """`evaluate` and `recommend` on a few films, with the names that people have for them."""
 
+import os
 import resource
 import shutil
 from functools import partial
@@ -197,6 +198,11 @@ def test_users_get_what_their_full_history_gets(
             assert items_of(rows.to_dicts()) == items_of(expected[user])
             assert rows["score"].to_list() == pytest.approx([row["score"] for row in expected[user]], rel=1e-5)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["all.parquet"]
+
+
+def test_recommendations_are_not_written_to_a_path_that_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--output .*: this path is not valid UTF-8"):
+        recommend_all(tmp_path, os.fsdecode(bytes(tmp_path) + b"/\xff"))
 
 
 def test_everyone_s_items_through_the_command(run: Path, run_cli: RunCli, tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ def recommend_all(
     output = given_path(output, "--output").absolute()
     if output.exists():
         raise DataError(f"{output} exists. Choose another --output, or move it away.")
+    if any("\udc80" <= letter <= "\udcff" for letter in str(output)):  # bytes that are no text: Polars needs text
+        raise ConfigError(f"--output {output}: this path is not valid UTF-8. Choose another one.")
     model = _Recommender(run, k, include_seen, checkpoint, fallback, verify)
     names = model.users().originals
     num_rows = 0
