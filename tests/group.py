@@ -42,7 +42,8 @@ def _rank(rank: int, procs: int, folder: str, body: Callable[..., Any], argument
 
     from recmill import world
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(procs), "GLOO_SOCKET_IFNAME": "lo"}
+    local = {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(procs), **local}
     world._store = lambda size, *_: dist.FileStore(f"{folder}/store", size)  # no port to agree upon
     try:
         result = body(*arguments, **options)

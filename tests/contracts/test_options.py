@@ -43,4 +43,5 @@ def test_only_rank_0_reads_the_files_of_a_dataset(monkeypatch: pytest.MonkeyPatc
     assert [dataset_checks(verify) for verify in (None, True, False)] == ["once", "digests", "sizes"]
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert [dataset_checks(verify) for verify in (None, True, False)] == ["sizes"] * 3

@@ -122,7 +122,7 @@ def start_rank(rank: int, port: int, config: dict[str, Any], folder: Path, fail:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | place | {"RANK": str(rank), "RECMILL_FAIL": fail},
+        env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "RECMILL_FAIL": fail},
         preexec_fn=stop_with_parent,
     )
 
@@ -226,7 +226,13 @@ def test_a_program_on_the_port_that_is_no_rank_is_an_error() -> None:
     code += "except Exception as error: print(type(error).__name__, error, flush=True)\nos._exit(0)"
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        place = {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | place, timeout=60, check=True)
     fact = f"ResourceError What listens on MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port} is not rank 0 of this job."

@@ -102,7 +102,7 @@ def test_asking_for_processes_inside_a_launched_one_is_an_error(
 ) -> None:
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
     done = run_cli("train", write_config(tmp_path, dlrm), "--run", "r", "--procs", "2", env=environment)
-    assert_one_clear_error(done, 2, "--procs 2", "RANK and WORLD_SIZE are set")
+    assert_one_clear_error(done, 2, "--procs 2", "another launcher started", "unset RANK and WORLD_SIZE")
     wrong = os.environ | {"RANK": "abc", "WORLD_SIZE": "2"}
     done = run_cli("train", write_config(tmp_path, dlrm), "--run", "r", env=wrong)
     assert_one_clear_error(done, 2, "RANK = 'abc' is not a number")

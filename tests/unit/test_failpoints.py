@@ -20,6 +20,7 @@ def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_where_every_condition_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv(
         failpoints.VARIABLE, "train.step@step=7@rank=1:raise, ckpt.sync@hit=2:eio,ckpt.shards@rank=0:raise"
     )

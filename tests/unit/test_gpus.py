@@ -204,7 +204,7 @@ def test_the_thread_that_pins_batches_does_so_for_its_own_gpu(ahead: int, thread
 
 def process(rank: int = 0, local_rank: int | None = None, launcher: int | None = None) -> ProcessEnvironment:
     own = rank if local_rank is None else local_rank  # as `process_environment` reads it
-    return ProcessEnvironment(True, rank, 16, own, 16, 0, None, launcher)
+    return ProcessEnvironment("torchrun", rank, 16, own, 16, 0, None, launcher)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,6 @@ def process(rank: int = 0, local_rank: int | None = None, launcher: int | None =
         ("auto", process(3), 8, True, "cuda:3"),
         ("cuda", process(11, local_rank=3), 8, True, "cuda:3"),
         ("cuda", process(11, local_rank=3), 1, True, "cuda:0"),  # srun --gpus-per-task=1
-        ("cuda", process(9), 1, True, "cuda:0"),  # the same, without LOCAL_RANK
         ("cuda", process(0, launcher=7), 1, True, "cuda:0"),
     ],
 )
@@ -232,7 +231,7 @@ def test_each_process_gets_a_device(
     [
         ("cuda", process(), 0, True, "train.device = 'cuda', but torch sees no GPU here"),
         ("cuda", process(), 8, False, "the installed FBGEMM is built for CPU and cannot use GPUs"),
-        ("auto", process(9), 8, True, "Process 9 is number 9 on its machine, .* but 8 GPU"),  # no LOCAL_RANK
+        ("auto", process(9), 8, True, "Process 9 is number 9 on its machine, .* but 8 GPU"),
         ("cuda", process(2, local_rank=2), 2, True, "Process 2 is number 2 .* set CUDA_VISIBLE_DEVICES"),
         ("auto", process(1, launcher=7), 1, True, "Process 1 .* each process needs its own. Start fewer processes"),
     ],

@@ -57,13 +57,13 @@ _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 def is_launched_with(procs: int) -> bool:
     """Return whether a launcher has started this process; raise if it did and --procs asks for more processes."""
-    is_launched = process_environment().is_launched
-    if is_launched and procs > 1:
+    own = process_environment()
+    if own.is_launched and procs > 1:
         raise ConfigError(
-            f"--procs {procs} inside a process that a launcher started (RANK and WORLD_SIZE are set). "
-            "Leave --procs out under torchrun; otherwise unset RANK and WORLD_SIZE."
+            f"--procs {procs} inside a process that {own.started_by} started: it is rank {own.rank} of {own.size}. "
+            "Leave --procs out; if nothing was launched here, unset RANK and WORLD_SIZE."
         )
-    return is_launched
+    return own.is_launched
 
 
 def leave(code: int) -> NoReturn:
