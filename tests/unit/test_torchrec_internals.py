@@ -71,7 +71,7 @@ def objects(world: World) -> list[object]:
         for group in internals.table_groups(collection):
             found += [group._group, getattr(group.module, "fbgemm", group.module)]
     found += [value for value in model.state_dict().values() if internals.is_sharded(value)]
-    return [*found, model.rows(IDS)]
+    return [*found, model.rows(IDS), internals.FileSystemReader("")]
 
 
 @pytest.mark.parametrize(("owner", "name"), NAMES, ids=[f"{owner.__name__}.{name}" for owner, name in NAMES])

@@ -1,18 +1,25 @@
-"""Read checkpoints without executing anything in them: torch would read `.metadata` with plain pickle."""
+"""Read checkpoints without executing anything in them: torch would read `.metadata` with plain pickle.
+
+Of large tensors only the rows that are needed are read, in pieces: torch would load a stored tensor completely first.
+"""
 
 import io
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from recmill.checkpoints.format import Checkpoint
 from recmill.errors import CheckpointError
-from recmill.tables.torchrec_internals import METADATA_CLASSES, table_of
+from recmill.tables.torchrec_internals import METADATA_CLASSES, stored_tensor, table_of
 
+_PIECE_BYTES = 1 << 24  # read at a time
 _TRUST = "Do not load checkpoints from people you do not trust."
 
 
@@ -36,6 +43,44 @@ class SafeReader(dcp.FileSystemReader):
             metadata.storage_meta = dcp.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        small: list[ReadItem] = []
+        for item in plan.items:
+            if self.storage_data[item.storage_index].length <= _PIECE_BYTES or not self._read_rows(item, planner):
+                small.append(item)
+        return super().read_data(replace(plan, items=small), planner)
+
+    def _read_rows(self, item: ReadItem, planner: LoadPlanner) -> bool:
+        """Read the rows that `item` asks for, a piece at a time. Return False if they are not one after the other."""
+        stored = self.storage_data[item.storage_index]
+        with (Path(self.path) / stored.relative_path).open("rb", buffering=0) as file:
+            described, offset = stored_tensor(file, stored.offset, stored.length)
+            if described.dim() == 0 or not described.is_contiguous():
+                return False
+            row_shape = described.shape[1:]
+            row_bytes = row_shape.numel() * described.element_size()
+            target = planner.resolve_tensor(item).detach()
+            (first, *columns), (count, *widths) = item.storage_offsets, item.lengths
+            rows = torch.empty(max(1, _PIECE_BYTES // max(row_bytes, 1)), *row_shape, dtype=described.dtype)
+            for begin in range(0, count, len(rows)):
+                piece = rows[: count - begin]
+                file.seek(offset + (first + begin) * row_bytes)
+                _fill(piece, file)
+                for dim, (column, width) in enumerate(zip(columns, widths, strict=True), start=1):
+                    piece = piece.narrow(dim, column, width)
+                target[begin : begin + len(piece)] = piece
+            planner.commit_tensor(item, target)
+        return True
+
+
+def _fill(values: torch.Tensor, file: io.FileIO) -> None:
+    view = values.view(torch.uint8).numpy().reshape(-1).data
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise OSError(f"{file.name} ends too early")
+        view = view[count:]
 
 
 class _DataUnpickler(pickle.Unpickler):

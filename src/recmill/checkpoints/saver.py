@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.checkpoints import format as on_disk
+from recmill.checkpoints.chunks import ChunkedPlanner
 from recmill.checkpoints.format import FileFacts, Origin, Position, RowChange, State
 from recmill.checkpoints.incremental import TouchedRows, collect_changes, has_table_rows, quantize_rows
 from recmill.checkpoints.loading import state_of
@@ -279,7 +280,7 @@ class Saver:
                 warnings.simplefilter("ignore")
                 # Without copies ahead: DCP would wait for them on the thread's current GPU, even if they are elsewhere.
                 writer = _Writer(save.partial, sync_files=True, overwrite=False, per_thread_copy_ahead=0)
-                dcp.save(save.tensors, storage_writer=writer, process_group=self._group)
+                dcp.save(save.tensors, storage_writer=writer, planner=ChunkedPlanner(), process_group=self._group)
         except dcp.CheckpointException as error:  # the same on all ranks
             raise next((failure for failure, _ in error.failures.values()), RuntimeError(str(error))) from error
 

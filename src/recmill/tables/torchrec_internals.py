@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import fbgemm_gpu
 import torch
@@ -36,9 +36,11 @@ def _unusable(fact: object) -> UserError:
 
 
 try:
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
     from torch.distributed.remote_device import _remote_device
     from torch.fx._symbolic_trace import PHWithMeta
     from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
@@ -58,6 +60,7 @@ PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
     ),
     DenseTableBatchedEmbeddingBagsCodegen: ("weights", "hash_size_cumsum", "max_D"),
     LazyAwaitable: ("callbacks",),
+    FileSystemReader: ("_slice_file",),
     ShardedTensor: ("_init_from_local_shards_and_global_metadata", "_process_group"),
 }
 
@@ -180,6 +183,15 @@ METADATA_CLASSES = {
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
 }
+
+
+def stored_tensor(file: IO[bytes], offset: int, length: int) -> tuple[Tensor, int]:
+    """Return a tensor that torch.save wrote at `offset`, without its values, and the offset of these in the file."""
+    reader = FileSystemReader("")
+    with FakeTensorMode():
+        described = torch.load(reader._slice_file(file, _StorageInfo("", offset, length)), weights_only=True)
+    storage = described.untyped_storage()
+    return described, offset + storage._checkpoint_offset + described.storage_offset() * described.element_size()
 
 
 def pipeline_inputs(*fields: str) -> tuple[Any, ...]:
