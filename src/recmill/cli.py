@@ -49,8 +49,10 @@ def _run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         _print_error("recmill: interrupted; what was committed before is complete")
         return 130
-    except (BrokenPipeError, SystemExit):  # click's: the reader of our output closed the pipe, as `| head` does
-        _discard_stdout()
+    except (BrokenPipeError, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:  # click's, after it has printed completions for a shell
+            return 0
+        _discard_stdout()  # the reader of our output closed the pipe, as `| head` does
         return 141
     except Exception as error:
         if _DEBUG in sys.argv:
@@ -194,9 +196,21 @@ def _print(report: Any, as_json: bool, print_text: Callable[[Any], None]) -> Non
         print_text(report)
 
 
+def _print_versions(context: click.Context, option: click.Parameter, is_given: bool) -> None:
+    """Print the version of Recmill and of the packages that matter, from their metadata: torch is not imported."""
+    if is_given:
+        from recmill.observe.provenance import versions
+
+        for name, version in versions().items():
+            print(name, version)
+        context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(_DEBUG, is_flag=True, help="Show tracebacks; accepted anywhere on the command line.")
-@click.version_option(recmill.__version__, prog_name="recmill")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_versions, help="Show versions."
+)
 @click.pass_context
 def commands(context: click.Context, debug: bool) -> None:
     """Train recommenders with very large embedding tables, from a laptop to a cluster."""
@@ -255,7 +269,7 @@ def audit_command(dataset: str, as_json: bool, **options: Any) -> int:
 @commands.command("train", cls=_Command)
 @click.argument("config", type=click.Path())
 def train_command(config: str, run: str, **options: Any) -> None:
-    """Train the model of CONFIG (a TOML file) and test it.
+    """Train the model of CONFIG (a TOML file, or a name that `recmill configs list` shows) and test it.
 
     Exits with 0 when training is complete. When it is stopped by a signal, it saves and exits with 75 (SIGTERM,
     SIGUSR1, SIGUSR2) or 130 (Ctrl-C).
@@ -350,6 +364,45 @@ def results_command(runs: tuple[str, ...]) -> None:
     from recmill.commands.results import results
 
     printed.print_results(results(*runs))
+
+
+configs_group = click.Group("configs", help="List, show or copy the run configs that come with Recmill.")
+commands.add_command(configs_group)
+
+
+def _matching_configs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names that a shell offers to complete."""
+    from recmill.config.shipped import shipped_configs
+
+    return [name for name in shipped_configs() if name.startswith(incomplete)]
+
+
+@configs_group.command("list")
+@_json
+def configs_list_command(as_json: bool) -> None:
+    """List the names of the configs, as `recmill train` takes them."""
+    from recmill.commands.configs import list_configs
+
+    _print(list_configs(), as_json, lambda found: printed.print_table(["config", "what it is"], [*found.items()]))
+
+
+@configs_group.command("show")
+@click.argument("name", shell_complete=_matching_configs)
+def configs_show_command(name: str) -> None:
+    """Print the config NAME."""
+    from recmill.commands.configs import show_config
+
+    print(show_config(name), end="")
+
+
+@configs_group.command("copy")
+@click.argument("name", shell_complete=_matching_configs)
+@click.argument("destination", type=click.Path(), default=".")
+def configs_copy_command(name: str, destination: str) -> None:
+    """Copy the config NAME to DESTINATION: a new file, or a directory.  [default: the current directory]"""
+    from recmill.commands.configs import copy_config
+
+    print(copy_config(name, destination))
 
 
 @commands.command("doctor")

@@ -221,6 +221,19 @@ def test_a_click_log_in_csv_is_prepared_as_the_page_of_data_shows(
     }
 
 
+def test_version_prints_the_packages_that_the_page_of_installing_shows() -> None:
+    sample = block_with(DOCS / "installing.md", "\ntorch 2")
+    printed = run(["recmill", "--version"], REPO).stdout
+    assert [line.split()[0] for line in printed.splitlines()] == [line.split()[0] for line in sample.splitlines()]
+
+
+def test_the_page_of_installing_names_the_wheel_and_its_python_versions() -> None:
+    page = (DOCS / "installing.md").read_text(encoding="utf-8")
+    assert f"recmill-{recmill.__version__}-py3-none-any.whl" in page
+    assert f"torchrec=={doctor.TORCHREC}" in page
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in page
+
+
 # What the documents name
 
 
@@ -228,7 +241,7 @@ def test_a_click_log_in_csv_is_prepared_as_the_page_of_data_shows(
 def test_options_in_documents_exist(document: Path) -> None:
     for command in commands(document):
         if command[0] == "recmill":
-            depth = 3 if command[1] in ("prepare", "checkpoint") else 2
+            depth = 3 if command[1] in ("prepare", "checkpoint", "configs") else 2
             for option in (word for word in command if word.startswith("--")):
                 assert option in help_of(*command[1:depth]), f"{shlex.join(command)}: {option}"
 

@@ -182,3 +182,42 @@ def test_a_deleted_working_directory_is_one_clear_error(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=gone)
     assert done.returncode == 5, done.stderr
     assert done.stderr == "recmill: resource error: The current directory was deleted. Change to one that exists.\n"
+
+
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = sys.modules['torchrec'] = None; from recmill.cli import main; main()"
+)
+
+
+def answer(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command where torch cannot be imported."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
+
+
+def test_version_names_the_packages_that_matter_without_importing_torch() -> None:
+    from importlib import metadata
+
+    done = answer("--version")
+    found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert done.returncode == 0, done.stderr
+    assert found.pop("recmill") == recmill.__version__
+    assert found.pop("python") == ".".join(map(str, sys.version_info[:3]))
+    assert {"torch", "torchrec", "polars"} < found.keys()
+    assert any(name.startswith("fbgemm-gpu") for name in found)
+    assert found == {name: metadata.version(name) for name in found}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("recmill ev", ["plain,evaluate"]),
+        ("recmill train --pro", ["plain,--procs"]),
+        ("recmill prepare random-", ["plain,random-clicks", "plain,random-histories"]),
+        ("recmill configs show quickstart/d", ["plain,quickstart/dlrm"]),
+    ],
+)
+def test_a_shell_completes_commands_flags_and_names_without_importing_torch(words: str, expected: list[str]) -> None:
+    position = str(len(words.split()) - 1)
+    done = answer(COMP_WORDS=words, COMP_CWORD=position, _RECMILL_COMPLETE="bash_complete")
+    assert (done.returncode, done.stdout.splitlines()) == (0, expected), done.stderr

@@ -12,6 +12,7 @@ import tomli_w
 from recmill import registry
 from recmill.config.problems import Problem, contradictions, contradictions_within, report, validated
 from recmill.config.sections import Section, Settings
+from recmill.config.shipped import shipped_configs
 from recmill.errors import ConfigError
 
 _MAX_BYTES = 10**6  # of a config file
@@ -32,7 +33,7 @@ class Config:
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Load a TOML file, or a mapping like one, and apply overrides such as "optim.dense.lr=0.02"."""
+    """Load a TOML file, a shipped config by its name, or a mapping; apply overrides such as "optim.dense.lr=0.02"."""
     name = "config" if isinstance(source, Mapping) else str(source)
     try:
         return _loaded(name, source, overrides)
@@ -67,13 +68,19 @@ def to_toml(config: Config) -> str:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        path = shipped_configs().get(str(path), path)
     try:
         is_too_large = path.stat().st_size > _MAX_BYTES
         if not path.is_dir() and (is_too_large or not path.is_file()):  # /dev/zero never ends
             raise ConfigError(f"{path} is not a file of at most {_MAX_BYTES:,} bytes. Name a run config (.toml).")
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file. Name a run config (.toml); examples are in configs/.") from None
+        name = str(path).removeprefix("configs/").removesuffix(".toml")
+        remedy = "Name a run config (.toml), or one that `recmill configs list` shows."
+        if name in shipped_configs():
+            remedy = f"The config that comes with Recmill is called {name}."
+        raise ConfigError(f"{path}: no such file. {remedy}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory. Name the run config (.toml) itself.") from None
     except ValueError as error:  # also of bytes that are not UTF-8, and of too long integers
