@@ -41,6 +41,10 @@ POINTS = {
     "probe.all_features": "a child process tries bfloat16 or float16; ONEDNN_MAX_CPU_ISA is not set",
     "probe.lowered": "the same; ONEDNN_MAX_CPU_ISA is set",
     "probe.kernel": "a child process tries a kernel of ours that was just compiled",
+    "store.read": "a row of a cached table was read from its file, and is not checked yet",
+    "store.append": "a segment of rows is complete, and not written to the file",
+    "store.compact": "a segment is chosen for compaction, and not read",
+    "store.snapshot": "a snapshot of cached tables begins",
 }
 _ERRORS = {"nospace": errno.ENOSPC, "eio": errno.EIO}
 _SIGNALS = {"kill": signal.SIGKILL, "sigill": signal.SIGILL}
@@ -84,6 +88,20 @@ def reach(point: str, step: int | None = None) -> None:
         failure.hits += 1
     for failure in failures_here:
         failure.happen_if_due(step)
+
+
+def native_failures(points: list[str]) -> list[tuple[int, int, int]]:
+    """Return (index of the point, hit or 0, action) for C++, which counts hits (`Failure` in kernels/rows.cpp)."""
+    process = process_environment()
+    now = {"rank": process.rank, "attempt": process.attempt}
+    found = []
+    for failure in active_failures():
+        fixed = failure.conditions.keys() - {"hit"}
+        if failure.point in points and all(now.get(name) == failure.conditions[name] for name in fixed):
+            signal_number = _SIGNALS.get(failure.action, 0)
+            action = 0 if failure.action == "hang" else -signal_number or _ERRORS.get(failure.action, errno.EIO)
+            found.append((points.index(failure.point), failure.conditions.get("hit", 0), int(action)))
+    return found
 
 
 def _parse(text: str) -> list[_Failure]:

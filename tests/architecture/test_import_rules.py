@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "registry": {"errors"},
     "rng": set(),
     "schema": set(),
-    "tables": {"config", "errors", "files", "hardware", "kernels", "rng", "world"},
+    "tables": {"config", "errors", "failpoints", "files", "hardware", "kernels", "rng", "world"},
     "tasks": {"batch", "config", "metrics"},
     "training": {
         "checkpoints", "config", "errors", "failpoints", "hardware", "launch", "metrics", "observe", "protocols",

@@ -14,14 +14,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from recmill.errors import UserError
+from recmill.errors import ResourceError, UserError
 from recmill.files.atomic import new_file, write_json
 from recmill.files.digests import digest
 from recmill.hardware.child import last_line, run_child
@@ -30,13 +31,29 @@ from recmill.kernels import COST_WITHOUT
 
 log = logging.getLogger(__name__)
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("steps.cpp", "encoder.cpp", "catalogue.cpp")]
-_ALSO_HASHED = [Path(__file__).with_name(name) for name in ("lanes.h", "product.h", "trial.py")]
-# Without -ffast-math, which would hide NaN.
-_FLAGS = (
+_Library = TypeVar("_Library")
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    name: str
+    sources: tuple[str, ...]
+    also_hashed: tuple[str, ...]
+    flags: str
+    needs_trial: bool
+
+
+_KERNELS = _Recipe(
+    "kernels",
+    ("steps.cpp", "encoder.cpp", "catalogue.cpp"),
+    ("lanes.h", "product.h", "trial.py"),
+    # Without -ffast-math, which would hide NaN.
     "-std=c++17 -O3 -march=native -mprefer-vector-width=512 -fopenmp -shared -fPIC "
-    "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
+    "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math",
+    needs_trial=True,
 )
+# First values must have the bits of rng.py, so nothing may be contracted.
+_ROWS = _Recipe("rows", ("rows.cpp",), (), "-std=c++17 -O2 -ffp-contract=off -pthread -shared -fPIC", needs_trial=False)
 _MAX_SECONDS = 60.0  # for everything, also for waiting until another process has compiled; it takes 3 s
 _POLL_SECONDS = 0.1
 _LOADING = threading.Lock()
@@ -81,6 +98,14 @@ class _FaultError(Exception):
     """The library compiles, but calling it fails or kills the process."""
 
 
+class _UnusableError(Exception):
+    """A library cannot be compiled or run here."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.problem, self.remedy = problem, remedy
+
+
 def load_library() -> KernelLibrary | None:
     """Return the kernels, or None, with a warning, where they cannot be compiled or run."""
     with _LOADING:  # a second thread waits instead of compiling too
@@ -89,43 +114,67 @@ def load_library() -> KernelLibrary | None:
 
 @cache
 def _load_or_warn() -> KernelLibrary | None:
+    try:
+        return _load(_KERNELS, KernelLibrary)
+    except _UnusableError as error:
+        log.warning(
+            "our own CPU kernels cannot be used here: %s. Training works. %s. %s.",
+            error.problem,
+            COST_WITHOUT,
+            error.remedy,
+        )
+        return None
+
+
+@cache
+def load_rows_library() -> ctypes.CDLL:
+    """Return the compiled rows.cpp. Raise ResourceError if it cannot be compiled."""
+    try:
+        return _load(_ROWS, lambda path: ctypes.CDLL(str(path)))
+    except _UnusableError as error:
+        raise ResourceError(
+            f"tables.store = 'cached_ssd' needs code that cannot be compiled here: {error.problem}. {error.remedy}."
+        ) from error
+
+
+def _load(recipe: _Recipe, load: Callable[[Path], _Library]) -> _Library:
     compiler = cxx_compiler()
-    problem = f"no C++ compiler (CXX, {', '.join(COMPILERS)})"
+    if not compiler:
+        problem = f"no C++ compiler (CXX, {', '.join(COMPILERS)})"
+        raise _UnusableError(problem, "Install g++ (Debian: apt-get install g++)")
+    folder = cache_folder()
     remedy = "Install g++ (Debian: apt-get install g++)"
-    if compiler:
-        folder = cache_folder()
-        try:
-            # Without a cache, each process compiles its own. A loaded library needs its file no more.
-            with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="recmill-") as parent:
-                return KernelLibrary(_compiled(compiler, Path(parent)))
-        except _FaultError as error:
-            problem = str(error)
-            remedy = "Set train.kernels=torch to train without this warning"
-        except subprocess.CalledProcessError as error:
-            problem = f"{compiler} fails: {error.stderr or error}".strip()
-        except (TimeoutError, subprocess.TimeoutExpired):
-            problem = f"{compiler} does not finish within {_MAX_SECONDS:.0f} s"
-            remedy = "Set CXX to a compiler that works, or train.kernels=torch"
-        except (OSError, UserError) as error:
-            problem = str(error).rstrip(".")
-            remedy = f"Check the disk and the permissions of {folder or 'TMPDIR'}"
-    log.warning("our own CPU kernels cannot be used here: %s. Training works. %s. %s.", problem, COST_WITHOUT, remedy)
-    return None
+    try:
+        # Without a cache, each process compiles its own. A loaded library needs its file no more.
+        with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="recmill-") as parent:
+            return load(_compiled(recipe, compiler, Path(parent)))
+    except _FaultError as error:
+        problem = str(error)
+        remedy = "Set train.kernels=torch to train without this warning"
+    except subprocess.CalledProcessError as error:
+        problem = f"{compiler} fails: {error.stderr or error}".strip()
+    except (TimeoutError, subprocess.TimeoutExpired):
+        problem = f"{compiler} does not finish within {_MAX_SECONDS:.0f} s"
+        remedy = "Set CXX to a compiler that works" + (", or train.kernels=torch" if recipe is _KERNELS else "")
+    except (OSError, UserError) as error:
+        problem = str(error).rstrip(".")
+        remedy = f"Check the disk and the permissions of {folder or 'TMPDIR'}"
+    raise _UnusableError(problem, remedy)
 
 
-def _compiled(compiler: str, folder: Path) -> Path:
+def _compiled(recipe: _Recipe, compiler: str, folder: Path) -> Path:
     """Return the path of the compiled library, which has passed a trial run."""
     # The compiler's file stands for its version: asking the compiler could hang.
     file = Path(compiler).stat()
-    facts = [path.read_bytes() for path in [*_SOURCES, *_ALSO_HASHED]]
-    facts += [instruction_sets(), f"{compiler} {file.st_size} {file.st_mtime_ns} {_FLAGS}".encode()]
-    library = folder / f"kernels-{hashlib.sha256(b'|'.join(facts)).hexdigest()[:16]}.so"
+    facts = [_source(name).read_bytes() for name in (*recipe.sources, *recipe.also_hashed)]
+    facts += [instruction_sets(), f"{compiler} {file.st_size} {file.st_mtime_ns} {recipe.flags}".encode()]
+    library = folder / f"{recipe.name}-{hashlib.sha256(b'|'.join(facts)).hexdigest()[:16]}.so"
     note = _read_note(library)
     if note is None:
-        log.info("compiling CPU kernels with %s; this takes seconds, once per machine", compiler)
+        log.info("compiling CPU %s with %s; this takes seconds, once per machine", recipe.name, compiler)
         deadline = time.monotonic() + _MAX_SECONDS
         with _lock(library.with_suffix(".lock"), deadline):
-            note = _read_note(library) or _build(compiler, library, deadline)
+            note = _read_note(library) or _build(recipe, compiler, library, deadline)
     if fault := note.get("fault"):
         raise _FaultError(fault)
     return library
@@ -161,12 +210,16 @@ def _lock(path: Path, deadline: float) -> Iterator[None]:
         yield
 
 
-def _build(compiler: str, library: Path, deadline: float) -> dict[str, str]:
+def _source(name: str) -> Path:
+    return Path(__file__).with_name(name)
+
+
+def _build(recipe: _Recipe, compiler: str, library: Path, deadline: float) -> dict[str, str]:
     """Compile the library, call it in a child process, and keep both results. Return the note."""
     with new_file(library) as built:
-        command = [compiler, *_FLAGS.split(), *map(str, _SOURCES), "-o", str(built)]
+        command = [compiler, *recipe.flags.split(), *map(str, map(_source, recipe.sources)), "-o", str(built)]
         run_child(command, deadline - time.monotonic()).check_returncode()
-        fault = _trial_fault(built, deadline)
+        fault = _trial_fault(built, deadline) if recipe.needs_trial else None
         note = {"fault": fault} if fault else {"digest": digest(built)}
     write_json(library.with_suffix(".json"), note)
     return note
