@@ -21,6 +21,11 @@ def losses(run: Path) -> list[float]:
     return list(loss_by_step(run).values())
 
 
+def close_to(values: dict[str, Any], rel: float = 2e-5) -> dict[str, Any]:
+    """Metrics whose numbers are equal up to rounding; the name of the checkpoint is the same."""
+    return {name: value if isinstance(value, str) else pytest.approx(value, rel=rel) for name, value in values.items()}
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     """Every logged loss and metric, step by step; speeds differ, of course."""
     ours, theirs = metric_lines(one), metric_lines(other)

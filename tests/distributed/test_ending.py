@@ -10,10 +10,11 @@ import pytest
 
 import recmill
 from recmill import prepare
+from recmill.commands.results import results
 from recmill.errors import CheckpointError, ConfigError, DataError, UserError
 
-from ..group import evaluate, in_group, train
-from .runs import loss_by_step, metric_lines
+from ..group import evaluate, exit_code, in_group, train
+from .runs import assert_same_run, close_to, loss_by_step, metric_lines
 
 Config = dict[str, Any]
 
@@ -70,20 +71,81 @@ def test_patience_ends_a_run_that_gets_worse_and_the_best_checkpoint_stays(
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert f"step-{best:08d}" in kept
     assert len(kept) <= 3
-    newest = evaluate(tmp_path / "run", split="val")
-    assert newest[name] == pytest.approx(results["val"][name], rel=1e-6)
-    assert evaluate(tmp_path / "run", split="val", checkpoint="best")[name] == pytest.approx(found[best], rel=1e-6)
+    assert results["val"][name] == pytest.approx(found[best], rel=1e-6)
+    assert evaluate(tmp_path / "run", split="val", checkpoint="newest")[name] == pytest.approx(
+        found[max(found)], rel=1e-6
+    )
+    evaluated = evaluate(tmp_path / "run", split="val", checkpoint="best")
+    assert {key: evaluated[key] for key in results["val"]} == results["val"]  # for histories there is popularity, too
 
 
-def test_a_best_that_was_not_kept_is_not_replaced_by_another(dlrm: Config, tmp_path: Path) -> None:
+@pytest.fixture
+def worsening(dlrm: Config) -> Config:
+    """4 steps with a rate that is far too high: validation at step 2 is better than at step 4."""
     dlrm["optim"] = {"dense": {"name": "sgd", "lr": 30.0}, "tables": {"name": "sgd", "lr": 30.0}}
     dlrm["train"] |= {"max_steps": 4, "seed": 3}
     dlrm["eval"]["every_steps"] = 2
-    train(dlrm, tmp_path / "run")
+    return dlrm
+
+
+def test_the_best_checkpoint_is_what_is_tested_and_reported(worsening: Config, tmp_path: Path) -> None:
+    """By one process and by two, and by a run that was killed between its last step and the test."""
+    worsening["checkpoint"] = {"keep_best": True}
+    reported = train(worsening, tmp_path / "run")
+    found = validations(tmp_path / "run")
+    assert found[2] > found[4]
+    checkpoint = {"step": 2, "checkpoint": "checkpoints/step-00000002"}
+    assert {key: reported["test"][key] for key in checkpoint} == checkpoint
+    assert reported["val"]["auroc"] == found[2]
+    assert reported == json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))
+    assert "testing step 2, the best by validation" in (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert [line["step"] for line in metric_lines(tmp_path / "run") if line["split"] == "test"] == [2]
+    assert (status(tmp_path / "run")["step"], status(tmp_path / "run")["tested_step"]) == (4, 2)
+    report = results(tmp_path / "run")[0]
+    assert (report.step, report.checkpoint) == (2, "checkpoints/step-00000002")
+
+    evaluated = evaluate(tmp_path / "run")
+    assert evaluated == evaluate(tmp_path / "run", checkpoint="best") == reported["test"]
+    newest = evaluate(tmp_path / "run", checkpoint="newest")
+    assert newest["step"] == 4
+    assert newest["auroc"] != evaluated["auroc"]
+
+    assert train(worsening, tmp_path / "two", procs=2)["test"] == close_to(reported["test"])
+    assert exit_code(recmill.train, worsening, tmp_path / "killed", fail="train.end:kill") != 0
+    assert not (tmp_path / "killed" / "results.json").exists()
+    assert train(worsening, tmp_path / "killed") == reported
+    assert_same_run(tmp_path / "killed", tmp_path / "run")
+
+
+def test_a_new_run_starts_from_the_newest_the_best_or_a_named_step_of_another(
+    worsening: Config, tmp_path: Path
+) -> None:
+    worsening["checkpoint"] = {"keep_best": True}
+    earlier = tmp_path / "a@b"
+    train(worsening, earlier)
+    for number, (start, step) in enumerate([("", 4), ("@best", 2), ("@2", 2), ("@4", 4)]):
+        run = tmp_path / str(number)
+        train(worsening, run, init_from=f"{earlier}{start}", overrides=["train.max_steps=1"])
+        log = (run / "log.txt").read_text(encoding="utf-8")
+        assert f"starting from step {step} of another run: {earlier}/checkpoints/step-{step:08d}" in log
+    with pytest.raises(CheckpointError, match=r"a@b: no checkpoint of step 3. There are: 2, 4."):
+        recmill.train(worsening, tmp_path / "new", init_from=f"{earlier}@3")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_best_that_was_not_kept_is_not_replaced_by_another(worsening: Config, tmp_path: Path) -> None:
+    train(worsening, tmp_path / "run")
     found = validations(tmp_path / "run")
     assert found[2] > found[4]  # and only step 4 is on disk
     with pytest.raises(CheckpointError, match=r"no best checkpoint. Only a run with checkpoint.keep_best"):
         evaluate(tmp_path / "run", checkpoint="best")
+    with pytest.raises(CheckpointError, match=r"no best checkpoint. Only a run with checkpoint.keep_best"):
+        recmill.train(worsening, tmp_path / "new", init_from=f"{tmp_path / 'run'}@best")
+    worsening["checkpoint"] = {"keep_best": True}
+    tested = train(worsening, tmp_path / "run")  # finished: only its test is repeated
+    assert tested["test"]["step"] == evaluate(tmp_path / "run")["step"] == 4
+    log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert "the best checkpoint, of step 2, was not kept: testing step 4." in log
 
 
 def test_drop_last_of_less_than_a_batch_is_an_error(dlrm: Config, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +13,7 @@ from recmill.commands.checkpoint import list_checkpoints
 from recmill.tables.torchrec_internals import is_sharded
 
 from ..group import evaluate, in_group, train
-from .runs import losses
+from .runs import close_to, losses
 
 Config = dict[str, Any]
 
@@ -75,4 +74,4 @@ def test_a_run_with_fused_adam_is_evaluated_on_a_cpu(dlrm: Config, tmp_path: Pat
         assert old in text
         text = text.replace(old, new)
     (run / "config.toml").write_text(text, encoding="utf-8")
-    assert evaluate(run, split="val") == pytest.approx(trained["val"], rel=1e-6)
+    assert evaluate(run, split="val") == close_to(trained["val"], rel=1e-6)

@@ -24,7 +24,7 @@ from recmill.launch.signals import stop_with_parent
 from recmill.tables.spec import TableSpec
 
 from ..group import evaluate, train
-from .runs import assert_same_run, losses
+from .runs import assert_same_run, close_to, losses
 
 
 @pytest.mark.parametrize("model", ["dlrm", "bert4rec", "sasrec"])
@@ -40,16 +40,16 @@ def test_any_number_of_processes_gives_the_same_losses_and_metrics(
     assert (before_last if model == "dlrm" else min(later)) < first
     assert_same_run(tmp_path / "1", tmp_path / str(sizes[1]))
     for split in ("val", "test"):
-        assert results[1][split] == pytest.approx(results[0][split], rel=2e-5)
+        assert results[1][split] == close_to(results[0][split])
     if model == "dlrm":  # the metrics of one checkpoint, summed over one rank and over two
-        assert evaluate(tmp_path / "1", split="val", procs=2) == pytest.approx(results[0]["val"], rel=1e-6)
+        assert evaluate(tmp_path / "1", split="val", procs=2) == close_to(results[0]["val"], rel=1e-6)
 
 
 def test_all_that_ranking_has_is_the_same_for_one_and_two_processes(sasrec: dict[str, Any], tmp_path: Path) -> None:
     trained = train(sasrec, tmp_path / "run", overrides=["train.max_steps=3"])["val"]
     asked: dict[str, Any] = {"protocols": ["uni100", "full", "pop100"], "ks": [3, 10], "bootstrap": 200}
     one, two = (evaluate(tmp_path / "run", split="val", procs=procs, **asked) for procs in (1, 2))
-    assert len(one) == 4 * 18 + 1  # values, both ends of intervals, popularity; users
+    assert len(one) == 4 * 18 + 3  # values, both ends of intervals, popularity; users, step, checkpoint
     assert two == one
     shared = one.keys() & trained.keys()
     assert len(shared) == 7

@@ -18,7 +18,7 @@ from recmill import evaluate, recommend, train
 from recmill.errors import ConfigError
 
 from ..conftest import RunCli, flip_bit
-from ..distributed.runs import losses
+from ..distributed.runs import close_to, losses
 
 
 def write_config(tmp_path: Path, config: dict[str, Any]) -> Path:
@@ -44,7 +44,17 @@ def test_a_run_directory_is_enough_to_repeat_and_evaluate_the_run(
     run = tmp_path / "runs" / "a"
     results = json.loads((run / "results.json").read_text())
     assert set(results) == {"val", "test"}
-    assert set(results["test"]) == {"auroc", "logloss", "normalised_entropy", "calibration", "rows"}
+    assert set(results["test"]) == {
+        "auroc",
+        "logloss",
+        "normalised_entropy",
+        "calibration",
+        "rows",
+        "step",
+        "checkpoint",
+    }
+    assert (results["test"]["step"], results["test"]["checkpoint"]) == (13, "checkpoints/step-00000013")
+    assert "runs/a: tested at step 13, checkpoints/step-00000013\n" in done.stdout
     assert f"{results['test']['auroc']:.4f}" in done.stdout
     assert "best reachable" in done.stdout
     environment = json.loads((run / "env.json").read_text())
@@ -62,15 +72,15 @@ def test_a_run_directory_is_enough_to_repeat_and_evaluate_the_run(
     assert losses(tmp_path / "elsewhere" / "again") == pytest.approx(losses(run), rel=2e-5)
     # evaluate finds the same numbers in the checkpoint
     shown = run_cli("evaluate", "runs/a", "--split", "test", "--json")
-    assert json.loads(shown.stdout) == pytest.approx(results["test"], rel=1e-6)
+    assert json.loads(shown.stdout) == close_to(results["test"], rel=1e-6)
 
 
 def test_python_does_what_the_commands_do(run_cli: RunCli, bert4rec: dict[str, Any], tmp_path: Path) -> None:
     results = train(bert4rec, tmp_path / "run", overrides=["train.num_epochs=2"])
     values = evaluate(tmp_path / "run", split="val")
-    assert {name: values[name] for name in results["val"]} == pytest.approx(results["val"], rel=1e-6)
+    assert {name: values[name] for name in results["val"]} == close_to(results["val"], rel=1e-6)
     assert {name for name in values if name not in results["val"]} == {
-        f"popularity/{name}" for name in results["val"] if name != "users"
+        f"popularity/{name}" for name in results["val"] if name not in ("users", "step", "checkpoint")
     }
     items = recommend(tmp_path / "run", [12, "7", 99], k=4)
     assert len({item["item"] for item in items} - {"12", "7", "99"}) == 4

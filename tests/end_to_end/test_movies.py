@@ -305,7 +305,8 @@ def test_evaluation_shows_popularity_and_intervals_beside_the_model(run: Path, m
         f"{values['high/full/hr@3']:.4f}",
         f"{values['popularity/full/hr@3']:.4f}",
     ]
-    assert shown[-1].split() == ["users", "23"]
+    assert shown[-2].split() == ["users", "23"]
+    assert shown[-1] == "step 4: checkpoints/step-00000004"
 
 
 @pytest.mark.parametrize(

@@ -300,9 +300,9 @@ def choose(
     saved_step: int = 0,
     hold: contextlib.ExitStack | None = None,
 ) -> Checkpoint | None:
-    """Return the 'newest' or the 'best' checkpoint after checking every digest; None if there is none.
+    """Return the 'newest' or the 'best' checkpoint, or that of a step, after checking every digest; None: not there.
 
-    With `fallback`, if the chosen one is corrupt or lost, return the newest complete one instead of raising
+    With `fallback`, if the newest or best one is corrupt or lost, return the newest complete one instead of raising
     CheckpointError. `saved_step`: see `lost_error`. The checkpoint is not pruned until `hold` is closed.
     """
     while True:
@@ -315,8 +315,11 @@ def choose(
 def _choose(
     directory: Path, which: str, fallback: bool, on_block: OnBlock, saved_step: int, hold: contextlib.ExitStack | None
 ) -> Checkpoint | None:
-    problem = lost_error(directory, saved_step)
     candidates = committed(directory)[::-1]
+    if which.isdecimal():
+        candidates = [path for path in candidates if step_of(path) == int(which)]
+        saved_step = 0  # a newer one that was lost is not wanted
+    problem = lost_error(directory, saved_step)
     if problem:
         if not (fallback and candidates):
             raise problem

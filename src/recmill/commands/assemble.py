@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from recmill import registry
-from recmill.checkpoints.format import committed, lost_error
+from recmill.checkpoints.format import best_path, committed, lost_error, step_of, step_path
 from recmill.config import Config, fingerprint, load_config
 from recmill.config.options import given_path
 from recmill.data.opening import Checks, open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
 from recmill.hardware.memory import memory_bytes
+from recmill.metrics.binary import Values
 from recmill.observe.run_dir import RunDirectory
 from recmill.protocols import ModelModule, SequenceModelModule, TaskModule
 from recmill.schema import SPLITS, ClicksDescription, Dataset
@@ -207,29 +209,62 @@ def open_trained_run(path: str | Path) -> tuple[RunDirectory, Config]:
     return run, config
 
 
-def check_which(checkpoint: str) -> None:
-    if checkpoint not in ("newest", "best"):
+def check_which(checkpoint: str | None) -> None:
+    if checkpoint not in ("newest", "best", None):
         raise ConfigError(f"checkpoint '{checkpoint}': use the 'newest' or the 'best'.")
+
+
+def open_start(text: str | Path) -> tuple[RunDirectory, str]:
+    """Open the run of RUN, RUN@best or RUN@STEP, and return it with 'newest', 'best' or the step.
+
+    A directory that has such a name itself is the run.
+    """
+    path, at, which = str(text).rpartition("@")
+    if not at or Path(text).is_dir() or not (which == "best" or which.isdecimal()):
+        return open_trained_run(text)[0], "newest"
+    run, _ = open_trained_run(path)
+    kept = committed(run.checkpoints)
+    if which == "best" and best_path(run.checkpoints) is None:
+        raise not_kept(run, which)
+    if which != "best" and int(which) not in map(step_of, kept):
+        steps = ", ".join(f"{step_of(path):,}" for path in kept)
+        raise CheckpointError(f"{run.path}: no checkpoint of step {int(which):,}. There are: {steps}.")
+    return run, which
+
+
+def not_kept(run: RunDirectory, which: str) -> CheckpointError:
+    return CheckpointError(
+        f"{run.path}: no {which} checkpoint. Only a run with checkpoint.keep_best = true keeps the best one; "
+        "use the newest."
+    )
+
+
+def named_in_results(step: int) -> Values:
+    """Return what names a checkpoint of a run beside its metrics."""
+    return {"step": step, "checkpoint": f"checkpoints/{step_path(Path(), step).name}"}
 
 
 @contextmanager
 def trained_checkpoint(
-    run: RunDirectory, which: str, config: Config, dataset: Dataset, world: "World", fallback: bool = False
+    run: RunDirectory, which: str | None, config: Config, dataset: Dataset, world: "World", fallback: bool = False
 ) -> "Iterator[Checkpoint]":
     """Find the newest or the best checkpoint of a run, and keep it from being pruned within the block.
 
-    It must have been trained with `config` on `dataset`. All ranks take part.
+    By default it is the one that training tests: the best if the run keeps it. It must have been trained
+    with `config` on `dataset`. All ranks take part.
     """
     from recmill.checkpoints.loading import find_checkpoint
 
     with ExitStack() as hold:
         saved_step = run.saved_step()
-        found = find_checkpoint(run.checkpoints, which, world, fallback, saved_step=saved_step, hold=hold)
+        find = partial(find_checkpoint, run.checkpoints, world=world, fallback=fallback, hold=hold)
+        found = None
+        if which == "best" or (which is None and config.settings.checkpoint.keep_best):
+            found = find("best", saved_step=saved_step)
+        if found is None and which != "best":
+            found = find("newest", saved_step=saved_step)
         if found is None:
-            raise CheckpointError(
-                f"{run.path}: no {which} checkpoint. Only a run with checkpoint.keep_best = true keeps the best one; "
-                "use the newest."
-            )
+            raise not_kept(run, which or "newest")
         check_same_run(found, config, dataset)
         yield found
 

@@ -1,4 +1,4 @@
-"""`recmill evaluate`: the metrics of a run's newest or best checkpoint. Changes nothing in the run directory."""
+"""`recmill evaluate`: the metrics of a run's best or newest checkpoint. Changes nothing in the run directory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ Split = Literal["val", "test"]
 
 class Options(Section):
     split: Split = flag("test", "What to evaluate on.")
-    checkpoint: Which = "newest"
+    checkpoint: Which = None
     fallback: Fallback = False
     protocols: list[str] | None = flag(
         None, "How sequence models rank targets: full, pop100, uni100, with commas.  [default: the run's]", "--protocol"
@@ -37,7 +37,10 @@ class Options(Section):
 
 
 def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
-    """Return {"auroc": 0.79, "logloss": ...}, the same values for any number of processes.
+    """Return {"auroc": 0.79, "logloss": ...}, the same values for any number of processes, and which checkpoint it was.
+
+    The checkpoint is named by "step" and "checkpoint", its path in the run directory. By default it is the one that
+    training tested: the best by validation with checkpoint.keep_best, otherwise the newest.
 
     Options are those of `recmill evaluate --help`, with underscores: evaluate("runs/dlrm", split="val", procs=2);
     `protocols` and `ks` are lists. Sequence models have "popularity/full/ndcg@10", ... as well: what ranking by
@@ -111,4 +114,4 @@ def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Datase
     metrics = parts.task.new_metrics(section)
     if isinstance(source, HistorySource):
         metrics = next_item.new_metrics(section, options.bootstrap, source.train_counts())
-    return evaluate_split(parts, options.split, metrics)
+    return evaluate_split(parts, options.split, metrics) | assemble.named_in_results(found.position.step)

@@ -15,7 +15,10 @@ Verify = Annotated[
         json_schema_extra={"flags": ["--verify/--no-verify"]},
     ),
 ]
-Which = Annotated[Literal["newest", "best"], Field(description="best: by validation, if checkpoint.keep_best was set.")]
+Which = Annotated[
+    Literal["newest", "best"] | None,
+    Field(description="[default: the best by validation if checkpoint.keep_best was set, otherwise the newest]"),
+]
 Fallback = Annotated[bool, Field(description="If the newest checkpoint is corrupt, use the newest that is not.")]
 
 

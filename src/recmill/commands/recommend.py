@@ -40,7 +40,7 @@ class Options(Section):
     output: str | None = flag(None, "Parquet file to write: user, rank, item, title, score.")
     k: int = flag(10, "How many items.")
     include_seen: bool = flag(False, "Include items that are in the history already.")
-    checkpoint: Which = "newest"
+    checkpoint: Which = None
     fallback: Fallback = False
     verify: Verify = None
 
@@ -52,7 +52,7 @@ def recommend(
     users: str | Sequence[str | int] | None = None,
     k: int = 10,
     include_seen: bool = False,
-    checkpoint: str = "newest",
+    checkpoint: str | None = None,
     fallback: bool = False,
     verify: bool | None = None,
 ) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def recommend_all(
     *,
     k: int = 10,
     include_seen: bool = False,
-    checkpoint: str = "newest",
+    checkpoint: str | None = None,
     fallback: bool = False,
     verify: bool | None = None,
 ) -> dict[str, Any]:
@@ -130,7 +130,13 @@ class _Recommender:
     """A run's model on CPU, unsharded. The network is loaded when it is first used, after all arguments are checked."""
 
     def __init__(
-        self, run: str | Path, k: int, include_seen: bool, which: str, fallback: bool, verify: bool | None = None
+        self,
+        run: str | Path,
+        k: int,
+        include_seen: bool,
+        which: str | None,
+        fallback: bool,
+        verify: bool | None = None,
     ) -> None:
         assemble.check_which(which)
         self._run, self._config = assemble.open_trained_run(run)

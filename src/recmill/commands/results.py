@@ -17,6 +17,8 @@ class RunReport:
     state: str  # as in status.json
     values: Values
     best: dict[str, float]  # the best reachable values, known only for synthetic data
+    step: int | None  # of the checkpoint that was tested; None: results of an earlier version
+    checkpoint: str  # its path in the run directory
 
 
 def results(*runs: str | Path, split: str = "test") -> list[RunReport]:
@@ -32,7 +34,15 @@ def _report(path: str | Path, split: str) -> RunReport:
             f"Train to the end: recmill train {run.config_file} --run {path}."
         )
     values = values_of_split(run, run.read_results(), split)
-    return RunReport(str(path), config.model_name, state, values, best_of_run(path, split))
+    return run_report(path, config.model_name, state, values, best_of_run(path, split))
+
+
+def run_report(run: str | Path, model: str, state: str, values: Values, best: dict[str, float]) -> RunReport:
+    """Return the report of a run whose `values` also name the checkpoint."""
+    metrics = {name: value for name, value in values.items() if name not in ("step", "checkpoint")}
+    step = values.get("step")
+    checkpoint = str(values.get("checkpoint", ""))
+    return RunReport(str(run), model, state, metrics, best, step if isinstance(step, int) else None, checkpoint)
 
 
 def values_of_split(run: RunDirectory, results: dict[str, Values], split: str) -> Values:

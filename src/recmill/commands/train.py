@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from recmill.checkpoints.format import committed
 from recmill.commands import assemble
 from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, flag
-from recmill.commands.results import RunReport, values_of_split
+from recmill.commands.results import RunReport, run_report, values_of_split
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.config.options import given_path
 from recmill.config.sections import Section, TrainSection
@@ -47,7 +47,9 @@ class Options(Section):
     run: str = flag(..., "Run directory; an interrupted run resumes from its newest checkpoint.", "--run", "--run-dir")
     procs: Procs = 1
     overrides: list[str] = flag([], "Change a config key, like optim.dense.lr=0.02.", "--set", metavar="KEY=VALUE")
-    init_from: str | None = flag(None, "A new run starts from the newest checkpoint of this one.", metavar="RUN")
+    init_from: str | None = flag(
+        None, "A new run starts from the newest checkpoint of RUN, or from RUN@best or RUN@STEP.", metavar="RUN"
+    )
     allow_partial: bool = flag(False, "With --init-from: take the tables and layers that have the same size.")
     fallback: Fallback = False
     verify: Verify = None
@@ -72,14 +74,15 @@ def train(
     allow_partial: bool = False,
     fallback: bool = False,
 ) -> TrainResults:
-    """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ...}}.
+    """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ..., "step": 80, ...}}.
 
+    "step" and "checkpoint" name what was tested: with checkpoint.keep_best the best by validation, otherwise the last.
     A run that a signal stops raises `recmill.errors.Preempted` or, on Ctrl-C, `Interrupted`.
     `config`: a TOML file or the same as a mapping; `overrides`: ["optim.dense.lr=0.02", ...]; `procs`: processes on
     this machine (under torchrun: those that torchrun started); `verify`: read every byte of the dataset first, or none;
     by default those of files that are not known to be correct. A new run starts from the newest checkpoint of the run
-    `init_from`, with `allow_partial` from those tensors that have the same size. `fallback`: if the newest checkpoint
-    is corrupt, resume from the newest that is not.
+    `init_from` (or "RUN@best", "RUN@STEP"), with `allow_partial` from those tensors that have the same size.
+    `fallback`: if the newest checkpoint is corrupt, resume from the newest that is not.
     """
     checked = _with_absolute_path(load_config(config, overrides))
     if allow_partial and init_from is None:
@@ -94,15 +97,17 @@ def train(
         log.info("%s is finished: nothing to do", directory.path)
         results = directory.read_results()
     else:
-        earlier = None if init_from is None else str(assemble.open_trained_run(init_from)[0].path.absolute())
-        options = Options(run=str(directory.path), init_from=earlier, allow_partial=allow_partial, fallback=fallback)
+        options = Options(run=str(directory.path), allow_partial=allow_partial, fallback=fallback)
+        if init_from is not None:
+            other, which = assemble.open_start(init_from)
+            options = options.model_copy(update={"init_from": f"{other.path.absolute()}@{which}"})
         results = _launch(checked, dataset, options, procs)
     if stopped := results.get("stopped"):
         step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
         raise stop_error(name, f"Stopped at step {step:,} by {name}, which rank {rank} received.")
     values = values_of_split(directory, results, "test")
     best = dataset.description.truth.get("test", {})
-    return TrainResults(results, RunReport(str(run), checked.model_name, "done", values, best))
+    return TrainResults(results, run_report(run, checked.model_name, "done", values, best))
 
 
 def _launch(config: Config, dataset: Dataset, options: Options, procs: int) -> dict[str, Any]:
@@ -234,15 +239,20 @@ def _train(
         versions=versions(),
     )
     beat = partial(heartbeat.beat, "reading a checkpoint")
-    find = partial(find_checkpoint, which="newest", world=world, fallback=options.fallback, on_block=beat)
-    found = find(run.checkpoints, set_aside_newer=True, saved_step=run.saved_step())
+    find = partial(find_checkpoint, world=world, fallback=options.fallback, on_block=beat)
+    found = find(run.checkpoints, "newest", set_aside_newer=True, saved_step=run.saved_step())
     position = found.position if found else Position()
     if found:
         assemble.check_same_run(found, config, dataset)
         _check_position(found, source.batches_per_epoch)
     hold = contextlib.ExitStack()  # the other run may be training, and must not prune what is loaded below
-    other = RunDirectory(options.init_from) if options.init_from and not found else None
-    earlier = find(other.checkpoints, saved_step=other.saved_step(), hold=hold) if other else None
+    earlier = None
+    if options.init_from and not found:
+        path, _, which = options.init_from.rpartition("@")
+        other = RunDirectory(path)
+        earlier = find(other.checkpoints, which, saved_step=other.saved_step(), hold=hold)
+        if earlier is None:
+            raise CheckpointError(f"{path}: the checkpoint {which} is no longer there. Name another after --init-from.")
     _check_steps(total_steps(settings.train, source.batches_per_epoch), position, config, run, dataset)
 
     # Describe the run in its directory, and load or initialize the model
@@ -271,7 +281,7 @@ def _train(
     def evaluate(split: str, at: Position) -> None:
         results[split] = evaluate_split(parts, split, parts.task.new_metrics(settings.eval))
         if world.is_main:
-            if at.step == position.step:  # a run that is resumed here may have the same line already
+            if at.step <= position.step:  # a run that is resumed may have the same line already
                 run.forget_metrics_of(at.step, split)
             run.append_metrics({"step": at.step, "epoch": at.epoch, "split": split, **results[split]})
             log.info("step %s  %s  %s", f"{at.step:,}", split, _short(results[split]))
@@ -297,8 +307,23 @@ def _train(
         return {"stopped": {"step": at.step, "rank": signal.rank, "signal": signal.name}}
     reach("train.end")
 
-    # Test and write the results
-    evaluate("test", at)
+    # Test the best checkpoint, if the run keeps it, or else the last step; write the results
+    tested = at
+    if settings.checkpoint.keep_best and at.best_step not in (0, at.step):
+        with contextlib.ExitStack() as hold_best:
+            if best := find(run.checkpoints, "best", hold=hold_best):
+                load(best, model)
+                tested = best.position
+                results["val"] = evaluate_split(parts, "val", parts.task.new_metrics(settings.eval))
+        if world.is_main and best:
+            log.info("testing step %s, the best by validation", f"{tested.step:,}")
+        elif world.is_main:
+            log.warning(
+                f"the best checkpoint, of step {at.best_step:,}, was not kept: testing step {at.step:,}. "
+                "Set checkpoint.keep_best before training starts."
+            )
+    evaluate("test", tested)
+    results = {split: values | assemble.named_in_results(tested.step) for split, values in results.items()}
     if settings.data.multi_hot.collect_frequencies:
         _write_frequencies(run, source, at, world)
     if world.is_main:
@@ -310,6 +335,7 @@ def _train(
             end=end,
             best_step=at.best_step,
             best=at.best,
+            tested_step=tested.step,
             seconds=round(time.monotonic() - started, 1),
             restarts=restarts,
             dataset=dataset.fingerprint,

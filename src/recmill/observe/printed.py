@@ -84,7 +84,8 @@ def print_audit(report: Any) -> None:
 
 def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> None:
     """Print the metrics of one evaluation; columns without any value are left out."""
-    names = [name for name in values if name.split("/")[0] not in ("low", "high", "popularity")]
+    others = ("low", "high", "popularity", "step", "checkpoint")
+    names = [name for name in values if name.split("/")[0] not in others]
     columns = {
         "model": [_shown(values[name]) for name in names],
         "95 % interval": [
@@ -96,6 +97,7 @@ def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> 
     }
     kept = {title: cells for title, cells in columns.items() if any(cells)}
     print_table([split, *kept], list(zip(names, *kept.values(), strict=True)))
+    _print(f"step {values['step']:,}: {values['checkpoint']}")
 
 
 def print_results(reports: Sequence[Any]) -> None:
@@ -107,6 +109,8 @@ def print_results(reports: Sequence[Any]) -> None:
     ]
     print_table(["run", "model", "test metric", "reached", "best reachable"], rows)
     for report in reports:
+        if report.step is not None:
+            _print(f"{report.run}: tested at step {report.step:,}, {report.checkpoint}")
         _print(f"{report.run}/: config.toml env.json status.json log.txt metrics.jsonl results.json checkpoints/")
 
 
