@@ -188,7 +188,7 @@ def test_all_problems_are_reported_at_once(npys: Path) -> None:
     assert "day_0_dense.npy: missing" in text
     assert "day_1_dense.npy: float64 [50, 2], expected float32 [rows, columns]" in text
     assert "day_1_sparse.npy: not a complete NumPy file" in text
-    assert "day_2_dense.npy: float32 [61, 2], expected float32 [rows, columns], row by row" in text
+    assert "day_2_dense.npy: in Fortran order (column by column); save np.ascontiguousarray(array) instead" in text
     assert "day_2_labels.npy: int32 [61], expected int32 [rows, columns]" in text
 
 
@@ -249,7 +249,13 @@ def test_a_directory_without_such_files_is_an_error(tmp_path: Path) -> None:
 def test_table_sizes_can_be_given(npys: Path) -> None:
     assert [feature["rows"] for feature in adopt(npys, table_size=[1000])["sparse"]] == [1000, 1000, 1000]
     (npys / "dataset.json").unlink()
-    assert "day_0_sparse.npy: row 0, column C2: id 29 is not in 0..28" in problem(npys, table_size=[4, 29, 500])
+    with pytest.raises(ConfigError) as caught:
+        adopt(npys, table_size=[4, 29, 501])
+    assert "--table-size" in str(caught.value)
+    assert "day_0_sparse.npy: row 0, column C2: id 29 is not in 0..28" in str(caught.value)
+    change(npys / "day_1_sparse.npy", lambda a: a.__setitem__((0, 0), -7))
+    assert "day_1_sparse.npy: row 0, column C1: id -7 is negative" in problem(npys, table_size=[4, 29, 501])
+    assert not (npys / "dataset.json").exists()
     with pytest.raises(ConfigError, match="2 sizes, 3 columns of ids"):
         adopt(npys, table_size=[4, 30])
 

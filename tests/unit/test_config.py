@@ -269,6 +269,9 @@ def test_only_a_regular_file_of_a_sensible_size_is_read(tmp_path: Path) -> None:
     for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path / "large.toml"):
         with pytest.raises(ConfigError, match=f"{path} is not a file of at most 1,000,000 bytes"):
             load_config(path)
+    (tmp_path / "memory.toml").symlink_to("/proc/self/mem")  # a regular file whose first byte cannot be read
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/memory.toml: Input/output error\."):
+        load_config(tmp_path / "memory.toml")
 
 
 def test_a_long_value_is_cut_and_long_lists_of_problems_are_too() -> None:

@@ -57,6 +57,7 @@ from ..criteo_raw import dense_of, random_rows, stored, write_days, write_rows
         ({"val_fraction": 0.5}, "--val-fraction: should be less than 0.5"),
         ({"memory_budget": "511MB"}, "--memory-budget 511MB: 512MB is the minimum"),
         ({"memory_budget": "much"}, "--memory-budget 'much': expected a size like 4GB"),
+        ({"memory_budget": f"{'10' * 200}GB"}, "--memory-budget '10101"),
         ({"seed": -1}, "--seed: should be greater than or equal to 0"),
         ({"seed": 2**32}, "--seed: should be less than"),
         ({"shuffel": "day"}, "Did you mean 'shuffle'"),

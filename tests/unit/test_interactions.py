@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from recmill import prepare
 from recmill.data.opening import open_dataset
 from recmill.datasets.histories import delimited, interactions
-from recmill.errors import DataError, ResourceError
+from recmill.errors import ConfigError, DataError, ResourceError, UserError
 
 from ..conftest import RunCli
 from ..histories_raw import COLUMNS, KEEP_ALL, histories_of, prepared, write_csv
@@ -113,7 +113,7 @@ def test_k_core_order_and_buckets_agree_with_a_plain_reading(
         patch.setattr(interactions, "_PART_ROWS", bucket_rows)
         patch.setattr(delimited, "_BLOCK_BYTES", 8 * bucket_rows)
         if not expected:
-            with pytest.raises(DataError, match=r"none of .* is left|no rows"):
+            with pytest.raises(UserError, match=r"none of .* is left|no rows"):
                 prepared(directory, rows, k_core=k, **KEEP_ALL)
             return
         found = prepared(directory, rows, k_core=k, **KEEP_ALL)
@@ -122,12 +122,14 @@ def test_k_core_order_and_buckets_agree_with_a_plain_reading(
 
 def test_if_nothing_is_left_the_error_lists_what_each_filter_dropped(tmp_path: Path) -> None:
     rows = [("a", "x", 0), ("a", "y", 0), ("b", "x", 0)]
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(ConfigError) as caught:
         prepared(tmp_path, rows, min_item_count=2, min_user_count=0)
     assert "none of 3 interactions is left:\n  --min-item-count 2: 1 interactions dropped (0 users, 1 items)" in str(
         caught.value
     )
     assert "users of fewer than 3 interactions: 2 interactions dropped (2 users, 1 items)" in str(caught.value)
+    with pytest.raises(DataError, match="none of 3 interactions is left"):  # nobody chose these filters
+        prepared(tmp_path, rows)
     assert [path.name for path in tmp_path.iterdir()] == ["raw.csv"]
 
 

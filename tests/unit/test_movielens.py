@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from recmill import prepare
-from recmill.errors import DataError
+from recmill.errors import ConfigError, DataError
 
 from ..conftest import REPO
 from ..histories_raw import KEEP_ALL, histories_of
@@ -55,7 +55,7 @@ def test_every_edition_gives_the_same_histories_with_ids_and_titles(edition: str
 
 def test_ratings_are_filtered_first(tmp_path: Path) -> None:
     raw = write_edition(tmp_path / "raw", "ml-1m")
-    with pytest.raises(DataError, match=r"(?s)--min-rating: 1 interactions dropped.*users of fewer than 3.*: 4 inter"):
+    with pytest.raises(ConfigError, match=r"(?s)--min-rating: 1 interactions dropped.*users of fewer than 3.*: 4 in"):
         prepare("movielens", tmp_path / "d", input=raw, min_rating=2, min_user_count=0, min_item_count=2)
 
 

@@ -179,6 +179,7 @@ def test_files_outside_the_dataset_are_refused(broken: Callable[..., Path]) -> N
 def test_a_file_in_the_place_of_a_dataset_says_so(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     assert "is a file" in problem(tmp_path / "f")
+    assert "none: no such directory. data.path is the directory of a prepared dataset" in problem(tmp_path / "none")
 
 
 @pytest.mark.parametrize("names", [["I1", "I1", "I3"], ["I1", "user.id", "I3"], ["I1", "C2", "I3"]])

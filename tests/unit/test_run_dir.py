@@ -57,6 +57,13 @@ def test_bytes_that_are_not_utf_8_do_not_prevent_a_resume(tmp_path: Path) -> Non
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
 
 
+def test_a_pipe_in_place_of_the_metrics_is_refused_when_a_run_starts(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    os.mkfifo(run.metrics_file)  # to which appending would wait for a reader
+    with pytest.raises(ResourceError, match=r"metrics.jsonl is not a file\. Remove it"):
+        run.forget_metrics_after(2)
+
+
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_run_directory_that_is_removed_while_in_use_is_noticed(tmp_path: Path, is_replaced: bool) -> None:
     run = RunDirectory(tmp_path / "run")

@@ -8,7 +8,7 @@ import zstandard
 
 from recmill.commands import split as split_module
 from recmill.commands.split import split
-from recmill.errors import ConfigError, DataError
+from recmill.errors import ConfigError, DataError, UserError
 
 from ..conftest import RunCli
 
@@ -74,17 +74,23 @@ def test_a_last_line_without_a_newline_is_a_line(lines: int, has_rest: bool, day
 
 
 def test_days_that_would_be_empty_are_an_error_that_says_what_fits(day_0: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has 23 lines: .* --lines 3 or --days 5"):
+    with pytest.raises(ConfigError, match=r"has 23 lines: .* --lines 3 or --days 5"):
         split(day_0, tmp_path / "days", lines=5, days=6)
+    with pytest.raises(ConfigError, match="slices of 9,223,372,036,854,775,808 do not fill 2 days"):
+        split(day_0, tmp_path / "days", lines=2**63, days=2)
     assert is_untouched(tmp_path)
     assert split(day_0, tmp_path / "three", lines=3, days=6)["lines"] == 18
     assert split(day_0, tmp_path / "five", lines=5, days=5)["lines"] == 23
 
 
-@pytest.mark.parametrize(("content", "remedy"), [(b"", "longer log"), (b"a\nb", "--lines 1 --days 2")])
-def test_fewer_lines_than_days_is_an_error(content: bytes, remedy: str, day_0: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "kind", "remedy"), [(b"", DataError, "longer log"), (b"a\nb", ConfigError, "--lines 1 --days 2")]
+)
+def test_fewer_lines_than_days_is_an_error(
+    content: bytes, kind: type[UserError], remedy: str, day_0: Path, tmp_path: Path
+) -> None:
     day_0.write_bytes(content)
-    with pytest.raises(DataError, match=remedy):
+    with pytest.raises(kind, match=remedy):
         split(day_0, tmp_path / "days", lines=1, days=3)
 
 

@@ -199,9 +199,12 @@ def _shapes(file: Path, dtypes: list[str], problems: list[str]) -> list[tuple[in
         problems.append(f"{file.name}: not a complete NumPy file ({error})")
         return []
     for array in arrays:
-        if array.ndim != 2 or not array.size or not array.flags.c_contiguous or str(array.dtype) not in dtypes:
-            expected = f"{' or '.join(dtypes)} [rows, columns], row by row"
+        if array.ndim != 2 or not array.size or str(array.dtype) not in dtypes:
+            expected = f"{' or '.join(dtypes)} [rows, columns]"
             problems.append(f"{file.name}: {array.dtype} {list(array.shape)}, expected {expected}")
+        elif not array.flags.c_contiguous:
+            remedy = "save np.ascontiguousarray(array) instead"
+            problems.append(f"{file.name}: in Fortran order (column by column); {remedy}")
     return [array.shape for array in arrays]
 
 
@@ -250,21 +253,22 @@ def _largest_ids(dataset: Dataset) -> np.ndarray:
     ids_per_row = dataset.clicks.ids_per_row
     checks = ClickChecks(dataset.clicks)
     largest = np.zeros(sum(ids_per_row), dtype=np.int64)
-    problems: dict[str, str] = {}
+    problems: dict[str, BadValues] = {}
     num_rows = sum(part.stop - part.start for part in chain(*splits.values()))
     with Progress(f"reading {dataset.path}", num_rows, "rows") as progress:
         for block in split_blocks(dataset, splits):
             for bad in checks.find(block):
-                problems.setdefault(bad.file, _bad_text(bad))  # the first one of each file is enough
+                problems.setdefault(bad.file, bad)  # the first one of each file is enough
             np.maximum(largest, block.rows.ids.max(axis=0), out=largest)
             progress.advance(len(block.rows))
-    _raise_if_any(dataset.path, list(problems.values()))
+    if problems and all(bad.kind == "id" and bad.value >= 0 for bad in problems.values()):
+        lines = "".join(f"\n  {bad}" for bad in problems.values())
+        raise ConfigError(f"--table-size is too small:{lines}\nGive larger sizes, or leave it out: largest id + 1.")
+    _raise_if_any(dataset.path, [_bad_text(bad) for bad in problems.values()])
     return np.maximum.reduceat(largest, np.cumsum([0, *ids_per_row[:-1]]))
 
 
 def _bad_text(bad: BadValues) -> str:
-    if bad.kind != "id":
-        return str(bad)
-    if bad.value < 0:
+    if bad.kind == "id" and bad.value < 0:
         return f"{bad.file}: {bad.where}: id {bad.value} is negative; was a hash truncated to int32?"
-    return f"{bad}; give a larger --table-size"
+    return str(bad)

@@ -12,7 +12,7 @@ from pydantic import PositiveInt
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section, key
 from recmill.datasets.compressed import read_blocks
-from recmill.errors import DataError
+from recmill.errors import ConfigError, DataError, UserError
 from recmill.files.atomic import new_directory
 from recmill.observe.progress import Progress
 
@@ -42,7 +42,7 @@ def split(input: str | Path, output: str | Path, **options: Any) -> dict[str, An
     with new_directory(output) as partial, Progress(title, checked.lines * checked.days, "lines") as progress:
         written, has_rest = _write_days(read_blocks(input, _BLOCK_BYTES), partial, checked, progress)
         if written <= checked.lines * (checked.days - 1):
-            raise DataError(_too_few(input, written, checked))
+            raise _too_few(input, written, checked)
     rest = "the rest was left out" if has_rest else "nothing was left out"
     log.info("%s: %s lines written to %s/day_0 to day_%d; %s", input, f"{written:,}", output, checked.days - 1, rest)
     return {"input": str(input), "days": checked.days, "lines": written, "has_rest": has_rest}
@@ -77,8 +77,9 @@ def _copy_lines(blocks: Iterable[bytes], file: BinaryIO, lines: int, progress: P
     return lines - missing + is_line_open, b""
 
 
-def _too_few(input: Path, found: int, options: Options) -> str:
+def _too_few(input: Path, found: int, options: Options) -> UserError:
     remedy = f"Use --lines {found // options.days} or --days {-(-found // options.lines)}."
     if found < options.days:
         remedy = f"Use --lines 1 --days {found}, or a longer log." if found else "Use a longer log."
-    return f"{input} has {found:,} lines: slices of {options.lines:,} do not fill {options.days} days. {remedy}"
+    fact = f"{input} has {found:,} lines: slices of {options.lines:,} do not fill {options.days} days"
+    return (ConfigError if found else DataError)(f"{fact}. {remedy}")

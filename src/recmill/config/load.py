@@ -83,6 +83,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file. {remedy}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory. Name the run config (.toml) itself.") from None
+    except OSError as error:
+        if error.filename:
+            raise
+        raise ConfigError(f"{path}: {error.strerror}. Name a run config (.toml) that can be read.") from None
     except ValueError as error:  # also of bytes that are not UTF-8, and of too long integers
         raise ConfigError(f"{path}: not valid TOML: {error}.") from None
 

@@ -47,7 +47,10 @@ def _described(path: Path) -> Dataset:
     if path.exists() and not path.is_dir():
         raise DataError(f"{path} is a file: data.path is the directory of a prepared dataset.")
     if not path.is_dir():
-        raise DataError(f"{path}: no such directory. Make the dataset first: recmill prepare NAME --output {path}.")
+        raise DataError(
+            f"{path}: no such directory. data.path is the directory of a prepared dataset; make it first: "
+            f"recmill prepare NAME --output {path}."
+        )
     try:
         text = read_small(path / DESCRIPTION_FILE)
         return Dataset(path, from_json(text), fingerprint=xxhash.xxh3_128_hexdigest(text))

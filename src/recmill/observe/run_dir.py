@@ -105,8 +105,10 @@ class RunDirectory:
 
     def _keep_metrics(self, is_kept: Callable[[int, str], bool]) -> None:
         """Remove the lines of other steps and splits, and incomplete ones, which a killed run may leave."""
-        if not self.metrics_file.is_file():
+        if not self.metrics_file.exists():
             return
+        if not self.metrics_file.is_file():  # a pipe, whose reader every report would wait for
+            raise ResourceError(f"{self.metrics_file} is not a file. Remove it; checkpoints do not depend on it.")
         kept = []
         for line in self.metrics_file.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError, AttributeError):

@@ -24,7 +24,7 @@ from recmill.config.sections import Section, key
 from recmill.datasets.compressed import sample_digest
 from recmill.datasets.histories.writing import MIN_HISTORY, id_table, seal_histories
 from recmill.datasets.writing import NpyWriter, Work, check_disk, write_parquet
-from recmill.errors import DataError
+from recmill.errors import ConfigError, DataError
 from recmill.schema import Description
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,12 @@ class InteractionsPlan:
         return {**self.options.model_dump(exclude=_PATH_OPTIONS), "files": files}
 
     @property
+    def chosen_filters(self) -> set[str]:
+        """The filters that are not the default ones."""
+        changed = self.options.model_dump(exclude_defaults=True)
+        return {name for name in changed if name.startswith(("min_", "max_", "k_core", "only_"))}
+
+    @property
     def inputs(self) -> dict[str, Any]:
         return {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns] for path in self.files}
 
@@ -96,7 +102,8 @@ def write(plan: InteractionsPlan, work: Work) -> Description:
     notes += kept.filter(plan)
     if not kept.interactions:
         steps = "".join(f"\n  {note}" for note in notes)
-        raise DataError(f"{plan.files[0]}: none of {read['rows']:,} interactions is left:{steps}\nRelax the filters.")
+        text = f"{plan.files[0]}: none of {read['rows']:,} interactions is left:{steps}\nRelax the filters."
+        raise ConfigError(text) if plan.chosen_filters else DataError(text)
     _write_arrays(work.data, buckets, kept, plan.has_time)
     user_table = _kept_ids(users, kept.users, first_id=0)
     item_table = _kept_ids(items, kept.items, first_id=1)
