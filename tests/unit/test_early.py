@@ -37,26 +37,49 @@ def test_other_commands_clean_up_when_they_are_interrupted() -> None:
     assert done.stdout == "4 default_int_handler SIG_DFL\n", done.stderr
 
 
+def run_with(limits: dict[int, int], *arguments: str) -> "subprocess.CompletedProcess[str]":
+    def limit() -> None:
+        for which, number in limits.items():
+            resource.setrlimit(which, (number, number))
+
+    command = [sys.executable, "-m", "recmill", *arguments]
+    return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
-    ("which", "limit", "message"),
+    ("command", "which", "limit", "message"),
     [
-        (resource.RLIMIT_AS, 100_000_000, "100,000,000 bytes of address space, and a command needs 2,000,000,000"),
-        (resource.RLIMIT_AS, 1_999_000_000, "1,999,000,000 bytes of address space, and a command needs 2,000,000,000"),
-        (resource.RLIMIT_DATA, 200_000_000, "200,000,000 bytes of data, and a command needs 600,000,000"),
-        (resource.RLIMIT_NOFILE, 6, "6 open files, and a command needs 32. Raise the limit (see: ulimit -n)."),
+        ("results", resource.RLIMIT_AS, 100_000_000, "100,000,000 bytes of address space, and this needs 500,000,000"),
+        ("evaluate", resource.RLIMIT_AS, 1_999_000_000, "1,999,000,000 bytes of address space, and this needs 2,000,"),
+        ("results", resource.RLIMIT_DATA, 200_000_000, "200,000,000 bytes of data, and this needs 300,000,000"),
+        ("evaluate", resource.RLIMIT_DATA, 400_000_000, "400,000,000 bytes of data, and this needs 600,000,000"),
+        ("results", resource.RLIMIT_NOFILE, 6, "6 open files, and this needs 32. Raise the limit (see: ulimit -n)."),
     ],
 )
-def test_limits_with_which_libraries_abort_are_refused_at_once(which: int, limit: int, message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "recmill", "results", "none"],
-        preexec_fn=lambda: resource.setrlimit(which, (limit, limit)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_limits_with_which_libraries_abort_are_refused_at_once(
+    command: str, which: int, limit: int, message: str
+) -> None:
+    done = run_with({which: limit}, command, "none")
     assert done.returncode == 5, done.stderr
     assert done.stderr.startswith(f"recmill: resource error: a process may have {message}")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("results none", 4, "none"),
+        ("--debug checkpoint list none", 4, "none"),
+        ("adopt none", 3, "none: no such directory"),
+        ("split --input none --output out", 3, "none: no such file"),
+        ("download movielens --variant none --output out", 2, "'none'"),
+    ],
+)
+def test_commands_without_large_libraries_work_with_less(command: str, code: int, message: str) -> None:
+    """They get as far as their own errors."""
+    done = run_with({resource.RLIMIT_AS: 500_000_000, resource.RLIMIT_DATA: 300_000_000}, *command.split())
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

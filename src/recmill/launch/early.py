@@ -9,12 +9,15 @@ from typing import NoReturn
 
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGUSR2: 75}
 
-# With less, libraries abort the process or hang. With more, they fail with an error, if it is still not enough.
+# With less, libraries abort the process or hang: Polars with up to 1.5 GB of address space, torch with up to 0.7,
+# NumPy with up to 0.2 (on two cores). With more, they fail with an error, if it is still not enough. The second number
+# is for commands that import neither torch nor Polars.
 _NEEDED = {
-    resource.RLIMIT_AS: (2_000_000_000, "bytes of address space", "-v"),
-    resource.RLIMIT_DATA: (600_000_000, "bytes of data", "-d"),
-    resource.RLIMIT_NOFILE: (32, "open files", "-n"),
+    resource.RLIMIT_AS: (2_000_000_000, 500_000_000, "bytes of address space", "-v"),
+    resource.RLIMIT_DATA: (600_000_000, 300_000_000, "bytes of data", "-d"),
+    resource.RLIMIT_NOFILE: (32, 32, "open files", "-n"),
 }
+_SMALL_COMMANDS = ("results", "checkpoint list", "checkpoint verify", "adopt", "split", "download", "doctor")
 
 
 def begin() -> None:
@@ -32,10 +35,12 @@ def begin() -> None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: PTH123, SIM115
     for file in (sys.stdout, sys.stderr):
         file.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a locale may lack a title's letters
-    for which, (needed, what, flag) in _NEEDED.items():
+    words = " ".join(argument for argument in sys.argv[1:] if not argument.startswith("-"))
+    for which, (most, least, what, flag) in _NEEDED.items():
         limit, _ = resource.getrlimit(which)
+        needed = least if words.startswith(_SMALL_COMMANDS) else most
         if 0 <= limit < needed:
-            fact = f"a process may have {limit:,} {what}, and a command needs {needed:,}"
+            fact = f"a process may have {limit:,} {what}, and this needs {needed:,}"
             _leave(f"recmill: resource error: {fact}. Raise the limit (see: ulimit {flag}).\n", 5)
 
 
