@@ -52,7 +52,7 @@ def test_all_that_ranking_has_is_the_same_for_one_and_two_processes(sasrec: dict
     assert len(one) == 4 * 18 + 3  # values, both ends of intervals, popularity; users, step, checkpoint
     assert two == one
     shared = one.keys() & trained.keys()
-    assert len(shared) == 7
+    assert len(shared) == 9
     assert {name: one[name] for name in shared} == {name: trained[name] for name in shared}
 
 
