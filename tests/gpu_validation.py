@@ -358,7 +358,7 @@ def interrupt_and_resume(machine: Machine) -> Figures:
 def foreground_saves(machine: Machine) -> Figures:
     changes = ["checkpoint.background=false", "checkpoint.every_steps=10", machine.explicit_device()]
     output = machine.train("dlrm", "foreground", *changes)
-    committed = [int(step) for step in re.findall(r"checkpoint committed step=(\d+)", output)]
+    committed = [int(step) for step in re.findall(r"saved step (\d+)", output)]
     if committed != [10, 20, 30]:
         raise StepError(f"checkpoints of steps {committed}", output)
     machine.recmill("checkpoint", "verify", machine.run("foreground"))

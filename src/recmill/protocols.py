@@ -102,5 +102,5 @@ class TaskModule(Protocol):
     def update(self, metrics: Any, outputs: "Tensor", batch: Any) -> None:
         """Add an evaluation batch to the metrics."""
 
-    def headline(self, values: "Values") -> float | None:
-        """Return the value that chooses the best checkpoint, higher is better; None if it is undefined."""
+    def headline(self, values: "Values") -> str:
+        """Return the name of the metric that chooses the best checkpoint; higher is better."""

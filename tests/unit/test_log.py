@@ -1,10 +1,13 @@
+import io
 import logging
 import os
 import warnings
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from recmill.observe import log as log_module
 from recmill.observe.log import log_to_file, quiet_libraries
 
 
@@ -51,3 +54,24 @@ def test_lines_of_a_run_hold_no_control_characters(tmp_path: Path) -> None:
     log_to_file(tmp_path, rank=0)
     logging.getLogger("recmill").error("%s is a path\nof two lines", "a\x1b]0;title\x07")
     assert (tmp_path / "log.txt").read_text().endswith("ERROR a\\x1b]0;title\\x07 is a path\nof two lines\n")
+
+
+def test_a_record_may_have_a_shorter_text_or_none_on_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(file=io.StringIO())
+    monkeypatch.setattr(log_module, "CONSOLE", console)
+    log_to_file(tmp_path, rank=0)
+    handler = log_module._ConsoleHandler()
+    log = logging.getLogger("recmill")
+    log.addHandler(handler)
+    try:
+        log.info("checkpoint committed step=5", extra={"console": "saved step 5"})
+        log.info("step 5  loss 0.5", extra={"console": ""})
+        log.info("for both")
+    finally:
+        log.removeHandler(handler)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "saved step 5\nfor both\n"
+    in_file = [line.split("INFO ")[1] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert in_file == ["checkpoint committed step=5", "step 5  loss 0.5", "for both"]

@@ -108,7 +108,7 @@ def test_ranking_metrics_take_each_protocols_candidates_and_no_fillers() -> None
         "popularity/pop100/mrr@1": 0.0,
         "popularity/pop100/mrr@2": 0.5,
     }
-    assert next_item.headline(values) == values["uni100/ndcg@2"]
+    assert next_item.headline(values) == "uni100/ndcg@2"
 
 
 def test_a_nan_target_comes_last_among_the_negatives() -> None:

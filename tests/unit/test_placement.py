@@ -183,8 +183,12 @@ def test_a_table_of_sequences_allows_fewer_sharding_types() -> None:
 def test_the_plan_is_shown_as_a_table() -> None:
     tables = [Placed("t0", 2000, 8, "row_wise", {0: 64_000, 1: 64_000}), Placed("t1", 5, 8, "table_wise", {1: 20_000})]
     assert as_rows(tables, world_size=2) == [
-        ["table", "rows", "dim", "sharding", "ranks", "MB per rank"],
+        ["table", "rows", "dim", "sharding", "process", "MB per process"],
         ["t0", "2,000", "8", "row_wise", "0, 1", "0.06"],
         ["t1", "5", "8", "table_wise", "1", "0.02"],
         ["all", "2,005", "", "", "0, 1", "0.06 to 0.08"],
     ]
+    _, *largest, total = as_rows(tables, world_size=2, largest=1)
+    assert [row[0] for row in largest] == ["t0"]
+    assert total == ["all 2", "2,005", "", "", "0, 1", "0.06 to 0.08"]
+    assert [row[0] for row in as_rows(tables[:1], world_size=2)] == ["table", "t0"]

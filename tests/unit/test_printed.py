@@ -6,6 +6,7 @@ from recmill.observe.printed import (
     print_values,
     print_written_recommendations,
     table_lines,
+    validation_text,
 )
 
 
@@ -25,6 +26,35 @@ def test_columns_of_metrics_without_any_value_are_left_out(capsys: pytest.Captur
     assert header.split() == ["test", "model", "popularity"]
     assert ndcg.split() == ["full/ndcg@10", "0.2500", "0.1250"]
     assert users.split() == ["users", "1,000"]
+
+
+RANKING = {
+    f"{protocol}/{metric}@{k}": 0.5
+    for protocol in ("full", "pop100")
+    for metric in ("hr", "ndcg", "mrr")
+    for k in (1, 5, 10)
+} | {"full/ndcg@10": 0.25, "users": 4000}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_validation_shows_its_headline_and_the_other_metrics_once_within_the_width(width: int) -> None:
+    headline, *others = validation_text(300, RANKING, "full/ndcg@10", (200, 0.26), width).splitlines()
+    assert headline == "step 300  validation  full/ndcg@10 0.2500  best 0.2600 at step 200"
+    assert max(map(len, others)) <= width
+    assert len(others) < 6
+    words = " ".join(others).split()
+    assert [words.count(word) for word in ("full", "pop100", "hr@1", "ndcg@1", "mrr@1", "ndcg@10", "users")] == [
+        *(1, 1, 2, 0, 0, 1, 0)
+    ]
+    assert len({line.find("0.5000") for line in others}) == 1  # aligned
+
+
+def test_the_best_validation_so_far_is_marked() -> None:
+    assert validation_text(5, {"auroc": 0.7, "rows": 10}, "auroc", (5, 0.7), 80) == (
+        "step 5  validation  auroc 0.7000  best so far"
+    )
+    undefined = validation_text(5, {"auroc": "undefined", "rows": 10}, "auroc", (0, None), 80)
+    assert undefined == "step 5  validation  auroc undefined"
 
 
 def test_a_corrupt_checkpoint_is_marked_and_its_problem_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,13 @@ import sys
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from recmill.observe import progress
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> str:
-    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120)
+def shown(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=width)
     monkeypatch.setattr(progress, "CONSOLE", console)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     with progress.Progress("training", total=10, unit="samples", per_item=1000) as bar:
@@ -20,12 +21,37 @@ def shown(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> str:
 
 def test_a_terminal_sees_a_bar_with_rate_loss_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(monkeypatch, is_terminal=True)
-    for part in ("training", "9/10", "samples/s", "loss 0.5000", "0:00:0"):
+    for part in ("training", "9/10", "samples/s", "loss 0.5000", "00:0"):
         assert part in text
 
 
 def test_elsewhere_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, is_terminal=False) == ""
+
+
+def test_a_bar_fits_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (80, 120):
+        lines = shown(monkeypatch, is_terminal=True, width=width).replace("\r", "\n").splitlines()
+        bars = [line for line in (Text.from_ansi(line).plain for line in lines) if "9/10" in line]
+        assert {len(bar.rstrip()) <= width for bar in bars} == {True}
+        assert bars[-1].split()[-1] == "left"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
+def test_times_are_short(seconds: float, text: str) -> None:
+    assert progress.human_time(seconds) == text
+
+
+def test_the_time_left_counts_what_an_earlier_run_had_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    bar = progress.Progress("training", total=100, unit="samples", done=40)
+    now += 30.0
+    for _ in range(10):
+        bar.advance(1)
+    assert bar.time_left() == "2 min 30 s"  # 50 items, 3 s each
 
 
 @pytest.mark.parametrize(("value", "text"), [(950.0, "950"), (52_480.0, "52.5k"), (1_234_567.0, "1.23M")])

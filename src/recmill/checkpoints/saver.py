@@ -314,7 +314,9 @@ class Saver:
         kind = f" of changes since {base}" if base else ""
         waited = "" if save.stall_seconds is None else f", of which training waited {save.stall_seconds:.2f}"
         seconds = time.monotonic() - save.started
-        log.info("checkpoint committed step=%d in %.2f s%s: %s, %s%s", step, seconds, waited, final, size, kind)
+        fact = f"checkpoint committed step={step} in {seconds:.2f} s{waited}: {final}, {size}{kind}"
+        short = f"saved step {step:,} ({'changes only, ' if base else ''}{size}, {seconds:.2f} s)"
+        log.info("%s", fact, extra={"console": short})
         with contextlib.suppress(OSError):  # the checkpoint is committed, even if this cannot be noted
             self.on_commit(step)
         return final.name, digest(final / on_disk.MANIFEST)

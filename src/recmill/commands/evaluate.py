@@ -1,5 +1,6 @@
 """`recmill evaluate`: the metrics of a run's best or newest checkpoint. Changes nothing in the run directory."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -10,6 +11,7 @@ from recmill.commands.options import Fallback, Procs, Verify, Which, dataset_che
 from recmill.config import Config
 from recmill.config.options import checked_options
 from recmill.config.sections import DenseOptim, OptimSection, RankingProtocol, Section, TablesOptim
+from recmill.environment import process_environment
 from recmill.errors import ConfigError
 from recmill.launch.local import is_launched_with, run_job
 from recmill.metrics.binary import Values
@@ -19,6 +21,8 @@ from recmill.schema import Dataset
 
 if TYPE_CHECKING:
     from recmill.world import World
+
+log = logging.getLogger(__name__)
 
 Split = Literal["val", "test"]
 
@@ -51,6 +55,8 @@ def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
     dataset = assemble.open_matching_dataset(config, dataset_checks(checked.verify))
     _check_ranking(config, dataset, checked)
     section = config.settings.train
+    if process_environment().rank == 0:
+        log.info("evaluating %s on split %s", run, checked.split)
     if is_launched_with(checked.procs):
         from recmill.world import joined_world
 

@@ -20,7 +20,9 @@ def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options
     An interrupted call, repeated, resumes.
     """
     module = cast(DatasetModule, registry.load(registry.DATASETS, name, "dataset"))
-    plan = module.plan(checked_options(name, module.Options, options))
+    checked = checked_options(name, module.Options, options)
+    log.info("preparing %s in %s", name, output)
+    plan = module.plan(checked)
     output = given_path(output, "--output").absolute()
     if needs_writing(output, name, plan.recipe, overwrite):
         with resumable_directory(output, plan.recipe, plan.inputs, discard=overwrite) as work:

@@ -223,6 +223,7 @@ class _Recommender:
         from recmill.observe.log import quiet_libraries
         from recmill.world import World
 
+        log.info("loading the model of %s", self._run.path)
         alone = World(0, 1, 0, 1, torch.device("cpu"))
         with quiet_libraries():
             model = assemble.model_module(self._config)

@@ -27,6 +27,8 @@ from recmill.launch.local import is_launched_with, run_job
 from recmill.launch.signals import StopRequest, stop_error, stop_on, stop_with_parent
 from recmill.launch.watchdog import Hang, Heartbeat, Watch, watching
 from recmill.metrics.binary import Values
+from recmill.observe.printed import counted, table_lines, validation_text
+from recmill.observe.progress import CONSOLE
 from recmill.observe.provenance import environment, versions
 from recmill.observe.run_dir import RunDirectory, State
 from recmill.protocols import BatchSource
@@ -35,6 +37,7 @@ from recmill.tables.spec import VALUE_BYTES, TableSpec
 
 if TYPE_CHECKING:
     from recmill.checkpoints.format import Checkpoint, Position
+    from recmill.training.parts import Parts
     from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -84,10 +87,13 @@ def train(
     `init_from` (or "RUN@best", "RUN@STEP"), with `allow_partial` from those tensors that have the same size.
     `fallback`: if the newest checkpoint is corrupt, resume from the newest that is not.
     """
-    checked = _with_absolute_path(load_config(config, overrides))
+    checked = load_config(config, overrides)
     if allow_partial and init_from is None:
         raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
     directory = RunDirectory(given_path(run, "--run").absolute())
+    if process_environment().rank == 0:
+        log.info("training %s on %s, in %s", checked.model_name, checked.settings.data.path, run)
+    checked = _with_absolute_path(checked)
     saved = _saved_config(directory)
     if saved is not None and (changed := differences(saved, checked)):
         facts = "\n  ".join([f"{directory.path} was started with another config:", *changed])
@@ -198,7 +204,6 @@ def _train(
     from recmill.checkpoints.saver import Saver
     from recmill.kernels.library import load_library
     from recmill.observe.log import log_to_file
-    from recmill.observe.printed import table_lines
     from recmill.tables.first_values import fill_tables
     from recmill.tables.placement import as_rows, placements
     from recmill.training.evaluate import evaluate_split
@@ -223,10 +228,12 @@ def _train(
     model = assemble.build_sharded(config, dataset, world)
     optimizer = build_optimizer(model, settings.optim)
     parts = Parts(model, assemble.task_module(config), source, world, settings.data.prefetch, heartbeat)
+    num_steps = total_steps(settings.train, source.batches_per_epoch)
     placed = placements(model.plan, tables, settings.optim.tables.name)
     if world.is_main:
-        _log_facts(world, config, dataset, tables, source)
-        log.info("%s", "\n".join(table_lines(as_rows(placed, world.size))))
+        _log_facts(parts, config, dataset, tables, num_steps)
+        all_tables, largest = ("\n".join(table_lines(as_rows(placed, world.size, n))) for n in (None, 5))
+        log.info("%s", all_tables, extra={"console": largest})
 
     # Find the checkpoint to start from
     heartbeat.beat("loading")
@@ -253,7 +260,7 @@ def _train(
         earlier = find(other.checkpoints, which, saved_step=other.saved_step(), hold=hold)
         if earlier is None:
             raise CheckpointError(f"{path}: the checkpoint {which} is no longer there. Name another after --init-from.")
-    _check_steps(total_steps(settings.train, source.batches_per_epoch), position, config, run, dataset)
+    _check_steps(num_steps, position, config, run, dataset)
 
     # Describe the run in its directory, and load or initialize the model
     if world.is_main:
@@ -283,12 +290,16 @@ def _train(
         if world.is_main:
             if at.step <= position.step:  # a run that is resumed may have the same line already
                 run.forget_metrics_of(at.step, split)
-            run.append_metrics({"step": at.step, "epoch": at.epoch, "split": split, **results[split]})
-            log.info("step %s  %s  %s", f"{at.step:,}", split, _short(results[split]))
+            headline = parts.task.headline(results[split])
+            facts = {"step": at.step, "epoch": at.epoch, "split": split, "headline": headline}
+            run.append_metrics(facts | results[split])
 
     def validate(at: Position) -> Position:
         evaluate("val", at)
-        return at.after_validation(world.broadcast(parts.task.headline(results["val"])))
+        value = results["val"][parts.task.headline(results["val"])]
+        at = at.after_validation(world.broadcast(value if isinstance(value, float) else None))
+        _log_validation(at, results["val"], parts)
+        return at
 
     def on_commit(step: int) -> None:
         run.write_status("running", step=step)
@@ -297,6 +308,7 @@ def _train(
     started = time.monotonic()
     if settings.eval.before_training and not position.step:
         evaluate("val", position)
+        _log_validation(position, results["val"], parts)
     sections = Sections(settings.train, settings.optim, settings.eval, settings.checkpoint)
     at, signal = fit(parts, optimizer, sections, position, run, saver, stop, validate)
     restarts = process_environment().attempt
@@ -323,6 +335,8 @@ def _train(
                 "Set checkpoint.keep_best before training starts."
             )
     evaluate("test", tested)
+    if world.is_main:
+        _log_values(tested, "test", results["test"], console="")  # the summary at the end shows them
     results = {split: values | assemble.named_in_results(tested.step) for split, values in results.items()}
     if settings.data.multi_hot.collect_frequencies:
         _write_frequencies(run, source, at, world)
@@ -375,25 +389,35 @@ def _check_steps(num_steps: int, position: "Position", config: Config, run: RunD
         )
 
 
-def _log_facts(world: "World", config: Config, dataset: Dataset, tables: list[TableSpec], source: BatchSource) -> None:
+def _log_facts(parts: "Parts", config: Config, dataset: Dataset, tables: list[TableSpec], num_steps: int) -> None:
     from recmill.data.histories import HistorySource
 
+    source, world = parts.source, parts.world
+    train = config.settings.train
     rows = sum(table.rows for table in tables)
     megabytes = sum(VALUE_BYTES * table.rows * table.dim for table in tables) / 1e6
-    log.info(
-        f"{config.model_name} on {dataset.path}: {len(tables)} tables, {rows:,} rows, {megabytes:,.1f} MB; "
-        f"{source.batches_per_epoch:,} batches of {config.settings.train.global_batch_size:,} per epoch; "
-        f"{world.size} process(es) on {world.device}"
-    )
-    if isinstance(source, HistorySource) and source.batches_per_epoch:
-        log.info("%s", source.window_facts())
+    size = f"{counted(len(tables), 'table')} with {counted(rows, 'row')}, {megabytes:,.1f} MB"
+    on = f"{counted(world.size, 'process')} on {world.device}"
+    log.info(f"{config.model_name} on {dataset.path}: {size}; {on}", extra={"console": f"{size}; {on}"})
+    per_epoch = source.batches_per_epoch
+    log.info(f"{counted(num_steps, 'step')} of {train.global_batch_size:,} samples; {per_epoch:,} per epoch")
+    if isinstance(source, HistorySource) and per_epoch:
+        windows = source.window_facts()
+        log.info("%s", windows, extra={"console": windows.split(";")[0]})
     if config.settings.data.train_on_validation:
         log.warning("validation items are trained on: validation metrics measure memorization; use the test metrics")
 
 
-def _short(values: Values) -> str:
+def _log_validation(at: "Position", values: Values, parts: "Parts") -> None:
+    headline = parts.task.headline(values)
+    text = validation_text(at.step, values, headline, (at.best_step, at.best), CONSOLE.width)
+    if parts.world.is_main:
+        _log_values(at, "val", values, console=text)
+
+
+def _log_values(at: "Position", split: str, values: Values, console: str) -> None:
     shown = (f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
-    return "  ".join(shown)
+    log.info("step %s  %s  %s", f"{at.step:,}", split, "  ".join(shown), extra={"console": console})
 
 
 def _write_frequencies(run: RunDirectory, source: BatchSource, at: "Position", world: "World") -> None:

@@ -19,12 +19,17 @@ class _Formatter(logging.Formatter):
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints through rich's console, so that lines appear above a progress bar; skips records marked file_only."""
+    """Prints through rich's console, so that lines appear above a progress bar.
+
+    `log.info(..., extra={"console": TEXT})` prints a shorter text here than in the log file, or nothing if it is empty.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "file_only", False):
+        short = getattr(record, "console", None)
+        text = self.format(record) if short is None else escaped(short, keep="\n")
+        if text:
             with contextlib.suppress(OSError):  # a closed terminal does not end a run; log.txt has every line
-                CONSOLE.print(self.format(record))
+                CONSOLE.print(text)
 
 
 def set_up_console() -> None:

@@ -1,10 +1,13 @@
 """What commands print: plain aligned columns, for people and for tools like awk."""
 
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Row = Sequence[str]
+Values = Mapping[str, float | int | str]  # metrics by name
+_AT_1 = re.compile(r"(ndcg|mrr)@1$")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -47,7 +50,9 @@ def print_dataset(description: dict[str, Any]) -> None:
             f"{description['num_interactions']:,} interactions; {size:,.1f} MB"
         )
     for split, values in description["truth"].items():
-        _print(f"best reachable, {split}: " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        _print(f"best reachable, {split}:")
+        for line in _metric_lines(values, shutil.get_terminal_size().columns):
+            _print(line)
 
 
 def print_audit(report: Any) -> None:
@@ -80,6 +85,40 @@ def print_audit(report: Any) -> None:
     for finding in report.findings:
         _print(f"{'FAILURE' if finding.kind == 'failure' else finding.kind} {finding.text}")
     _print(f"audit: {report.num_failures or 'no'} failure{'' if report.num_failures == 1 else 's'}")
+
+
+def validation_text(step: int, values: Values, headline: str, best: tuple[int, float | None], width: int) -> str:
+    """Return the headline metric beside its best value so far, and below it the others, in columns of `width`."""
+    best_step, best_value = best
+    note = "best so far" if best_step == step else f"best {_shown(best_value)} at step {best_step:,}"
+    line = f"step {step:,}  validation  {headline} {_shown(values[headline])}  {note if best_step else ''}".rstrip()
+    others = {name: value for name, value in values.items() if name != headline and not isinstance(value, int)}
+    return "\n".join([line, *_metric_lines(others, width)])
+
+
+def _metric_lines(values: Values, width: int) -> list[str]:
+    """Return names and values in as many columns as fit; each protocol begins a line."""
+    cells: dict[str, list[str]] = {}  # by protocol: name, value, name, value, ...
+    for name in distinct(values):
+        protocol, _, short = name.rpartition("/")
+        cells.setdefault(protocol, []).extend([short, _shown(values[name])])
+    lines: list[str] = []
+    for count in range(max(map(len, cells.values()), default=0), 1, -2):
+        rows = []
+        for protocol, all_cells in cells.items():
+            for start in range(0, len(all_cells), count):
+                row = [*(["" if start else protocol] * any(cells)), *all_cells[start : start + count]]
+                rows.append(row + [""] * (count + any(cells) - len(row)))
+        lines = [f"  {line}" for line in table_lines(rows)]
+        if max(map(len, lines)) <= width:
+            break
+    return lines
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """Leave out NDCG@1 and MRR@1 where HR@1 is there: the three are the same."""
+    known = set(names)
+    return [name for name in names if (same := _AT_1.sub("hr@1", name)) == name or same not in known]
 
 
 def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> None:
@@ -161,6 +200,11 @@ def print_checkpoint(facts: dict[str, Any]) -> None:
         numbers = [str(tensor["shards"]), f"{tensor['bytes'] / 1e6:,.3f}"]
         rows.append([tensor["key"], tensor["table"] or "", size, tensor["dtype"], *numbers])
     print_table(["tensor", "table", "size", "type", "shards", "MB"], rows)
+
+
+def counted(number: int, noun: str) -> str:
+    plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{plural}"
 
 
 def _shown(value: Any) -> str:

@@ -41,20 +41,22 @@ class Progress:
         self._unit = unit
         self._per_item = per_item
         self._done = 0
-        self._total = total
+        self._total = total - done
         self._logs_lines = world is None
         self._started = time.monotonic()
         self._logged_at = self._started
         if sys.stderr is not None and sys.stderr.isatty() and (world is None or world.is_main):
             self._bar = Bar(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[rate]}"),
                 TextColumn("{task.fields[note]}"),
-                TimeRemainingColumn(),
+                TimeRemainingColumn(compact=True),
+                TextColumn("left"),
                 console=CONSOLE,
                 transient=True,
+                expand=True,  # to the width of the terminal, and never beyond
             )
             self._task = self._bar.add_task(label, total=total, completed=done, rate="", note="")
 
@@ -92,11 +94,15 @@ class Progress:
             return
         self._logged_at = now
         rate = self._done / (now - self._started)
-        left = max(self._total - self._done, 0) / rate if rate else 0
         log.info(
             f"{self._label}: {self._done:,} of about {self._total:,} {self._unit}, "
-            f"{human_rate(rate)} {self._unit}/s, {left / 60:.1f} minutes left"
+            f"{human_rate(rate)} {self._unit}/s, {self.time_left()} left"
         )
+
+    def time_left(self) -> str:
+        """Estimate the rest from all that was done so far, with its pauses."""
+        seconds_per_item = (time.monotonic() - self._started) / max(self._done, 1)
+        return human_time(max(self._total - self._done, 0) * seconds_per_item)
 
 
 def human_rate(value: float) -> str:
@@ -104,3 +110,10 @@ def human_rate(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{suffix}"
     return f"{value:.3g}"
+
+
+def human_time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

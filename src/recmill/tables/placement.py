@@ -139,15 +139,17 @@ def placements(plan: ShardingPlan, tables: list[TableSpec], optimizer: str) -> l
     return out
 
 
-def as_rows(placed: list[Placed], world_size: int) -> list[list[str]]:
-    """Return the cells of a printed table: a header, one row per embedding table, and the totals."""
-    rows = [["table", "rows", "dim", "sharding", "ranks", "MB per rank"]]
+def as_rows(placed: list[Placed], world_size: int, largest: int | None = None) -> list[list[str]]:
+    """Return the cells of a printed table: a header, the `largest` embedding tables or all, and the totals."""
+    rows = [["table", "rows", "dim", "sharding", "process", "MB per process"]]
+    for p in sorted(placed, key=lambda p: -sum(p.bytes_by_rank.values()))[:largest]:
+        rows.append([p.table, f"{p.rows:,}", str(p.dim), p.type, _span(list(p.bytes_by_rank)), _mb(p.bytes_by_rank)])
     totals = Counter[int]()
     for p in placed:
         totals.update(p.bytes_by_rank)
-        rows.append([p.table, f"{p.rows:,}", str(p.dim), p.type, _span(list(p.bytes_by_rank)), _mb(p.bytes_by_rank)])
-    rows.append(["all", f"{sum(p.rows for p in placed):,}", "", "", _span(list(range(world_size))), _mb(totals)])
-    return rows
+    label = "all" if len(rows) > len(placed) else f"all {len(placed)}"
+    rows.append([label, f"{sum(p.rows for p in placed):,}", "", "", _span(list(range(world_size))), _mb(totals)])
+    return rows if len(placed) > 1 else rows[:2]
 
 
 def _check_types(network: nn.Module, request: Request, machines: Machines) -> None:

@@ -26,11 +26,10 @@ def new_metrics(section: EvalSection, resamples: int = 0, train_counts: np.ndarr
     return RankingMetrics(list(section.protocols), list(section.ks), resamples, popularity)
 
 
-def headline(values: Values) -> float | None:
-    """Return NDCG of the first protocol at the last cut-off."""
+def headline(values: Values) -> str:
+    """Return the name of NDCG, of the first protocol at the last cut-off."""
     first = next(iter(values)).split("/")[0]
-    value = [value for name, value in values.items() if name.startswith(f"{first}/ndcg@")][-1]
-    return value if isinstance(value, float) else None
+    return [name for name in values if name.startswith(f"{first}/ndcg@")][-1]
 
 
 def update(metrics: RankingMetrics, logits_BV: Tensor, batch: RankingBatch) -> None:

@@ -230,10 +230,10 @@ class _SaveTimer:
 
 
 def _report(values: dict[str, float], position: Position, world: World, run: RunDirectory, progress: Progress) -> None:
+    progress.advance(1, note=f"loss {values['loss']:.4f}")
     if world.is_main:
         run.append_metrics({"step": position.step, "epoch": position.epoch, "split": "train", **values})
         rate = human_rate(values["samples_per_s"])
         text = f"step {position.step:,}  loss {values['loss']:.4f}  {rate} samples/s  lr {values['lr']:.3g}"
-        extra = {"file_only": progress.is_shown}  # on a terminal the progress bar shows the same
-        log.info("%s, tables %.3g", text, values["lr_tables"], extra=extra)
-    progress.advance(1, note=f"loss {values['loss']:.4f}")
+        extra = {"console": ""} if progress.is_shown else {}  # on a terminal the progress bar shows the same
+        log.info("%s, tables %.3g  %s left", text, values["lr_tables"], progress.time_left(), extra=extra)
