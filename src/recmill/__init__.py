@@ -6,15 +6,31 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["adopt", "audit", "download", "evaluate", "prepare", "recommend", "recommend_all", "split", "train"]
+__all__ = [
+    "adopt",
+    "audit",
+    "download",
+    "evaluate",
+    "history",
+    "plot",
+    "prepare",
+    "recommend",
+    "recommend_all",
+    "results",
+    "split",
+    "train",
+]
 
 if TYPE_CHECKING:
     from recmill.commands.adopt import adopt
     from recmill.commands.audit import audit
     from recmill.commands.download import download
     from recmill.commands.evaluate import evaluate
+    from recmill.commands.history import history
+    from recmill.commands.plot import plot
     from recmill.commands.prepare import prepare
     from recmill.commands.recommend import recommend, recommend_all
+    from recmill.commands.results import results
     from recmill.commands.split import split
     from recmill.commands.train import train
 

@@ -274,10 +274,12 @@ def train_command(config: str, run: str, **options: Any) -> None:
     Exits with 0 when training is complete. When it is stopped by a signal, it saves and exits with 75 (SIGTERM,
     SIGUSR1, SIGUSR2) or 130 (Ctrl-C).
     """
-    results = recmill.train(config, run, **options)
+    from recmill.commands.results import next_command, run_report
+
+    recmill.train(config, run, **options)
     if process_environment().rank == 0:
         with _after_work():
-            printed.print_results([results.report])
+            printed.print_summary(run_report(run), next_command(run))
 
 
 @commands.command("evaluate", cls=_Command)
@@ -359,11 +361,15 @@ def _print_checkpoints(run: str, as_json: bool, digests: bool) -> bool:
 
 @commands.command("results")
 @click.argument("runs", nargs=-1, required=True, type=click.Path())
-def results_command(runs: tuple[str, ...]) -> None:
-    """Show what RUNS have reached on their test split, and where their files are."""
-    from recmill.commands.results import results
+@_json
+def results_command(runs: tuple[str, ...], as_json: bool) -> None:
+    """Compare RUNS: state, best step, test metrics and, for runs on the same data, the difference to the first."""
+    from recmill.commands.results import deltas, run_report
 
-    printed.print_results(results(*runs))
+    reports = [run_report(run) for run in runs]
+    differences = deltas(reports)
+    facts = [asdict(report) | {"delta": delta} for report, delta in zip(reports, differences, strict=True)]
+    _print(facts, as_json, lambda _: printed.print_results(reports, differences))
 
 
 configs_group = click.Group("configs", help="List, show or copy the run configs that come with Recmill.")
@@ -413,3 +419,12 @@ def doctor_command() -> int:
     checks = doctor()
     printed.print_checks(checks, would_work(checks))
     return 0 if would_work(checks) else 5
+
+
+@commands.command("plot", cls=_Command)
+@click.argument("runs", nargs=-1, required=True, type=click.Path())
+def plot_command(runs: tuple[str, ...], **options: Any) -> None:
+    """Draw the learning curves of RUNS: training loss and validation metrics by step."""
+    path = recmill.plot(*runs, **options)
+    with _after_work():
+        print(path)

@@ -51,7 +51,8 @@ TORCH_FREE = {"cli", "config", "datasets", "errors", "failpoints", "files", "har
 TORCH_FREE |= {"environment", "observe", "protocols", "registry", "rng", "schema"}
 TORCH_FREE_MODULES = [
     *(f"recmill.commands.{name}" for name in ("adopt", "audit", "checkpoint", "configs", "doctor", "download")),
-    *(f"recmill.commands.{name}" for name in ("evaluate", "prepare", "recommend", "results", "split", "train")),
+    *(f"recmill.commands.{name}" for name in ("evaluate", "history", "plot", "prepare", "recommend", "results")),
+    *(f"recmill.commands.{name}" for name in ("split", "train")),
     *("recmill.checkpoints.format", "recmill.tables.pins", "recmill.tables.spec"),
     *(f"recmill.data.{name}" for name in ("checks", "click_rows", "npy_files", "opening", "parquet_files", "seen")),
     *("recmill.data.verification", "recmill.data.windows"),

@@ -101,8 +101,8 @@ def test_the_best_checkpoint_is_what_is_tested_and_reported(worsening: Config, t
     assert "testing step 2, the best by validation" in (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
     assert [line["step"] for line in metric_lines(tmp_path / "run") if line["split"] == "test"] == [2]
     assert (status(tmp_path / "run")["step"], status(tmp_path / "run")["tested_step"]) == (4, 2)
-    report = results(tmp_path / "run")[0]
-    assert (report.step, report.checkpoint) == (2, "checkpoints/step-00000002")
+    (report,) = results(tmp_path / "run").select("best_step", "tested_step", "checkpoint").rows()
+    assert report == (2, 2, "checkpoints/step-00000002")
 
     evaluated = evaluate(tmp_path / "run")
     assert evaluated == evaluate(tmp_path / "run", checkpoint="best") == reported["test"]

@@ -16,7 +16,7 @@ from recmill.errors import CheckpointError, ConfigError, DataError, ResourceErro
 from recmill.hardware.memory import memory_bytes
 from recmill.metrics.binary import Values
 from recmill.observe.run_dir import RunDirectory
-from recmill.protocols import ModelModule, SequenceModelModule, TaskModule
+from recmill.protocols import Metrics, ModelModule, SequenceModelModule, TaskModule
 from recmill.schema import SPLITS, ClicksDescription, Dataset
 from recmill.tables.spec import TableSpec
 
@@ -190,6 +190,18 @@ def _catalogue(config: Config, dataset: Dataset) -> "Catalogue | None":
     if is_tied and getattr(config.model, "loss", "softmax") != "softmax":
         return None
     return Catalogue(dataset.description.num_items, config.model.embedding_dim, is_tied)
+
+
+def new_metrics(
+    config: Config, source: "ClickSource | HistorySource", with_popularity: bool, resamples: int = 0
+) -> Metrics:
+    """Create the metrics of one evaluation; those of rankings with what popularity reaches, and with intervals."""
+    from recmill.data.histories import HistorySource
+    from recmill.tasks import next_item
+
+    if isinstance(source, HistorySource) and with_popularity:
+        return next_item.new_metrics(config.settings.eval, resamples, source.train_counts())
+    return task_module(config).new_metrics(config.settings.eval)
 
 
 def open_run(path: str | Path) -> tuple[RunDirectory, Config]:

@@ -99,9 +99,7 @@ def work(world: "World", run: str, options: dict[str, Any]) -> Values:
 
 def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Dataset, options: Options) -> Values:
     from recmill.checkpoints.loading import load
-    from recmill.data.histories import HistorySource
     from recmill.launch.watchdog import Heartbeat
-    from recmill.tasks import next_item
     from recmill.training.evaluate import evaluate_split
     from recmill.training.parts import Parts
     from recmill.training.precision import set_tf32
@@ -117,7 +115,5 @@ def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Datase
         model = assemble.build_sharded(config, dataset, world)
         load(found, model)
     parts = Parts(model, assemble.task_module(config), source, world, config.settings.data.prefetch, Heartbeat())
-    metrics = parts.task.new_metrics(section)
-    if isinstance(source, HistorySource):
-        metrics = next_item.new_metrics(section, options.bootstrap, source.train_counts())
+    metrics = assemble.new_metrics(config, source, with_popularity=True, resamples=options.bootstrap)
     return evaluate_split(parts, options.split, metrics) | assemble.named_in_results(found.position.step)

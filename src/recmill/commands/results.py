@@ -1,63 +1,153 @@
-"""`recmill results`: the metrics that runs have reached, beside the best that their data allows."""
+"""`recmill results`: what runs have reached, side by side, whether they are done, running, stopped or failed."""
 
-from dataclasses import dataclass
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import harmonic_mean
+from typing import TYPE_CHECKING, Any
 
-from recmill.commands.assemble import open_run
+from recmill.commands import assemble
+from recmill.commands.history import number
+from recmill.config import Config, load_config
+from recmill.config.options import given_path
+from recmill.data.names import Names
 from recmill.data.opening import open_dataset
-from recmill.errors import CheckpointError, DataError, UserError
+from recmill.errors import CheckpointError, DataError
 from recmill.metrics.binary import Values
 from recmill.observe.run_dir import RunDirectory
+
+if TYPE_CHECKING:
+    import polars as pl
+
+_STOPPED = ("preempted", "interrupted")
 
 
 @dataclass(frozen=True)
 class RunReport:
     run: str
-    model: str
-    state: str  # as in status.json
-    values: Values
-    best: dict[str, float]  # the best reachable values, known only for synthetic data
-    step: int | None  # of the checkpoint that was tested; None: results of an earlier version
-    checkpoint: str  # its path in the run directory
+    state: str  # done, running, stopped, failed, or killed: it ended without writing how
+    reason: str = ""  # the error or the signal
+    model: str = ""
+    dataset: str = ""
+    step: int = 0  # how far training got
+    metric: str = ""  # the headline metric of validation, which chooses the best step
+    best_step: int | None = None
+    best_value: float | None = None
+    tested_step: int | None = None  # None: results of an earlier version
+    checkpoint: str = ""  # the tested one, in the run directory
+    seconds: float | None = None
+    samples_per_s: float | None = None
+    values: Values = field(default_factory=dict)  # of the test split
+    popularity: dict[str, float] = field(default_factory=dict)  # the baseline's
+    reachable: dict[str, float] = field(default_factory=dict)  # the best that any model can reach; of synthetic data
 
 
-def results(*runs: str | Path, split: str = "test") -> list[RunReport]:
-    return [_report(run, split) for run in runs]
+def results(*runs: str | Path) -> "pl.DataFrame":
+    """Return one row per run: state, model, best step, test metrics, what popularity reaches and what is reachable."""
+    import polars as pl
+
+    rows = []
+    for report in map(run_report, runs):
+        facts = asdict(report)
+        groups = [("", facts.pop("values")), *((f"{name}/", facts.pop(name)) for name in ("popularity", "reachable"))]
+        metrics = {f"{prefix}{name}": number(value) for prefix, values in groups for name, value in values.items()}
+        rows.append(facts | metrics)
+    return pl.DataFrame(rows, infer_schema_length=None)
 
 
-def _report(path: str | Path, split: str) -> RunReport:
-    run, config = open_run(path)
-    state = run.read_status().get("state", "unknown")
+def deltas(reports: Sequence[RunReport]) -> list[dict[str, float]]:
+    """Return by how much each run differs from the first, where both are of one dataset."""
+    first = reports[0]
+    return [
+        {
+            name: value - before
+            for name, value in report.values.items()
+            if isinstance(value, float) and isinstance(before := first.values.get(name), float)
+        }
+        if report.dataset == first.dataset and report is not first
+        else {}
+        for report in reports
+    ]
+
+
+def run_report(path: str | Path) -> RunReport:
+    """Read how a run ended, or how far it is, and its test metrics if it is done."""
+    run, config = _open(path)
+    status = run.read_status()
+    state = str(status.get("state", "unknown"))
+    lines = run.read_metrics()
+    facts: dict[str, Any] = {
+        "reason": str(status.get("reason") or ""),
+        "step": max([line["step"] for line in lines], default=0),
+        "seconds": number(status.get("seconds")),
+    }
+    if speeds := [speed for line in lines if (speed := number(line.get("samples_per_s")))]:
+        facts["samples_per_s"] = harmonic_mean([max(speed, 0.0) for speed in speeds])
+    facts |= _best(lines)
+    if config:
+        facts |= {"model": config.model_name, "dataset": config.settings.data.path}
+    if state == "done":
+        facts |= _tested(run, path)
+    elif state == "running" and run.has_lost_its_process():
+        state = "killed"
+    return RunReport(str(path), "stopped" if state in _STOPPED else state, **facts)
+
+
+def _open(path: str | Path) -> tuple[RunDirectory, Config | None]:
+    """Open a run; one that failed very early has no config."""
+    run = RunDirectory(given_path(path, "RUN"))
+    if run.status_file.is_file() and not run.config_file.is_file():
+        return run, None
+    return assemble.open_run(path)
+
+
+def _best(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the best validation so far, by the metric that the last one names."""
+    validations = [line for line in lines if line.get("split") == "val" and isinstance(line.get("headline"), str)]
+    if not validations:
+        return {}
+    metric = validations[-1]["headline"]
+    values = [(value, -line["step"]) for line in validations if (value := number(line.get(metric))) is not None]
+    value, step = max(values, default=(None, 0))  # of equal ones the earliest
+    return {"metric": metric, "best_value": value, "best_step": -step if values else None}
+
+
+def _tested(run: RunDirectory, path: str | Path) -> dict[str, Any]:
     if not run.results_file.is_file():
-        raise UserError(
-            f"{run.path}: no results yet (the run is {state}). "
-            f"Train to the end: recmill train {run.config_file} --run {path}."
-        )
-    values = values_of_split(run, run.read_results(), split)
-    return run_report(path, config.model_name, state, values, best_of_run(path, split))
-
-
-def run_report(run: str | Path, model: str, state: str, values: Values, best: dict[str, float]) -> RunReport:
-    """Return the report of a run whose `values` also name the checkpoint."""
-    metrics = {name: value for name, value in values.items() if name not in ("step", "checkpoint")}
-    step = values.get("step")
-    checkpoint = str(values.get("checkpoint", ""))
-    return RunReport(str(run), model, state, metrics, best, step if isinstance(step, int) else None, checkpoint)
-
-
-def values_of_split(run: RunDirectory, results: dict[str, Values], split: str) -> Values:
-    values = results.get(split)
-    if not isinstance(values, dict):
         raise CheckpointError(
-            f"{run.results_file}: no metrics of split '{split}'. Remove it and train again to write a new one."
+            f"{run.results_file}: missing, though the run is done. Test it again: recmill evaluate {path}."
         )
-    return values
+    tested = run.read_results().get("test")
+    if not isinstance(tested, dict):
+        raise CheckpointError(
+            f"{run.results_file}: no metrics of split 'test'. Remove it and train again to write a new one."
+        )
+    step = tested.get("step")
+    values = {name: value for name, value in tested.items() if name not in ("step", "checkpoint")}
+    popularity = {name: values.pop(name) for name in list(values) if name.startswith("popularity/")}
+    return {
+        "tested_step": step if isinstance(step, int) else None,
+        "checkpoint": str(tested.get("checkpoint", "")),
+        "values": values,
+        "popularity": {name.removeprefix("popularity/"): value for name, value in popularity.items()},
+        "reachable": best_of_run(path, "test"),
+    }
 
 
 def best_of_run(run: str | Path, split: str) -> dict[str, float]:
     """Return the best metrics that the run's data allows; empty if they are unknown."""
-    _, config = open_run(run)
+    _, config = assemble.open_run(run)
     try:
         return open_dataset(config.settings.data.path).description.truth.get(split, {})
     except DataError:  # the dataset is no longer there
         return {}
+
+
+def next_command(run: str | Path) -> str:
+    """Return what to try next with a run that is done: recommendations for a user, or a learning curve."""
+    config = load_config(RunDirectory(run).config_file)
+    if assemble.model_module(config).KIND == "histories":
+        users = Names(Path(config.settings.data.path) / "users.parquet", "user").originals
+        return shlex.join(["recmill", "recommend", str(run), "--users", str(users[0])])
+    return shlex.join(["recmill", "plot", str(run)])

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from recmill.checkpoints.format import committed
 from recmill.commands import assemble
 from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, flag
-from recmill.commands.results import RunReport, run_report, values_of_split
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.config.options import given_path
 from recmill.config.sections import Section, TrainSection
@@ -58,14 +57,6 @@ class Options(Section):
     verify: Verify = None
 
 
-class TrainResults(dict[str, Values]):
-    """The final metrics by split; `report` is how the run is shown beside others."""
-
-    def __init__(self, values: dict[str, Values], report: RunReport) -> None:
-        super().__init__(values)
-        self.report = report
-
-
 def train(
     config: str | Path | Mapping[str, Any],
     run: str | Path,
@@ -76,7 +67,7 @@ def train(
     init_from: str | Path | None = None,
     allow_partial: bool = False,
     fallback: bool = False,
-) -> TrainResults:
+) -> dict[str, Values]:
     """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ..., "step": 80, ...}}.
 
     "step" and "checkpoint" name what was tested: with checkpoint.keep_best the best by validation, otherwise the last.
@@ -111,9 +102,7 @@ def train(
     if stopped := results.get("stopped"):
         step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
         raise stop_error(name, f"Stopped at step {step:,} by {name}, which rank {rank} received.")
-    values = values_of_split(directory, results, "test")
-    best = dataset.description.truth.get("test", {})
-    return TrainResults(results, run_report(run, checked.model_name, "done", values, best))
+    return results
 
 
 def _launch(config: Config, dataset: Dataset, options: Options, procs: int) -> dict[str, Any]:
@@ -263,7 +252,10 @@ def _train(
     _check_steps(num_steps, position, config, run, dataset)
 
     # Describe the run in its directory, and load or initialize the model
+    started = time.monotonic()
     if world.is_main:
+        if found:
+            started -= run.trained_seconds()
         run.write_status("running", step=position.step)  # first: this file makes the directory a run directory
         write_text(run.config_file, to_toml(config))
         write_json(run.path / "env.json", environment(world.size, str(world.device)))
@@ -286,7 +278,8 @@ def _train(
     results: dict[str, Values] = {}
 
     def evaluate(split: str, at: Position) -> None:
-        results[split] = evaluate_split(parts, split, parts.task.new_metrics(settings.eval))
+        metrics = assemble.new_metrics(config, source, with_popularity=split == "test")
+        results[split] = evaluate_split(parts, split, metrics)
         if world.is_main:
             if at.step <= position.step:  # a run that is resumed may have the same line already
                 run.forget_metrics_of(at.step, split)
@@ -302,10 +295,12 @@ def _train(
         return at
 
     def on_commit(step: int) -> None:
-        run.write_status("running", step=step)
+        run.write_status("running", step=step, seconds=seconds())
+
+    def seconds() -> float:
+        return round(time.monotonic() - started, 1)
 
     saver = Saver(run.checkpoints, model, optimizer, origin, settings.checkpoint, world, heartbeat, on_commit)
-    started = time.monotonic()
     if settings.eval.before_training and not position.step:
         evaluate("val", position)
         _log_validation(position, results["val"], parts)
@@ -314,7 +309,8 @@ def _train(
     restarts = process_environment().attempt
     if signal:
         if world.is_main:
-            run.write_status(signal.state, step=at.step, rank=signal.rank, reason=signal.name, restarts=restarts)
+            facts = {"rank": signal.rank, "reason": signal.name, "restarts": restarts, "seconds": seconds()}
+            run.write_status(signal.state, step=at.step, **facts)
             log.info("stopped at step %s by %s on rank %d", f"{at.step:,}", signal.name, signal.rank)
         return {"stopped": {"step": at.step, "rank": signal.rank, "signal": signal.name}}
     reach("train.end")
@@ -350,7 +346,7 @@ def _train(
             best_step=at.best_step,
             best=at.best,
             tested_step=tested.step,
-            seconds=round(time.monotonic() - started, 1),
+            seconds=seconds(),
             restarts=restarts,
             dataset=dataset.fingerprint,
         )
@@ -464,4 +460,5 @@ def _write_end(run: RunDirectory, error: BaseException) -> None:
         reason = getattr(error, "signal", "") or str(error)
         restarts = max(getattr(error, "restarts", 0), process_environment().attempt)
         rank = getattr(error, "rank", None)
-        run.write_status(state, step=before.get("step", 0), rank=rank, reason=reason, restarts=restarts)
+        facts = {"rank": rank, "reason": reason, "restarts": restarts, "seconds": before.get("seconds")}
+        run.write_status(state, step=before.get("step", 0), **facts)

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,3 +29,15 @@ def exclusive_lock(path: Path, remedy: str) -> Iterator[None]:
         with suppress(OSError):  # a full disk
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}".encode())
         yield
+
+
+def is_holder_gone(path: Path) -> bool:
+    """Return whether the last holder of a lock file was a process of this machine that has ended.
+
+    It takes no lock: a process that starts at this moment would fail to get its own.
+    """
+    with suppress(OSError):
+        holder = re.match(r"process (\d+) on (\S+) since", path.read_text(encoding="utf-8", errors="replace"))
+        if holder and holder[2] == socket.gethostname():
+            return not Path(f"/proc/{holder[1]}").exists()
+    return False

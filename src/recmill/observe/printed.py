@@ -2,8 +2,10 @@
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from recmill.observe.progress import human_rate, human_time
 
 Row = Sequence[str]
 Values = Mapping[str, float | int | str]  # metrics by name
@@ -124,7 +126,7 @@ def distinct(names: Iterable[str]) -> list[str]:
 def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> None:
     """Print the metrics of one evaluation; columns without any value are left out."""
     others = ("low", "high", "popularity", "step", "checkpoint")
-    names = [name for name in values if name.split("/")[0] not in others]
+    names = distinct([name for name in values if name.split("/")[0] not in others])
     columns = {
         "model": [_shown(values[name]) for name in names],
         "95 % interval": [
@@ -136,21 +138,80 @@ def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> 
     }
     kept = {title: cells for title, cells in columns.items() if any(cells)}
     print_table([split, *kept], list(zip(names, *kept.values(), strict=True)))
-    _print(f"step {values['step']:,}: {values['checkpoint']}")
+    if values.get("step") is not None:  # else these are results of an earlier version
+        _print(f"step {values['step']:,}: {values['checkpoint']}")
 
 
-def print_results(reports: Sequence[Any]) -> None:
-    """Print a list of `commands.results.RunReport`."""
-    rows = [
-        [report.run, report.model, name, _shown(value), _shown(report.best.get(name, ""))]
-        for report in reports
-        for name, value in report.values.items()
+def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
+    """Print one column per `commands.results.RunReport`, with what its metrics differ from the first run's."""
+    columns = [[report.run, *_run_cells(report, reports, delta)] for report, delta in zip(reports, deltas, strict=True)]
+    labels = [
+        "test",
+        "model",
+        "state",
+        "best step",
+        "tested step",
+        *(f"best val {metric}" for metric in _headlines(reports)),
     ]
-    print_table(["run", "model", "test metric", "reached", "best reachable"], rows)
+    names = distinct(dict.fromkeys(name for report in reports for name in report.values))
+    baselines = {"popularity": "popularity", "best reachable": "reachable"}
+    for title, attribute in baselines.items():
+        known = [{getattr(report, attribute).get(name, "") for report in reports} - {""} for name in names]
+        cells = [_shown(found.pop()) if len(found) == 1 else "differs" if found else "" for found in known]
+        if any(cells):
+            columns.append([title, *([""] * (len(labels) - 1)), *cells])
+    _print_columns([*labels, *names], columns, shutil.get_terminal_size((10_000, 0)).columns)
     for report in reports:
-        if report.step is not None:
-            _print(f"{report.run}: tested at step {report.step:,}, {report.checkpoint}")
-        _print(f"{report.run}/: config.toml env.json status.json log.txt metrics.jsonl results.json checkpoints/")
+        if report.state != "done":
+            _print(f"{report.run}: {_state(report)}" + (f": {report.reason}" if report.reason else ""))
+
+
+def _headlines(reports: Sequence[Any]) -> list[str]:
+    return list(dict.fromkeys(report.metric for report in reports if report.metric))
+
+
+def _state(report: Any) -> str:
+    return "done" if report.state == "done" else f"{report.state} at step {report.step:,}"
+
+
+def _run_cells(report: Any, reports: Sequence[Any], delta: Values) -> Iterator[str]:
+    yield from (report.model, _state(report))
+    yield from ("" if step is None else f"{step:,}" for step in (report.best_step, report.tested_step))
+    for metric in _headlines(reports):
+        yield _shown(report.best_value) if metric == report.metric and report.best_value is not None else ""
+    for name in distinct(dict.fromkeys(name for report in reports for name in report.values)):
+        difference = f" {delta[name]:+.4f}" if name in delta else ""
+        yield _shown(report.values.get(name, "")) + difference
+
+
+def _print_columns(labels: Row, columns: Sequence[Row], width: int) -> None:
+    """Print the labels and as many columns as fit, then again with the next ones."""
+    count = len(columns)
+    while count > 1 and any(
+        len(line) > width for line in table_lines(list(zip(labels, *columns[:count], strict=True)))
+    ):
+        count -= 1
+    header, *rows = zip(labels, *columns[:count], strict=True)
+    print_table(header, rows)
+    if columns[count:]:
+        _print()
+        _print_columns(labels, columns[count:], width)
+
+
+def print_summary(report: Any, next_command: str) -> None:
+    """Print the end of a training, a `commands.results.RunReport`."""
+    seconds = f" in {human_time(report.seconds)}" if report.seconds is not None else ""
+    rate = f", {human_rate(report.samples_per_s)} samples/s" if report.samples_per_s else ""
+    _print(f"{report.model} is trained: {counted(report.step, 'step')}{seconds}{rate}")
+    if report.best_step is not None:
+        _print(f"best validation: {report.metric} {_shown(report.best_value)} at step {report.best_step:,}")
+    _print()
+    popularity = {f"popularity/{name}": value for name, value in report.popularity.items()}
+    tested = {"step": report.tested_step, "checkpoint": report.checkpoint}
+    print_values("test", {**report.values, **popularity, **tested}, report.reachable)
+    _print()
+    _print(f"{report.run}/: results.json metrics.jsonl log.txt sharding.json config.toml checkpoints/")
+    _print(f"next: {next_command}")
 
 
 def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:

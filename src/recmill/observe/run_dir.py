@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from recmill.errors import CheckpointError, ResourceError
 from recmill.files.atomic import write_json, write_text
-from recmill.files.locks import exclusive_lock
+from recmill.files.locks import exclusive_lock, is_holder_gone
 from recmill.files.reading import read_json
 from recmill.files.timestamps import utc_now
 
@@ -87,6 +87,11 @@ class RunDirectory:
         step = self.read_status().get("step", 0)
         return step if isinstance(step, int) else 0
 
+    def trained_seconds(self) -> float:
+        """Return how long the run has trained until the checkpoint that status.json names."""
+        seconds = self.read_status().get("seconds", 0.0)
+        return seconds if isinstance(seconds, float) else 0.0
+
     def read_results(self) -> dict[str, dict[str, Any]]:
         return _read_json(self.results_file, "Remove it")
 
@@ -109,13 +114,23 @@ class RunDirectory:
             return
         if not self.metrics_file.is_file():  # a pipe, whose reader every report would wait for
             raise ResourceError(f"{self.metrics_file} is not a file. Remove it; checkpoints do not depend on it.")
-        kept = []
-        for line in self.metrics_file.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
+        kept = [line for line in self.read_metrics() if is_kept(line["step"], line.get("split", ""))]
+        write_text(self.metrics_file, "".join(f"{json.dumps(line)}\n" for line in kept))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl, without incomplete ones, which a killed run may leave."""
+        lines = []
+        text = self.metrics_file.read_text(encoding="utf-8", errors="replace") if self.metrics_file.is_file() else ""
+        for line in text.splitlines():
+            with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 values = json.loads(line)
-                if is_kept(int(values["step"]), values.get("split")):
-                    kept.append(f"{line}\n")
-        write_text(self.metrics_file, "".join(kept))
+                if isinstance(values["step"], int) and isinstance(values.get("split", ""), str):
+                    lines.append(values)
+        return lines
+
+    def has_lost_its_process(self) -> bool:
+        """Return whether the process that trained here has ended, as far as this machine knows."""
+        return is_holder_gone(self.path / ".lock")
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:

@@ -1,0 +1,44 @@
+"""`recmill.history`: the learning curve of a run as a frame."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recmill.config.options import given_path
+from recmill.errors import CheckpointError
+from recmill.observe.run_dir import RunDirectory
+
+if TYPE_CHECKING:
+    import polars as pl
+
+_INTEGERS = ("step", "epoch")
+
+
+def history(run: str | Path) -> "pl.DataFrame":
+    """Return what a run has reported so far, also while it trains: one row per line of its metrics.jsonl.
+
+    Columns: step, epoch, split ("train", "val" or "test"), time (seconds since 1970), the loss, speed and learning
+    rates of training, and the metrics of each split. Values that a row does not have are null.
+    """
+    import polars as pl
+
+    directory = RunDirectory(given_path(run, "RUN"))
+    lines = directory.read_metrics()
+    if not lines:
+        raise CheckpointError(f"{directory.metrics_file}: no metrics yet. Train first: recmill train.")
+    names = dict.fromkeys(["step", "epoch", "split", "time", *(name for line in lines for name in line)])
+    columns = {}
+    for name in names:
+        if name not in ("split", "headline"):
+            kind = pl.Int64 if name in _INTEGERS else pl.Float64
+            columns[name] = pl.Series([number(line.get(name)) for line in lines], dtype=kind, strict=False)
+    split = pl.Series("split", [line.get("split") for line in lines], dtype=pl.String)
+    return pl.DataFrame(columns).insert_column(len(_INTEGERS), split)
+
+
+def number(value: Any) -> float | int | None:
+    """Return a number as it is, and None for anything else, like an undefined metric."""
+    with suppress(OverflowError):
+        if isinstance(value, int | float) and float(value) == float(value):
+            return value
+    return None
