@@ -7,7 +7,7 @@ SETUP ?= $(if $(filter gpu-validation,$(MAKECMDGOALS)),$(DEVICE),cpu)
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test crashtest hostile gpu-validation check lint format types java clean
+.PHONY: help setup quickstart captures test crashtest hostile gpu-validation check lint format types java clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make crashtest    kill training runs at random moments: ROUNDS=20 times, SEED=any number"
 	@echo "make hostile      try to break the command: TRIALS=1000, MINUTES=at most, SEED=any number, ONLY=one trial"
 	@echo "make gpu-validation  run every feature on the GPUs of this machine: GPUS=all of them, DEVICE=cpu to try it without"
+	@echo "make captures     record what training prints in a terminal, for docs/terminal (needs tmux)"
 	@echo "make setup        set up $(VENV) only (SETUP=cuda for GPUs)"
 	@echo "make clean        remove $(VENV), data/ and runs/"
 
@@ -46,6 +47,9 @@ quickstart: setup
 	$(BIN)/recmill recommend runs/bert4rec --history 12,7,99 --k 10
 	@echo
 	@$(BIN)/recmill results runs/dlrm runs/bert4rec
+
+captures: setup
+	$(BIN)/python -m benchmarks.captures
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

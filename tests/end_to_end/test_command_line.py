@@ -54,7 +54,7 @@ def test_a_run_directory_is_enough_to_repeat_and_evaluate_the_run(
         "checkpoint",
     }
     assert (results["test"]["step"], results["test"]["checkpoint"]) == (13, "checkpoints/step-00000013")
-    assert "runs/a: tested at step 13, checkpoints/step-00000013\n" in done.stdout
+    assert "\nstep 13: checkpoints/step-00000013\n" in done.stdout
     assert f"{results['test']['auroc']:.4f}" in done.stdout
     assert "best reachable" in done.stdout
     environment = json.loads((run / "env.json").read_text())
@@ -282,7 +282,7 @@ def test_debug_shows_where_an_error_came_from(run_cli: RunCli, tmp_path: Path) -
 
 def test_help_is_there_for_every_command(run_cli: RunCli) -> None:
     listed = run_cli("--help").stdout
-    for command in ("doctor", "prepare", "split", "adopt", "audit", "train", "evaluate", "recommend", "results"):
+    for command in ("doctor", "prepare", "split", "adopt", "audit", "train", "evaluate", "recommend", "results", "plot"):
         assert command in listed
         assert "Usage:" in run_cli(command, "--help").stdout
     assert "--random-user-count" in run_cli("prepare", "random-histories", "--help").stdout

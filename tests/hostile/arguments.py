@@ -30,6 +30,8 @@ PATHS = [
     ("clicks", ("checkpoint", "inspect", "{}")),
     ("clicks", ("results", "{}")),
     ("clicks", ("results", "run", "{}")),
+    ("clicks", ("plot", "{}")),
+    ("clicks", ("plot", "run", "--output", "{}")),
     ("clicks", ("audit", "{}")),
     ("histories", ("recommend", "{}", "--history", "film 4")),
     ("histories", ("recommend", "run", "--all", "--output", "{}")),

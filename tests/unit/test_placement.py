@@ -191,4 +191,5 @@ def test_the_plan_is_shown_as_a_table() -> None:
     _, *largest, total = as_rows(tables, world_size=2, largest=1)
     assert [row[0] for row in largest] == ["t0"]
     assert total == ["all 2", "2,005", "", "", "0, 1", "0.06 to 0.08"]
-    assert [row[0] for row in as_rows(tables[:1], world_size=2)] == ["table", "t0"]
+    alone = [Placed("t0", 2000, 8, "table_wise", {0: 64_000})]
+    assert as_rows(alone, world_size=1) == [["table", "rows", "dim", "MB"], ["t0", "2,000", "8", "0.06"]]

@@ -52,11 +52,11 @@ def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
     """
     checked = checked_options("evaluate", Options, options)
     directory, config = assemble.open_trained_run(run)
+    if process_environment().rank == 0:
+        log.info("evaluating %s on split %s", run, checked.split)
     dataset = assemble.open_matching_dataset(config, dataset_checks(checked.verify))
     _check_ranking(config, dataset, checked)
     section = config.settings.train
-    if process_environment().rank == 0:
-        log.info("evaluating %s on split %s", run, checked.split)
     if is_launched_with(checked.procs):
         from recmill.world import joined_world
 

@@ -35,18 +35,17 @@ def plot(*runs: str | Path, metric: Sequence[str] = (), output: str | Path = "cu
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--output {path}: use a name that ends in .svg or .png.")
     histories = {str(run): history(run) for run in runs}
-    frames = {name: frame.filter(frame["split"] == "val") for name, frame in histories.items()}
-    known = dict.fromkeys(
-        name for frame in frames.values() for name in frame.columns if name not in _NO_METRICS and frame[name].count()
-    )
+    validations = {name: frame.filter(frame["split"] == "val") for name, frame in histories.items()}
+    filled = (name for frame in validations.values() for name in frame.columns if frame[name].count())
+    known = dict.fromkeys(name for name in filled if name not in _NO_METRICS)
     for name in metric:
         if name not in known:
             raise ConfigError(f"--metric: {registry.unknown('metric', name, known)}")
     shown = metric or [name for name in dict.fromkeys(run_report(run).metric for run in runs) if name]
     figure = _new_figure(1 + len(shown))
-    _draw(figure.axes[0], "training loss", {n: f.filter(f["split"] == "train") for n, f in histories.items()}, "loss")
+    _draw(figure.axes[0], "training loss", histories, "loss")
     for axes, name in zip(figure.axes[1:], shown, strict=True):
-        _draw(axes, f"validation {name}", {n: f for n, f in frames.items() if name in f.columns}, name)
+        _draw(axes, f"validation {name}", validations, name)
     with new_file(path.absolute()) as partial:
         # Without a date and with fixed ids, the same runs give the same bytes.
         metadata = {"Date": None} if path.suffix == ".svg" else None
@@ -68,11 +67,11 @@ def _new_figure(panels: int) -> "Figure":
 
 
 def _draw(axes: "Axes", title: str, frames: "dict[str, pl.DataFrame]", column: str) -> None:
-    for run, frame in frames.items():
-        line = frame.drop_nulls(column)
-        marker = "o" if line.height < 30 else ""
-        axes.plot(line["step"], line[column], label=run, marker=marker, markersize=3, linewidth=1.2)
+    for number, (run, frame) in enumerate(frames.items()):
+        if column in frame.columns:  # the first matplotlib colours, the same for a run in each panel
+            line = frame.drop_nulls(column)
+            marker = "o" if line.height < 30 else ""
+            axes.plot(line["step"], line[column], label=run, color=f"C{number}", marker=marker, markersize=3)
     axes.set(title=title, xlabel="step")
     axes.grid(alpha=0.3)
-    if frames:
-        axes.legend(fontsize="small")
+    axes.legend(fontsize="small")

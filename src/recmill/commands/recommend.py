@@ -144,6 +144,7 @@ class _Recommender:
             raise ConfigError(
                 f"{self._run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend."
             )
+        log.info("recommending with the model of %s", self._run.path)
         self._dataset = assemble.open_matching_dataset(self._config, dataset_checks(verify))
         self._k = k
         self._include_seen = include_seen
@@ -223,7 +224,6 @@ class _Recommender:
         from recmill.observe.log import quiet_libraries
         from recmill.world import World
 
-        log.info("loading the model of %s", self._run.path)
         alone = World(0, 1, 0, 1, torch.device("cpu"))
         with quiet_libraries():
             model = assemble.model_module(self._config)

@@ -338,7 +338,8 @@ def _train(
         _write_frequencies(run, source, at, world)
     if world.is_main:
         write_json(run.results_file, results)
-        end = early_end(at, settings.eval) or "all steps done"
+        early = early_end(at, settings.eval)
+        end = early or "all steps done"
         run.write_status(
             "done",
             step=at.step,
@@ -350,7 +351,8 @@ def _train(
             restarts=restarts,
             dataset=dataset.fingerprint,
         )
-        log.info("finished at step %s: %s", f"{at.step:,}", end)
+        extra = {} if early else {"console": ""}  # the summary says the same
+        log.info("finished at step %s: %s", f"{at.step:,}", end, extra=extra)
     return results
 
 

@@ -210,7 +210,7 @@ def print_summary(report: Any, next_command: str) -> None:
     tested = {"step": report.tested_step, "checkpoint": report.checkpoint}
     print_values("test", {**report.values, **popularity, **tested}, report.reachable)
     _print()
-    _print(f"{report.run}/: results.json metrics.jsonl log.txt sharding.json config.toml checkpoints/")
+    _print(f"{report.run}/: results.json metrics.jsonl log.txt sharding.json checkpoints/")
     _print(f"next: {next_command}")
 
 

@@ -149,7 +149,8 @@ def as_rows(placed: list[Placed], world_size: int, largest: int | None = None) -
         totals.update(p.bytes_by_rank)
     label = "all" if len(rows) > len(placed) else f"all {len(placed)}"
     rows.append([label, f"{sum(p.rows for p in placed):,}", "", "", _span(list(range(world_size))), _mb(totals)])
-    return rows if len(placed) > 1 else rows[:2]
+    rows = rows if len(placed) > 1 else rows[:2]
+    return rows if world_size > 1 else [[*row[:3], row[5].removesuffix(" per process")] for row in rows]
 
 
 def _check_types(network: nn.Module, request: Request, machines: Machines) -> None:
