@@ -251,6 +251,8 @@ class Uring : public Engine {
         std::vector<Request*> batch;
         for (bool stop = false; !stop;) {
             syscall(__NR_io_uring_enter, ring_, 0, 1, IORING_ENTER_GETEVENTS, nullptr, 0);
+            Lock lock(mutex_);  // orders this after the submission, which the kernel does, but not in C++'s terms
+            lock.unlock();
             unsigned head = *done_head_;
             const unsigned tail = __atomic_load_n(done_tail_, __ATOMIC_ACQUIRE);
             batch.clear();
