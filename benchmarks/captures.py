@@ -49,7 +49,7 @@ def screen(tmux: list[str]) -> str:
 
 
 def captures(tmux: list[str], command: str) -> tuple[str, str]:
-    """Type a command; return the last screen with a progress bar and a validation, and the screen at the end."""
+    """Type a command; return the first screen with a progress bar and a validation, and the screen at the end."""
     subprocess.run([*tmux, "send-keys", f"clear; {command}; echo exit $?", "Enter"], check=True)
     during, deadline = "", time.monotonic() + MAX_SECONDS
     while time.monotonic() < deadline:
@@ -57,7 +57,7 @@ def captures(tmux: list[str], command: str) -> tuple[str, str]:
         if found := re.search(r"^exit (\d+)\n", shown, flags=re.M):
             assert found[1] == "0", shown
             return during, shown[: found.start()]
-        if "validation" in shown and BAR.search(Text.from_ansi(shown).plain):
+        if not during and "validation" in shown and BAR.search(Text.from_ansi(shown).plain):
             during = shown
         time.sleep(0.1)
     raise TimeoutError(command)

@@ -282,7 +282,18 @@ def test_debug_shows_where_an_error_came_from(run_cli: RunCli, tmp_path: Path) -
 
 def test_help_is_there_for_every_command(run_cli: RunCli) -> None:
     listed = run_cli("--help").stdout
-    for command in ("doctor", "prepare", "split", "adopt", "audit", "train", "evaluate", "recommend", "results", "plot"):
+    for command in (
+        "doctor",
+        "prepare",
+        "split",
+        "adopt",
+        "audit",
+        "train",
+        "evaluate",
+        "recommend",
+        "results",
+        "plot",
+    ):
         assert command in listed
         assert "Usage:" in run_cli(command, "--help").stdout
     assert "--random-user-count" in run_cli("prepare", "random-histories", "--help").stdout

@@ -1,5 +1,7 @@
 import io
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -35,6 +37,24 @@ def test_a_bar_fits_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -
         bars = [line for line in (Text.from_ansi(line).plain for line in lines) if "9/10" in line]
         assert {len(bar.rstrip()) <= width for bar in bars} == {True}
         assert bars[-1].split()[-1] == "left"
+
+
+def test_elsewhere_a_line_every_30_seconds_says_how_much_is_left_on_rank_0_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    for is_main, reports in ((True, False), (False, False), (True, True)):
+        world: Any = SimpleNamespace(is_main=is_main)
+        bar = progress.Progress("evaluating val", total=10, unit="batches", world=world, reports=reports)
+        for _ in range(4):
+            now += 20.0
+            bar.advance(1)
+    assert caplog.messages == [
+        "evaluating val: 2 of about 10 batches, 0.05 batches/s, 2 min 40 s left",
+        "evaluating val: 4 of about 10 batches, 0.05 batches/s, 2 min 0 s left",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,18 @@ CONSOLE = _Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 class Progress:
     """Shows how much of `total` items is done, on rank 0. The rate is in units; an item has `per_item` of them.
 
-    Without a terminal it logs lines, unless it gets a `world`: training logs its own.
+    Without a terminal it logs lines, unless its user `reports` itself, as training does.
     """
 
     def __init__(
-        self, label: str, total: int, unit: str, world: "World | None" = None, done: int = 0, per_item: int = 1
+        self,
+        label: str,
+        total: int,
+        unit: str,
+        world: "World | None" = None,
+        done: int = 0,
+        per_item: int = 1,
+        reports: bool = False,
     ) -> None:
         self._bar: Bar | None = None
         self._label = label
@@ -42,10 +49,11 @@ class Progress:
         self._per_item = per_item
         self._done = 0
         self._total = total - done
-        self._logs_lines = world is None
+        is_shown = world is None or world.is_main
+        self._logs_lines = is_shown and not reports
         self._started = time.monotonic()
         self._logged_at = self._started
-        if sys.stderr is not None and sys.stderr.isatty() and (world is None or world.is_main):
+        if sys.stderr is not None and sys.stderr.isatty() and is_shown:
             self._bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=None),

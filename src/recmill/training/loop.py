@@ -64,7 +64,9 @@ def fit(
     is_validation_due = partial(_is_validation_due, sections.eval)
     meter = Meter(model, world, start)
     timer = _SaveTimer(checkpoint.every_minutes)
-    progress = Progress("training", num_steps, "samples", world, done=start.step, per_item=train.global_batch_size)
+    progress = Progress(
+        "training", num_steps, "samples", world, done=start.step, per_item=train.global_batch_size, reports=True
+    )
     model.train()
     if checkpoint.at_start and not start.step:
         saver.save(start)
