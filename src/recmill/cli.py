@@ -412,11 +412,12 @@ def configs_copy_command(name: str, destination: str) -> None:
 
 
 @commands.command("doctor")
-def doctor_command() -> int:
+@click.option("--store", type=click.Path(), help="Measure the disk of this directory instead, for cached tables.")
+def doctor_command(store: str | None) -> int:
     """Check the installation and say how to fix it. Exits with 0 if training would work, otherwise 5."""
-    from recmill.commands.doctor import doctor, would_work
+    from recmill.commands.doctor import check_store, doctor, would_work
 
-    checks = doctor()
+    checks = check_store(store) if store is not None else doctor()
     printed.print_checks(checks, would_work(checks))
     return 0 if would_work(checks) else 5
 

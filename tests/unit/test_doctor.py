@@ -1,9 +1,12 @@
+import re
 from pathlib import Path
 
 import pytest
 
 from recmill.commands import doctor
+from recmill.errors import ConfigError
 from recmill.hardware.precision import Finding
+from recmill.tables.stores import disk_probe
 
 
 def fake_versions(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -153,3 +156,15 @@ def test_the_probes_of_gpus_run_as_far_as_a_machine_without_one_allows() -> None
     two_gpus = "import torch; torch.cuda.device_count = lambda: 2\n"
     found = doctor._probed("NCCL all-to-all", two_gpus + doctor._GPU_PROBES["NCCL all-to-all"]).found
     assert "torch sees no GPU here" in found or "exchanged values among 2 GPU(s)" in found
+
+
+def test_a_disk_is_measured_for_cached_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_probe, "_FILE_BYTES", 8 << 20)
+    monkeypatch.setattr(disk_probe, "_SECONDS", 0.02)
+    found = {check.name: check.found for check in doctor.check_store(str(tmp_path))}
+    assert re.fullmatch(r"\w+, [\d,.]+ GB free", found["file system"])
+    assert {"O_DIRECT", "io_uring", "threads, depth 1", "threads, depth 64"} <= found.keys()
+    assert re.fullmatch(r"[\d,]+ reads/s, [\d.]+ us of CPU each", found["threads, depth 64"])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"--store: .*/missing does not exist"):
+        doctor.check_store(str(tmp_path / "missing"))

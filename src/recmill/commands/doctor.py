@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recmill.errors import UserError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from recmill.world import World
 
 _MIN_MEMORY_GB = 2
+_GOOD_READS = 20_000  # a second: what rows of width 128 need if a quarter of them is in memory
 _MAX_SECONDS = 120.0  # importing the libraries from a slow disk takes most of it; NCCL may wait forever for a GPU
 _FBGEMM_PROBE = """
 import torch, fbgemm_gpu, torchrec
@@ -63,6 +65,28 @@ def doctor() -> list[Check]:
     if all(check.is_good for check in checks):
         checks += _real_operations()
     return [*checks, _compiler(), *_hardware()]
+
+
+def check_store(directory: str) -> list[Check]:
+    """Measure the disk of `directory` as a store of cached tables reads it."""
+    from recmill.tables.stores.disk_probe import measure_disk
+
+    disk = measure_disk(Path(directory))
+    has_ring = any(reads.engine == "io_uring" for reads in disk.reads)
+    blocks = f"in blocks of {disk.alignment} bytes" if disk.is_direct else "refused"
+    memory = "Rows also pass through the page cache. Use another file system, such as ext4 or xfs."
+    threads = "Threads read instead, which takes more CPU time. Containers need a seccomp profile that allows it."
+    slow = f"Steps may wait for this disk: cached tables make up to {_GOOD_READS:,} reads/s. Use a local SSD."
+    rows = [
+        Check(f"{reads.engine}, depth {reads.depth}", str(reads), reads.is_enough(_GOOD_READS), False, slow)
+        for reads in disk.reads
+    ]
+    return [
+        Check("file system", f"{disk.file_system or 'unknown'}, {disk.free_bytes / 1e9:,.1f} GB free"),
+        Check("O_DIRECT", blocks, disk.is_direct, False, memory),
+        Check("io_uring", "allowed" if has_ring else "refused", has_ring, False, threads),
+        *rows,
+    ]
 
 
 def would_work(checks: list[Check]) -> bool:

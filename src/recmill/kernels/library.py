@@ -20,8 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from recmill.errors import ResourceError, UserError
 from recmill.files.atomic import new_file, write_json
 from recmill.files.digests import digest
@@ -88,10 +86,13 @@ class KernelLibrary:
 
     def call(self, kernel: str, *arguments: Any) -> Any:
         """Call a kernel by name. Tensors are passed by address; they must be contiguous."""
-        for argument in arguments:
-            assert not isinstance(argument, Tensor) or argument.is_contiguous(), f"{kernel} needs contiguous tensors"
         function = getattr(self._functions, kernel)
-        return function(*(value.data_ptr() if isinstance(value, Tensor) else value for value in arguments))
+        return function(*(_address(kernel, value) if hasattr(value, "data_ptr") else value for value in arguments))
+
+
+def _address(kernel: str, tensor: Any) -> int:
+    assert tensor.is_contiguous(), f"{kernel} needs contiguous tensors"
+    return int(tensor.data_ptr())
 
 
 class _FaultError(Exception):

@@ -1301,9 +1301,73 @@ class Cache : public Receiver {
     std::thread writer_, fetcher_;
 };
 
+// Reads blocks of a file at random places, `depth` at a time, until the time is over.
+class DiskProbe : public Receiver {
+  public:
+    DiskProbe(int64_t blocks, int64_t block_bytes, int64_t depth, double until)
+        : blocks_(blocks), block_bytes_(block_bytes), until_(until), requests_(depth) {}
+
+    // Returns the number of reads, or minus an error number.
+    int64_t run(Engine& engine, uint8_t* memory) {
+        engine_ = &engine;
+        Lock lock(mutex_);
+        std::vector<Request*> first;
+        for (Request& request : requests_) {
+            request.buffer = memory + int64_t(first.size()) * block_bytes_;
+            aim(request);
+            first.push_back(&request);
+        }
+        engine.submit(first.data(), int(first.size()));
+        ended_.wait(lock, [this] { return in_flight_ == 0; });
+        return error_ ? -error_ : count_;
+    }
+
+    void done(Request** requests, int count) override {
+        Lock lock(mutex_);
+        int again = 0;
+        for (int i = 0; i < count; ++i) {
+            --in_flight_;
+            ++count_;
+            if (requests[i]->result < 0) error_ = -requests[i]->result;
+            else if (seconds() < until_) aim(*(requests[again++] = requests[i]));
+        }
+        if (again) engine_->submit(requests, again);
+        if (in_flight_ == 0) ended_.notify_one();
+    }
+
+  private:
+    void aim(Request& request) {
+        ++in_flight_;
+        request.offset = int64_t(random_bits(1, ++counter_) % uint64_t(blocks_)) * block_bytes_;
+        request.length = uint32_t(block_bytes_);
+    }
+    const int64_t blocks_, block_bytes_;
+    const double until_;
+    std::vector<Request> requests_;
+    std::mutex mutex_;
+    std::condition_variable ended_;
+    Engine* engine_ = nullptr;
+    uint64_t counter_ = 0;
+    int64_t in_flight_ = 0, count_ = 0, error_ = 0;
+};
+
 }  // namespace
 
 extern "C" {
+
+// Measures random reads of a file of `blocks` blocks: out = elapsed and CPU seconds. Returns their number, minus an
+// error number, or 0 if io_uring is refused. `memory` has room for `depth` blocks, aligned for direct reads.
+int64_t rows_probe(int64_t fd, int64_t blocks, int64_t block_bytes, int64_t depth, int64_t engine, double limit,
+                   uint8_t* memory, double* out) {
+    SignalsBlocked blocked;
+    const double start = seconds(), cpu = seconds(CLOCK_PROCESS_CPUTIME_ID);
+    DiskProbe probe(blocks, block_bytes, depth, start + limit);
+    const auto reader = make_engine(engine, int(fd), depth, depth, &probe);
+    const int64_t count = reader ? probe.run(*reader, memory) : 0;
+    out[0] = seconds() - start;
+    out[1] = seconds(CLOCK_PROCESS_CPUTIME_ID) - cpu;
+    return count;
+}
 
 // Returns null if io_uring was asked for and is refused, or if memory is missing.
 void* rows_open(const Options* options) {

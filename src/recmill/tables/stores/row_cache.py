@@ -26,10 +26,10 @@ from recmill.tables.stores.row_file import RowFile, open_row_file
 
 Engine = Literal["auto", "io_uring", "threads"]
 
-_ENGINES: dict[Engine, int] = {"auto": 0, "io_uring": 1, "threads": 2}
+ENGINES: dict[Engine, int] = {"auto": 0, "io_uring": 1, "threads": 2}
 _POINTS = ["store.read", "store.append", "store.compact", "store.snapshot"]
+DEPTH = 64  # reads at a time
 # Sizes of rows.cpp.
-_DEPTH = 64
 _ROW_BYTES, _SLOT_BYTES = 5.125, 24  # besides the values: places, hints, snapshot; slots, queue, hinted keys
 _HEADER_BYTES = 12
 _BUFFERS = 2
@@ -130,7 +130,7 @@ def _segment_bytes(layout: RowLayout, budget_bytes: int) -> int:
 def _buffer_bytes(layout: RowLayout, segment_bytes: int) -> int:
     """Return the bytes of write buffers, chunks and read buffers, for the largest alignment."""
     chunk = min(_CHUNK_BYTES, segment_bytes) + 3 * _MAX_ALIGNMENT
-    return _BUFFERS * segment_bytes + 2 * chunk + _DEPTH * (layout.record_bytes + 3 * _MAX_ALIGNMENT)
+    return _BUFFERS * segment_bytes + 2 * chunk + DEPTH * (layout.record_bytes + 3 * _MAX_ALIGNMENT)
 
 
 class Chunk(NamedTuple):
@@ -238,7 +238,7 @@ class RowCache:
         failures = [_Failure(*numbers) for numbers in native_failures(_POINTS)]
         sizes = layout.dim, layout.state_columns, self.plan.slots, len(shards)
         memory = self.weights.ctypes.data, self.state.ctypes.data
-        disk = file.fd, file.is_direct, file.alignment, self.plan.segment_bytes, _DEPTH, _ENGINES[engine]
+        disk = file.fd, file.is_direct, file.alignment, self.plan.segment_bytes, DEPTH, ENGINES[engine]
         return _Options(
             *sizes,
             (_Shard * len(shards))(*shards),
@@ -255,7 +255,7 @@ class RowCache:
     @property
     def engine(self) -> Engine:
         """What reads the file: io_uring, or threads where it is refused."""
-        return "io_uring" if self._call("rows_engine") == _ENGINES["io_uring"] else "threads"
+        return "io_uring" if self._call("rows_engine") == ENGINES["io_uring"] else "threads"
 
     def pin(self, keys: np.ndarray, batch: int = -1, *, for_update: bool = True) -> np.ndarray:
         """Return the slot (int64) of each key (int64, in any order, also repeated). The rows stay there until unpin.

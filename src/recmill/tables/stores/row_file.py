@@ -20,14 +20,14 @@ class RowFile(NamedTuple):
     alignment: int  # of offsets, sizes and memory
 
 
-def check_row_directory(directory: Path) -> None:
+def check_row_directory(directory: Path, place: str = "tables.path") -> None:
     """Raise ConfigError if rows cannot be kept there, or would be kept in memory."""
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
-        raise ConfigError(f"tables.path: {directory} {what}. Create it on a local SSD, or choose another one.")
+        raise ConfigError(f"{place}: {directory} {what}. Create it on a local SSD, or choose another one.")
     kind = file_system(directory)
     if kind in _IN_MEMORY:
-        raise ConfigError(f"tables.path: {directory} is a {kind}, which is memory. Choose a directory on a disk.")
+        raise ConfigError(f"{place}: {directory} is a {kind}, which is memory. Choose a directory on a disk.")
 
 
 def file_system(directory: Path) -> str:
