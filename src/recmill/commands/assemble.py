@@ -148,11 +148,13 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> "Distribu
     from recmill.kernels.library import load_library
     from recmill.tables.placement import Request
     from recmill.tables.sharding import shard
+    from recmill.tables.torchrec_internals import WithoutMetaValues
     from recmill.training.optim import DENSE_STATE
 
     settings = config.settings
     torch.manual_seed(settings.train.seed)  # so dense layers are the same on every rank and for every world size
-    network = model_module(config).build(config.model, dataset.description, torch.device("meta"))
+    with WithoutMetaValues():
+        network = model_module(config).build(config.model, dataset.description, torch.device("meta"))
     tables = table_specs(config, dataset)
     request = Request(
         tables=tables,

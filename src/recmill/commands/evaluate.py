@@ -18,6 +18,7 @@ from recmill.metrics.binary import Values
 from recmill.metrics.ranking import MAX_RESAMPLES
 from recmill.observe.run_dir import RunDirectory
 from recmill.schema import Dataset
+from recmill.tables.libraries import import_libraries
 
 if TYPE_CHECKING:
     from recmill.world import World
@@ -98,6 +99,7 @@ def work(world: "World", run: str, options: dict[str, Any]) -> Values:
 
 
 def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Dataset, options: Options) -> Values:
+    import_libraries(in_own_process=True)
     from recmill.checkpoints.loading import load
     from recmill.launch.watchdog import Heartbeat
     from recmill.training.evaluate import evaluate_split

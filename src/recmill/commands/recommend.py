@@ -20,6 +20,7 @@ from recmill.data.names import Names
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.observe.progress import Progress
+from recmill.tables.libraries import import_libraries
 
 if TYPE_CHECKING:
     import polars as pl
@@ -180,11 +181,12 @@ class _Recommender:
 
     def best(self, names: "Sequence[str] | pl.Series", histories: list[np.ndarray]) -> "pl.DataFrame":
         """Return user, rank, item, title and score of each history's best items; fewer than K if fewer are left."""
+        network = self._network  # imports torch in the fast way
         import polars as pl
         import torch
 
         with torch.no_grad():
-            scores_BV = self._network(*self.network_inputs(histories))
+            scores_BV = network(*self.network_inputs(histories))
         if not bool(torch.isfinite(scores_BV).all()):
             raise CheckpointError(
                 f"{self._checkpoint}: its model gives scores that are not finite numbers. Use another checkpoint, or "
@@ -218,6 +220,7 @@ class _Recommender:
 
     @cached_property
     def _network(self) -> "nn.Module":
+        import_libraries(in_own_process=False)
         import torch
 
         from recmill.checkpoints.loading import load

@@ -32,6 +32,7 @@ from recmill.observe.provenance import environment, versions
 from recmill.observe.run_dir import RunDirectory, State
 from recmill.protocols import BatchSource
 from recmill.schema import Dataset
+from recmill.tables.libraries import import_libraries
 from recmill.tables.spec import VALUE_BYTES, TableSpec
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ def _train(
     heartbeat: Heartbeat,
 ) -> dict[str, Any]:
     """Train from an empty or interrupted run directory to its results, or to {"stopped": ...}. All ranks take part."""
+    import_libraries(in_own_process=True)
     from recmill.checkpoints.format import Origin, Position
     from recmill.checkpoints.loading import find_checkpoint, load
     from recmill.checkpoints.saver import Saver

@@ -1,6 +1,7 @@
 """One process of a job: `python -m recmill.launch.worker`, started by `launch.local`."""
 
 import contextlib
+import gc
 import importlib
 import json
 import mmap
@@ -51,11 +52,13 @@ def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: St
         reserve = mmap.mmap(-1, _RESERVE_BYTES)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # the launcher blocked them until now
         set_up_console()
+        gc.disable()  # scanning the many objects that imports create would take a quarter of their time
         from recmill.world import finish_together, join_world
 
         body = importlib.import_module(f"recmill.commands.{command}")
         joining = {name: arguments.pop(name) for name in ("join_seconds", "wait_seconds") if name in arguments}
         world = join_world(arguments.pop("device"), **joining)
+        gc.enable()
         if stop is not None:
             arguments["stop"] = stop
         result = body.work(world, **arguments)

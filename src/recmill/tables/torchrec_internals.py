@@ -21,6 +21,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable, ShardingPlan
@@ -89,6 +90,16 @@ def _names_in(owner: type) -> set[str]:
 
 
 check_libraries()
+
+
+class WithoutMetaValues(TorchFunctionMode):
+    """Skips the first values of tables on device 'meta': without effect, they import torch's compiler and sympy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.init.normal_ and kwargs["tensor"].is_meta:
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
 
 # Keys of tables in state dictionaries and checkpoints: PATH.embedding_bags.TABLE.weight for sums of rows,
 # PATH.embeddings.TABLE.weight for sequences; optimizer states continue with .TABLE.momentum1 and the like.

@@ -1,0 +1,87 @@
+"""How long `recmill train`, `evaluate` and `recommend` take until they compute, on data that takes no time.
+
+`--baseline DIR` measures the `src` of another checkout in the same run, in turns. CPU seconds depend less on what else
+the machine does than seconds do.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CONFIG = """
+[data]
+path = "data"
+[model]
+name = "sasrec"
+embedding_dim = 8
+num_layers = 1
+num_heads = 1
+max_length = 10
+[optim.dense]
+name = "adam"
+[train]
+global_batch_size = 64
+max_steps = 1
+log_every_steps = 1
+"""
+
+
+def run(folder: Path, source: Path | None, *arguments: str) -> tuple[float, float]:
+    """Return the seconds and the CPU seconds of a command."""
+    environment = {**os.environ, **({"PYTHONPATH": str(source / "src")} if source else {})}
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-P", "-m", "recmill", *arguments],
+        cwd=folder,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--baseline", type=Path, help="Another checkout of Recmill.")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    contenders = {"ours": None} | ({"baseline": options.baseline.absolute()} if options.baseline else {})
+    took: dict[str, list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.toml").write_text(CONFIG)
+        histories = ("--users", "200", "--items", "300", "--interactions", "2000")
+        run(folder, None, "prepare", "synthetic-histories", "--output", "data", *histories)
+        for number in range(options.rounds):
+            for contender, source in contenders.items():
+                trained = f"{contender}-{number}"
+                for command in (
+                    ["train", "config.toml", "--run", trained],
+                    ["evaluate", trained, "--protocol", "full"],
+                    ["recommend", trained, "--history", "1,2,3"],
+                ):
+                    took.setdefault(f"{command[0]}_{contender}", []).append(run(folder, source, *command))
+            print(
+                f"round {number + 1:2} ", *(f"{key} {values[-1][0]:.2f} s" for key, values in took.items()), flush=True
+            )
+    report: dict[str, float] = {}
+    for key, values in took.items():
+        seconds, cpu_seconds = zip(*values, strict=True)
+        report |= {key: round(min(seconds), 2), f"{key}_cpu": round(statistics.median(cpu_seconds), 2)}
+    for name in ("train", "evaluate", "recommend") if options.baseline else ():
+        for unit in ("", "_cpu"):
+            saved = 1 - report[f"{name}_ours{unit}"] / report[f"{name}_baseline{unit}"]
+            report[f"{name}_saved{unit}"] = round(saved, 3)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Imports without torch's compiler and sympy, and what happens when somebody needs them after all."""
+
+import subprocess
+import sys
+
+BEGIN = """
+import sys
+from recmill.tables.libraries import import_libraries
+import_libraries(in_own_process={own})
+import torch, torchrec
+HEAVY = {{"sympy", "torch._inductor", "torch._dynamo.eval_frame"}}
+assert not HEAVY & sys.modules.keys(), HEAVY & sys.modules.keys()
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=0.5)
+def step():
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+"""
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_of_ours_trains_without_the_compiler_and_compiles_if_asked_to() -> None:
+    run(
+        BEGIN.format(own=True)
+        + """
+step()
+assert weight.tolist() == [0.5, 0.5], weight
+assert not HEAVY & sys.modules.keys()
+compiled = torch.compile(lambda x: x * 2, backend="eager")  # imports a submodule of the stand-in first
+assert compiled(torch.ones(1)).tolist() == [2.0]
+assert HEAVY <= sys.modules.keys() | {"torch._inductor"}
+import torch._dynamo.utils, torch._dynamo.backends.registry as registry, tensordict
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+assert registry is torch._dynamo.backends.registry is sys.modules["torch._dynamo.backends.registry"]
+assert torch._dynamo is sys.modules["torch._dynamo"] and hasattr(torch._dynamo, "optimize")
+assert tensordict.TensorDict({"a": torch.ones(1)}, []).sum()["a"] == 1
+step()
+assert weight.tolist() == [0.0, 0.0]
+"""
+    )
+
+
+def test_another_program_s_process_keeps_no_stand_ins() -> None:
+    run(
+        BEGIN.format(own=False)
+        + """
+import torch._dynamo
+assert hasattr(torch._dynamo, "__file__") and torch._dynamo.optimize
+step()
+"""
+    )
+
+
+def test_libraries_that_are_imported_already_stay_as_they_are() -> None:
+    run(
+        """
+import sys, torch, torchrec
+before = sys.modules["torch._dynamo"], sys.modules["torch.fx.experimental.symbolic_shapes"], sys.modules["tensordict"]
+from recmill.tables.libraries import import_libraries
+import_libraries(in_own_process=True)
+after = sys.modules["torch._dynamo"], sys.modules["torch.fx.experimental.symbolic_shapes"], sys.modules["tensordict"]
+assert before == after and torch._dynamo.__file__
+"""
+    )
