@@ -29,6 +29,28 @@ def flip_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--two-backends",
+        action="store_true",
+        help="run groups of processes as on GPUs: with a backend for CUDA beside that for CPU tensors",
+    )
+
+
+@pytest.fixture
+def two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the groups of `group.in_group` a backend for CUDA beside that for CPU tensors, as on GPUs."""
+    from . import group  # imports torch
+
+    monkeypatch.setattr(group, "backend", group.TWO_BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def _two_backends_if_chosen(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--two-backends"):
+        request.getfixturevalue("two_backends")
+
+
 @pytest.fixture(scope="session")
 def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2,002 rows (1,501 for training), 4 tables; sizes chosen so that nothing divides evenly."""

@@ -22,12 +22,16 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["pytest", "recmill.commands.evaluate", "recmill.training.loop"])
 
 
+TWO_BACKENDS = "cpu:gloo,cuda:gloo"  # as on GPUs, where NCCL is the second
+backend = ""  # of every group, instead of the one that Recmill chooses, if not empty
+
+
 def in_group(procs: int, body: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Rank 0's result; the error of the first rank that has one is raised here."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             torch.multiprocessing.start_processes(
-                _rank, (procs, folder, body, arguments, options), nprocs=procs, start_method="forkserver"
+                _rank, (procs, folder, backend, body, arguments, options), nprocs=procs, start_method="forkserver"
             )
         except ProcessException:
             errors = sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
@@ -37,13 +41,18 @@ def in_group(procs: int, body: Callable[..., Any], *arguments: Any, **options: A
         return pickle.loads((Path(folder) / "result").read_bytes())
 
 
-def _rank(rank: int, procs: int, folder: str, body: Callable[..., Any], arguments: Any, options: Any) -> None:
+def _rank(
+    rank: int, procs: int, folder: str, backend: str, body: Callable[..., Any], arguments: Any, options: Any
+) -> None:
     import torch.distributed as dist
 
     from recmill import world
 
     local = {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(procs), **local}
+    if backend:
+        init = dist.init_process_group
+        dist.init_process_group = lambda _, **rest: init(backend, **rest)
     world._store = lambda size, *_: dist.FileStore(f"{folder}/store", size)  # no port to agree upon
     try:
         result = body(*arguments, **options)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
@@ -19,7 +20,8 @@ from recmill.training.guards import check_replicas
 from recmill.training.optim import build_optimizer
 from recmill.world import World, joined_world
 
-from ..group import in_group
+from .. import group
+from ..group import TWO_BACKENDS
 
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel", "mixed")
 SHARDINGS: dict[str, dict[str, Any]] = {kind: {"default": kind} for kind in KINDS[:-1]} | {
@@ -110,7 +112,10 @@ def replicas_that_differ(model: nn.Module, world: World) -> list[str]:
     return ["a replica that differs was not noticed"]
 
 
-def test_any_sharding_and_world_size_loads_into_any_other(dlrm: dict[str, Any], tmp_path: Path) -> None:
-    """1 -> 2 -> 4 -> 2 -> 1 processes, each time from every sharding to every other."""
-    for earlier, size in ((0, 1), (1, 2), (2, 4), (4, 2), (2, 1)):
-        assert in_group(size, take_over, dlrm, tmp_path, earlier) == [[]] * size
+def test_any_sharding_and_world_size_loads_into_any_other(
+    dlrm: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 -> 2 -> 4 -> 2 -> 1 processes, each time from every sharding to every other, also in groups as on GPUs."""
+    for earlier, size, backend in ((0, 1, ""), (1, 2, TWO_BACKENDS), (2, 4, ""), (4, 2, TWO_BACKENDS), (2, 1, "")):
+        monkeypatch.setattr(group, "backend", backend)
+        assert group.in_group(size, take_over, dlrm, tmp_path, earlier) == [[]] * size

@@ -14,7 +14,7 @@ from recmill.checkpoints.format import Checkpoint, OnBlock, choose, committed, s
 from recmill.checkpoints.incremental import apply_changes, has_table_rows
 from recmill.checkpoints.safe_reader import described_tensors, read_into
 from recmill.errors import CheckpointError, UserError
-from recmill.tables.torchrec_internals import flat_state, table_of
+from recmill.tables.torchrec_internals import flat_state, local_shards, table_of
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,8 @@ def load(
 
 def _read(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
     alone = not dist.is_initialized()
+    # Not those without a shard here: torch asks CUDA for their device if the group has a backend for it.
+    state = {key: value for key, value in state.items() if any(local_shards(value))}
     in_base = {key: value for key, value in state.items() if checkpoint.base and has_table_rows(key, value)}
     read_into({key: value for key, value in state.items() if key not in in_base}, checkpoint.path, alone)
     if checkpoint.base:
