@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,7 +95,8 @@ def must(outcome: Outcome, code: int | None = 0) -> None:
 
 
 def normalized(text: str, sandbox: Sandbox) -> str:
-    """Return a command's output without what differs between sandboxes: their paths, and the padding after them."""
+    """Return a command's output without what differs between sandboxes: their paths, the padding after them, times."""
+    text = re.sub(r"( steps?) in .* samples/s$", r"\1", text, flags=re.M)
     lines = text.replace(str(sandbox.folder), "SANDBOX").splitlines()
     return "\n".join(" ".join(line.replace("─", " ").replace("━", " ").split()) for line in lines)
 

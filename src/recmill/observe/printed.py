@@ -156,8 +156,8 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
     names = distinct(dict.fromkeys(name for report in reports for name in report.values))
     baselines = {"popularity": "popularity", "best reachable": "reachable"}
     for title, attribute in baselines.items():
-        known = [{getattr(report, attribute).get(name, "") for report in reports} - {""} for name in names]
-        cells = [_shown(found.pop()) if len(found) == 1 else "differs" if found else "" for found in known]
+        known = [{_shown(getattr(report, attribute).get(name, "")) for report in reports} - {""} for name in names]
+        cells = [found.pop() if len(found) == 1 else "differs" if found else "" for found in known]
         if any(cells):
             columns.append([title, *([""] * (len(labels) - 1)), *cells])
     _print_columns([*labels, *names], columns, shutil.get_terminal_size((10_000, 0)).columns)
