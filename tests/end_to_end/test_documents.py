@@ -133,6 +133,11 @@ def test_training_prints_the_log_that_the_readme_shows(quickstart: Quickstart) -
     assert_printed(sample, quickstart.printed["recmill train configs/quickstart/dlrm.toml --run runs/dlrm --procs 2"])
 
 
+def test_training_ends_with_the_summary_that_the_page_of_training_shows(quickstart: Quickstart) -> None:
+    sample = block_with(DOCS / "training.md", "next: recmill")
+    assert_printed(sample, quickstart.printed["recmill train configs/quickstart/bert4rec.toml --run runs/bert4rec"])
+
+
 def test_results_prints_the_table_that_the_readme_shows(quickstart: Quickstart) -> None:
     sample = block_with(REPO / "README.md", "best reachable")
     assert_printed(sample, quickstart.printed["recmill results runs/dlrm runs/bert4rec"])
