@@ -18,10 +18,10 @@ from annotated_types import Gt
 
 import recmill  # imports each command at its first use
 from recmill import registry
-from recmill.environment import is_launched, process_environment
+from recmill.environment import errors_directory, is_launched, process_environment
 from recmill.errors import ConfigError, ResourceError, as_user_error
 from recmill.launch.early import begin, restore_default_signals
-from recmill.launch.failures import WorkerError
+from recmill.launch.failures import WorkerError, report_failure
 from recmill.launch.local import leave
 from recmill.observe import printed
 
@@ -55,6 +55,8 @@ def _run(arguments: list[str]) -> int:
         _discard_stdout()  # the reader of our output closed the pipe, as `| head` does
         return 141
     except Exception as error:
+        if (folder := errors_directory()) is not None:
+            report_failure(folder, _rank(), error)
         if _DEBUG in sys.argv:
             _print_error("".join(traceback.format_exception(error)))
         known = as_user_error(error)
@@ -67,11 +69,15 @@ def _run(arguments: list[str]) -> int:
         return known.exit_code
 
 
-def _print_error(text: str) -> None:
+def _rank() -> int:
     try:
-        rank = process_environment().rank
+        return process_environment().rank
     except ConfigError:  # the error is about the rank
-        rank = 0
+        return 0
+
+
+def _print_error(text: str) -> None:
+    rank = _rank()
     with contextlib.suppress(OSError):  # nobody reads stderr
         text = printed.escaped(f"[rank {rank}] {text}" if rank else text, keep="\n\t")
         print(text, file=sys.stderr, flush=True)
@@ -280,6 +286,51 @@ def train_command(config: str, run: str, **options: Any) -> None:
     if process_environment().rank == 0:
         with _after_work():
             printed.print_summary(run_report(run), next_command(run))
+
+
+@commands.command("launch", cls=_Command)
+@click.argument("config", type=click.Path())
+def launch_command(config: str, run: str, dry_run: bool, **options: Any) -> None:
+    """Check the run of CONFIG, then start it elsewhere: with Slurm, PBS, Kubernetes, mpiexec or torchrun, or here."""
+    from recmill.commands.launch import launch, start
+
+    launched = launch(config, run, dry_run=dry_run, **options)
+    with _after_work():
+        printed.print_launch(launched, dry_run)
+    if not dry_run:
+        start(launched)
+
+
+@commands.command("status")
+@click.argument("run", type=click.Path())
+@_json
+def status_command(run: str, as_json: bool) -> None:
+    """Show the state of RUN and of its job: queued, running, done, preempted, interrupted, failed or lost."""
+    from recmill.commands.jobs import status
+
+    _print(asdict(status(run)), as_json, printed.print_status)
+
+
+@commands.command("logs")
+@click.argument("run", type=click.Path())
+@click.option("--rank", type=click.IntRange(min=0), help="The log of this rank.  [default: the output of the job]")
+@click.option("--follow", is_flag=True, help="Print new lines until the run ends.")
+def logs_command(run: str, rank: int | None, follow: bool) -> None:
+    """Print the output of RUN's newest job, or the log of a rank."""
+    from recmill.commands.jobs import logs
+
+    for text in logs(run, rank=rank, follow=follow):
+        print(text, end="", flush=True)
+
+
+@commands.command("cancel")
+@click.argument("run", type=click.Path())
+@click.option("--now", is_flag=True, help="Do not wait until the run has saved.")
+def cancel_command(run: str, now: bool) -> None:
+    """Let RUN's jobs save and end, and do not start them again."""
+    from recmill.commands.jobs import cancel
+
+    printed.print_cancelled(cancel(run, now=now))
 
 
 @commands.command("evaluate", cls=_Command)

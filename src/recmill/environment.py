@@ -254,6 +254,16 @@ def launched_environment(
     }
 
 
+def errors_directory() -> Path | None:
+    """Return the directory in which the ranks of a job script report errors."""
+    return Path(os.environ["RECMILL_ERRORS"]) if os.environ.get("RECMILL_ERRORS") else None
+
+
+def deadline() -> float | None:
+    """Return when this job should have saved and ended, in seconds since 1970, if RECMILL_DEADLINE says so."""
+    return float(_number(os.environ, "RECMILL_DEADLINE", 0, at_most=2**40)) or None
+
+
 def max_processes(cores: int) -> int:
     """Return how many processes may be started on this machine: RECMILL_MAX_PROCS, or 4 per core and at least 16."""
     return _number(os.environ, "RECMILL_MAX_PROCS", max(16, 4 * cores), at_least=1)

@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "failpoints": {"environment", "errors"},
     "files": {"errors", "failpoints"},
     "hardware": {"errors", "failpoints", "files"},
+    "jobs": {"config", "errors", "files", "launch", "observe", "registry"},
     "kernels": {"errors", "failpoints", "files", "hardware"},
     "launch": {"environment", "errors", "failpoints", "files", "hardware", "observe", "world"},
     "metrics": {"observe", "rng", "world"},
@@ -47,19 +48,19 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "world": {"environment", "errors"},
 }  # fmt: skip
-TORCH_FREE = {"cli", "config", "datasets", "errors", "failpoints", "files", "hardware", "launch", "metrics", "models"}
-TORCH_FREE |= {"environment", "observe", "protocols", "registry", "rng", "schema"}
+TORCH_FREE = {"cli", "config", "datasets", "errors", "failpoints", "files", "hardware", "jobs", "launch", "metrics"}
+TORCH_FREE |= {"environment", "models", "observe", "protocols", "registry", "rng", "schema"}
 TORCH_FREE_MODULES = [
     *(f"recmill.commands.{name}" for name in ("adopt", "audit", "checkpoint", "configs", "doctor", "download")),
     *(f"recmill.commands.{name}" for name in ("evaluate", "history", "plot", "prepare", "recommend", "results")),
-    *(f"recmill.commands.{name}" for name in ("split", "train")),
+    *(f"recmill.commands.{name}" for name in ("jobs", "launch", "split", "train")),
     *("recmill.checkpoints.format", "recmill.tables.pins", "recmill.tables.spec"),
     *(f"recmill.data.{name}" for name in ("checks", "click_rows", "npy_files", "opening", "parquet_files", "seen")),
     *("recmill.data.verification", "recmill.data.windows"),
 ]
 MAY_IMPORT_TORCHREC_DISTRIBUTED = {"tables", "training"}
 MAY_IMPORT_TORCH_DISTRIBUTED = {"checkpoints", "tables", "training", "world"}
-MAY_READ_ENVIRONMENT = {"environment", "failpoints", "hardware", "launch"}
+MAY_READ_ENVIRONMENT = {"environment", "failpoints", "hardware", "jobs", "launch"}
 MAY_PRINT = {"cli.py", "observe/printed.py"}
 
 
@@ -139,8 +140,8 @@ def test_distributed_code_environment_variables_and_printing_stay_in_their_packa
 def test_preparing_launching_and_checking_configs_need_no_torch() -> None:
     modules = [module_of(file) for file in FILES if package_of(file) in TORCH_FREE] + TORCH_FREE_MODULES
     modules = [
-        name for name in modules if not name.startswith("recmill.hardware.probe")
-    ]  # runs torch in a child process
+        name for name in modules if name not in ("recmill.hardware.probe", "recmill.jobs.torchx_component")
+    ]  # one runs torch in a child process, torchx reads the other
     code = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None\n"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recmill.checkpoints.format import committed
 from recmill.commands import assemble
@@ -16,6 +16,7 @@ from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, fl
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.config.options import given_path
 from recmill.config.sections import Section, TrainSection
+from recmill.data.opening import Checks
 from recmill.environment import process_environment
 from recmill.errors import CheckpointError, ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
@@ -82,16 +83,10 @@ def train(
     checked = load_config(config, overrides)
     if allow_partial and init_from is None:
         raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
-    directory = RunDirectory(given_path(run, "--run").absolute())
     if process_environment().rank == 0:
         log.info("training %s on %s, in %s", checked.model_name, checked.settings.data.path, run)
-    checked = _with_absolute_path(checked)
-    saved = _saved_config(directory)
-    if saved is not None and (changed := differences(saved, checked)):
-        facts = "\n  ".join([f"{directory.path} was started with another config:", *changed])
-        raise ConfigError(f"{facts}\nChoose another --run, or train from its own config.toml.")
-    dataset = assemble.open_matching_dataset(checked, dataset_checks(verify))
-    if saved == checked and _is_finished(directory, dataset):
+    checked, directory, dataset, is_finished = check_run(checked, run, dataset_checks(verify))
+    if is_finished:
         log.info("%s is finished: nothing to do", directory.path)
         results = directory.read_results()
     else:
@@ -102,8 +97,27 @@ def train(
         results = _launch(checked, dataset, options, procs)
     if stopped := results.get("stopped"):
         step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
-        raise stop_error(name, f"Stopped at step {step:,} by {name}, which rank {rank} received.")
+        raise stop_error(name, f"Stopped at step {step:,} by {name} on rank {rank}.")
     return results
+
+
+class CheckedRun(NamedTuple):
+    config: Config
+    directory: RunDirectory
+    dataset: Dataset
+    is_finished: bool
+
+
+def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
+    """Check the dataset, and that the run directory is new or holds the same run; make the data path absolute."""
+    checked = with_absolute_path(config)
+    directory = RunDirectory(given_path(run, "--run").absolute())
+    saved = _saved_config(directory)
+    if saved is not None and (changed := differences(saved, checked)):
+        facts = "\n  ".join([f"{directory.path} was started with another config:", *changed])
+        raise ConfigError(f"{facts}\nChoose another --run, or train from its own config.toml.")
+    dataset = assemble.open_matching_dataset(checked, checks)
+    return CheckedRun(checked, directory, dataset, saved == checked and _is_finished(directory, dataset))
 
 
 def _launch(config: Config, dataset: Dataset, options: Options, procs: int) -> dict[str, Any]:
@@ -432,7 +446,7 @@ def _write_frequencies(run: RunDirectory, source: BatchSource, at: "Position", w
         np.savez_compressed(run.path / "frequencies.npz", **source.frequencies(counts))  # type: ignore[arg-type]
 
 
-def _with_absolute_path(config: Config) -> Config:
+def with_absolute_path(config: Config) -> Config:
     """Make the data path absolute, so that the saved config means the same in any working directory."""
     data = config.settings.data
     data = data.model_copy(update={"path": str(Path(data.path).absolute())})

@@ -1,12 +1,16 @@
 """Why a job failed: the reports of its workers, and the one error that the user sees."""
 
+import contextlib
 import json
 import signal
+import time
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from recmill.errors import KINDS, LostPeerError, ResourceError, UserError
+from recmill.errors import KINDS, LostPeerError, ResourceError, UserError, as_user_error
+from recmill.files.atomic import write_json
 from recmill.launch.signals import stop_error
 from recmill.launch.watchdog import Hang, read_hangs
 
@@ -48,6 +52,22 @@ class Failure:
     kind: str  # a class name of recmill.errors, "KeyboardInterrupt", or "" for an internal error
     message: str
     traceback: str
+
+
+def report_failure(folder: Path, rank: int, error: BaseException) -> int:
+    """Write why this rank failed, before the ranks that depend on it fail too. Return its exit code."""
+    known = as_user_error(error)
+    kind = type(known or error).__name__ if known or isinstance(error, KeyboardInterrupt) else ""
+    message = str(known) if known else f"{type(error).__name__}: {error}"
+    failure = Failure(rank, time.time(), kind, message, traceback.format_exc())
+    with contextlib.suppress(FileNotFoundError):  # a job without launcher
+        write_json(folder / f"error-{rank}.json", asdict(failure))
+    return known.exit_code if known else 1
+
+
+def collected_error(folder: Path) -> BaseException | None:
+    """Return the first error that the ranks of another launcher have reported, if any has."""
+    return first_error(folder, [], 0, []) if any(folder.glob("error-*.json")) else None
 
 
 def first_error(

@@ -1,6 +1,7 @@
 """Signals that stop a run: the first one after the current step, with a checkpoint, a second one at once."""
 
 import ctypes
+import math
 import signal
 import threading
 import time
@@ -10,11 +11,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
+from recmill.environment import deadline
 from recmill.errors import Interrupted, Preempted
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # by the launcher, to its workers
 # A worker may get a scheduler's signal and the launcher's copy of it: within this time they count as one request.
 ONE_REQUEST_SECONDS = 1.0
+TIME_LIMIT = "the time limit"  # instead of the name of a signal
 _PR_SET_PDEATHSIG = 1
 
 
@@ -32,14 +35,20 @@ class ReceivedSignal:
 
 
 class StopRequest:
-    """Whether a stop was requested: by the first signal. A second one ends the process at once."""
+    """Whether a stop was requested: by the first signal, or by the job's time limit.
 
-    def __init__(self) -> None:
+    A second signal ends the process at once. `deadline`: when the time limit is near, in seconds since 1970.
+    """
+
+    def __init__(self, deadline: float | None = None) -> None:
         self.signal: str | None = None
         self._received_at = 0.0
+        self._deadline = math.inf if deadline is None else deadline
 
     @property
     def is_set(self) -> bool:
+        if self.signal is None and time.time() >= self._deadline:
+            self.signal, self._received_at = TIME_LIMIT, time.time()
         return self.signal is not None
 
     def received_by(self, rank: int) -> ReceivedSignal | None:
@@ -56,8 +65,8 @@ class StopRequest:
 
 @contextmanager
 def stop_on(names: Sequence[str]) -> Iterator[StopRequest]:
-    """Within the block, SIGINT and the named signals request a stop instead of ending the process."""
-    request = StopRequest()
+    """Within the block, SIGINT, the named signals and RECMILL_DEADLINE request a stop of the run."""
+    request = StopRequest(deadline())
     with handled([signal.SIGINT, *(signal.Signals[name] for name in names)], request.handle):
         yield request
 

@@ -8,16 +8,12 @@ import mmap
 import os
 import shutil
 import signal
-import time
-import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from recmill.environment import process_environment
-from recmill.errors import as_user_error
 from recmill.files.atomic import write_json
-from recmill.launch.failures import Failure
+from recmill.launch.failures import report_failure
 from recmill.launch.local import leave
 from recmill.launch.signals import FORWARDED, StopRequest, stop_on, stop_with_parent
 from recmill.observe.log import set_up_console
@@ -70,18 +66,7 @@ def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: St
     except BaseException as error:
         if reserve:
             reserve.close()
-        return _report(job, rank, error)
-
-
-def _report(job: Path, rank: int, error: BaseException) -> int:
-    """Write why this rank failed, before the ranks that depend on it fail too. Return its exit code."""
-    known = as_user_error(error)
-    kind = type(known or error).__name__ if known or isinstance(error, KeyboardInterrupt) else ""
-    message = str(known) if known else f"{type(error).__name__}: {error}"
-    failure = Failure(rank, time.time(), kind, message, traceback.format_exc())
-    with contextlib.suppress(FileNotFoundError):  # a job without launcher
-        write_json(job / f"error-{rank}.json", asdict(failure))
-    return known.exit_code if known else 1
+        return report_failure(job, rank, error)
 
 
 if __name__ == "__main__":

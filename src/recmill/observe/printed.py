@@ -1,7 +1,9 @@
 """What commands print: plain aligned columns, for people and for tools like awk."""
 
 import re
+import shlex
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -270,3 +272,27 @@ def counted(number: int, noun: str) -> str:
 
 def _shown(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def print_launch(launched: Any, is_dry_run: bool) -> None:
+    """Print the script of a job that is not submitted, or how to follow one that is."""
+    if is_dry_run:
+        sys.stdout.write(launched.text)
+        return
+    run = shlex.quote(str(launched.job.run))
+    for record in launched.records:
+        print(f"{record.launcher} job {record.id}: {record.nodes} node(s) x {record.procs} process(es)")
+    if launched.records:
+        print(f"follow it with: recmill status {run}; recmill logs {run} --follow; recmill cancel {run}")
+    elif launched.job.place.nodes > 1:
+        print(f"start this on each of {', '.join(launched.job.place.hosts)}: {launched.command}")
+
+
+def print_status(facts: dict[str, Any]) -> None:
+    print(f"{facts['state']} at step {facts['step']:,}" + (f": {facts['reason']}" if facts["reason"] else ""))
+    if facts["job"]:
+        print(f"{facts['launcher']} job {facts['job']} is {facts['job_state']}, submitted {facts['submitted_at']}")
+
+
+def print_cancelled(jobs: Sequence[str]) -> None:
+    print(f"stop requested: {', '.join(jobs)}" if jobs else "no job of this run is queued or running")

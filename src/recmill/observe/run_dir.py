@@ -17,8 +17,8 @@ from recmill.files.reading import read_json
 from recmill.files.timestamps import utc_now
 
 State = Literal["running", "done", "preempted", "interrupted", "failed"]
-# The files of a run that ended before it wrote its status
-_EARLY_FILES = re.compile(r"\.lock|\.status\.json\.\d+|(log(\.rank-\d+)?|hang-rank-\d+)\.txt")
+# What a run has before it writes its status
+_EARLY_FILES = re.compile(r"jobs|\.lock|\.status\.json\.\d+|(log(\.rank-\d+)?|hang-rank-\d+)\.txt")
 
 
 class RunDirectory:

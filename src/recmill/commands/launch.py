@@ -1,0 +1,160 @@
+"""`recmill launch`: check a run, render the script of its job, keep both in RUN/jobs, and submit it."""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from recmill.commands import train
+from recmill.commands.options import flag
+from recmill.config import Config, load_config, to_toml
+from recmill.errors import ConfigError, ResourceError
+from recmill.files.atomic import write_text
+from recmill.files.timestamps import utc_now
+from recmill.jobs.place import Place, check_text, read_place
+from recmill.jobs.records import Record, note_job, read_jobs
+from recmill.jobs.schedulers import SCHEDULERS, job_state, started_at, submit
+from recmill.jobs.scripts import MPI_SIGNAL, SLURM_SIGNAL, Job, render
+
+_NEEDED_SIGNAL = {"slurm": SLURM_SIGNAL, "pbs": MPI_SIGNAL, "mpi": MPI_SIGNAL}
+
+
+class Options(train.Options):
+    on: str = flag(
+        ...,
+        "local, torchrun, torchx, mpi, slurm, pbs, kubernetes, or a profile: FILE.toml, or the NAME of "
+        "~/.config/recmill/NAME.toml or of one that comes with Recmill (polaris).",
+        metavar="PLACE",
+    )
+    nodes: int | None = flag(None, "Machines.  [default: the profile's, or 1]")
+    procs: int | None = flag(None, "Processes per machine.  [default: the profile's, or 1]")  # type: ignore[assignment]
+    time: str | None = flag(None, "Time limit.", metavar="HH:MM:SS")
+    account: str | None = flag(None, "Account or project that is charged.")
+    queue: str | None = flag(None, "Partition (Slurm), queue (PBS) or Kueue's queue (Kubernetes).")
+    chain: int | None = flag(None, "Jobs to queue one after the other, until the run is finished (PBS).")
+    image: str | None = flag(None, "Container image (Kubernetes, torchx).")
+    mounts: list[str] = flag([], "A volume with data or runs (Kubernetes).", "--mount", metavar="CLAIM:/PATH")
+    data_elsewhere: bool = flag(False, "The dataset is not visible from this machine: do not look at it.")
+    dry_run: bool = flag(False, "Print the script; write and submit nothing.")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A job, the text of its script, and what was submitted. `command` starts a script without a scheduler."""
+
+    job: Job
+    text: str
+    command: str = ""
+    records: list[Record] = field(default_factory=list)
+
+
+def launch(
+    config: str | Path,
+    run: str | Path,
+    *,
+    on: str,
+    overrides: Sequence[str] = (),
+    init_from: str | Path | None = None,
+    allow_partial: bool = False,
+    fallback: bool = False,
+    verify: bool | None = None,
+    data_elsewhere: bool = False,
+    dry_run: bool = False,
+    **place_options: Any,
+) -> Launched:
+    """Check a run and submit it to the place `on`; without a scheduler, `start` runs its script.
+
+    `place_options`: keys of a profile, which they override. With `dry_run`, only `text` of the result is made.
+    """
+    flags = {name: value for name, value in place_options.items() if value not in (None, [], ())}
+    profiles = Path.home() / ".config" / "recmill"
+    place = read_place(on, flags, profiles)
+    checked, directory = _check(config, run, overrides, data_elsewhere)
+    _check_place(place, checked)
+    python = place.python or ("python3" if place.launcher == "kubernetes" else sys.executable)
+    arguments = [*(["--init-from", str(Path(init_from).absolute())] if init_from is not None else [])]
+    given = {
+        "--allow-partial": allow_partial,
+        "--fallback": fallback,
+        "--verify": verify,
+        "--no-verify": verify is False,
+    }
+    arguments += [name for name, is_given in given.items() if is_given]
+    for argument in (*arguments, python):
+        check_text("The argument", argument)
+    check_text("--run", str(directory))
+    job = Job(directory, place, python, tuple(arguments), to_toml(checked))
+    text = render(job)
+    if dry_run:
+        return Launched(job, text)
+    for record in read_jobs(job.jobs)[-1:]:
+        if (state := job_state(record).state) in ("queued", "running"):
+            raise ResourceError(
+                f"{directory}: job {record.id} of this run is {state}. Wait for it, or: recmill cancel."
+            )
+    script = _write(job, text)
+    command = f"bash {quote(str(script))}"
+    return Launched(job, text, command, _submit(job, script) if place.launcher in SCHEDULERS else [])
+
+
+def _check(config: str | Path, run: str | Path, overrides: Sequence[str], data_elsewhere: bool) -> tuple[Config, Path]:
+    loaded = load_config(config, overrides)
+    if data_elsewhere:
+        return train.with_absolute_path(loaded), Path(run).absolute()
+    checked, directory, _, is_finished = train.check_run(loaded, run, "sizes")
+    if is_finished:
+        raise ConfigError(f"{directory.path} is finished: there is nothing to launch. Choose another --run.")
+    return checked, directory.path
+
+
+def _check_place(place: Place, config: Config) -> None:
+    """Raise ConfigError if the run and the place do not fit."""
+    section = config.settings.train
+    if section.global_batch_size < place.size:
+        raise ConfigError(
+            f"train.global_batch_size = {section.global_batch_size:,}, but {place.nodes} nodes with {place.procs} "
+            f"processes each are {place.size:,} processes: some would have no rows. Raise it, or use fewer."
+        )
+    signal = f"SIG{_NEEDED_SIGNAL.get(place.launcher, 'TERM')}"
+    if signal not in section.stop_signals:
+        raise ConfigError(
+            f"train.stop_signals = {list(section.stop_signals)} lacks {signal}, which {place.launcher} sends before it "
+            "ends a job. Add it."
+        )
+
+
+def _write(job: Job, text: str) -> Path:
+    """Keep the resolved config and the script in RUN/jobs."""
+    job.jobs.mkdir(parents=True, exist_ok=True)
+    write_text(job.jobs / "config.toml", job.config_text)
+    script = job.jobs / ("job.json" if job.place.launcher == "kubernetes" else "job.sh")
+    write_text(script, text)
+    return script
+
+
+def _submit(job: Job, script: Path) -> list[Record]:
+    records: list[Record] = []
+    for _ in range(job.place.chain):
+        after = records[-1].id if records else None
+        records.append(_record(job, submit(job.place.launcher, script, job.name, after)))
+        note_job(job.jobs, records[-1])
+    return records
+
+
+def _record(job: Job, job_id: str, started: int = 0) -> Record:
+    place = job.place
+    facts = (place.launcher, job_id, job.name, place.nodes, place.procs, utc_now(), socket.gethostname(), started)
+    return Record(*facts, namespace=place.namespace)
+
+
+def start(launched: Launched) -> None:
+    """Replace this process with the script, if no scheduler does; with several machines, the user starts it there."""
+    job = launched.job
+    if launched.records or job.place.nodes > 1:
+        return
+    note_job(job.jobs, _record(job, str(os.getpid()), started_at(os.getpid())))
+    os.execvp("bash", ["bash", str(job.jobs / "job.sh")])

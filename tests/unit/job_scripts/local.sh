@@ -1,0 +1,21 @@
+#!/bin/bash -l
+jobs='/data/Run'"'"'s 5%/jobs'
+id="$$"
+started=$(date +%s)
+cd "$jobs" || {
+    echo "recmill: resource error: $jobs is not visible on $(hostname). Choose a --run on a shared disk." >&2
+    exit 5
+}
+export RECMILL_ERRORS="$jobs/$id.errors"
+rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"
+export A='b c'
+/env/bin/python -P -m recmill train '/data/Run'"'"'s 5%/jobs/config.toml' --run-dir '/data/Run'"'"'s 5%' --init-from '/data/$(old)' --procs 2 &
+child=$!
+trap 'kill -TERM "$child"' TERM USR1 USR2
+while true; do
+    wait "$child"; code=$?  # returns early when a signal is trapped
+    kill -0 "$child" 2>/dev/null || break
+done
+trap : TERM USR1 USR2
+/env/bin/python -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
+exit $?

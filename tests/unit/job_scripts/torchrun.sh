@@ -1,0 +1,26 @@
+#!/bin/bash -l
+jobs='/data/Run'"'"'s 5%/jobs'
+id="$$"
+started=$(date +%s)
+cd "$jobs" || {
+    echo "recmill: resource error: $jobs is not visible on $(hostname). Choose a --run on a shared disk." >&2
+    exit 5
+}
+export RECMILL_ERRORS="$jobs/$id.errors"
+rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"
+export MASTER_PORT=$(( 20000 + id % 20000 ))
+export RECMILL_WORLD_SIZE=4
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( $(nproc) < 2 ? 1 : $(nproc) / 2 ))}"
+export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-8589934592}"
+export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-17179869184}"
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-2000}"
+/env/bin/python -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id recmill-run-s-5 --rdzv-endpoint a:20000 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 -m recmill train '/data/Run'"'"'s 5%/jobs/config.toml' --run-dir '/data/Run'"'"'s 5%' --init-from '/data/$(old)' &
+child=$!
+trap 'kill -TERM "$child"' TERM USR1 USR2
+while true; do
+    wait "$child"; code=$?  # returns early when a signal is trapped
+    kill -0 "$child" 2>/dev/null || break
+done
+trap : TERM USR1 USR2
+/env/bin/python -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
+exit $?

@@ -1,0 +1,14 @@
+#!/bin/bash -l
+jobs='/data/Run'"'"'s 5%/jobs'
+id="$$"
+started=$(date +%s)
+cd "$jobs" || {
+    echo "recmill: resource error: $jobs is not visible on $(hostname). Choose a --run on a shared disk." >&2
+    exit 5
+}
+export RECMILL_ERRORS="$jobs/$id.errors"
+rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"
+torchx run -s slurm REPO/src/recmill/jobs/torchx_component.py:train --config '/data/Run'"'"'s 5%/jobs/config.toml' --run '/data/Run'"'"'s 5%' --j 2x4 --cpu 32 --args '--init-from '"'"'/data/$(old)'"'"''
+code=$?
+/env/bin/python -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
+exit $?
