@@ -57,7 +57,8 @@ def captures(tmux: list[str], command: str) -> tuple[str, str]:
         if found := re.search(r"^exit (\d+)\n", shown, flags=re.M):
             assert found[1] == "0", shown
             return during, shown[: found.start()]
-        if not during and "validation" in shown and BAR.search(Text.from_ansi(shown).plain):
+        plain = Text.from_ansi(shown).plain
+        if not during and "validation" in plain and "evaluating" not in plain and BAR.search(plain):
             during = shown
         time.sleep(0.1)
     raise TimeoutError(command)
