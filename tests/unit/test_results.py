@@ -2,8 +2,8 @@
 
 import json
 import os
-import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import tomli_w
 import recmill
 from recmill.commands.results import RunReport, deltas, next_command, run_report
 from recmill.errors import CheckpointError
+from recmill.files.locks import exclusive_lock
 from recmill.observe.printed import print_results, print_summary
 
 from ..conftest import Config, RunCli
@@ -64,9 +65,6 @@ def test_a_run_that_is_done_is_reported_with_its_best_step_speed_and_what_was_te
 
 
 def test_runs_that_are_not_done_are_shown_as_such(new_run: NewRun, capsys: pytest.CaptureFixture[str]) -> None:
-    with subprocess.Popen(["true"]) as ended:
-        pass
-    holders = {"killed": ended.pid, "running": os.getpid()}
     statuses = {
         "done": DONE,
         "failed": {"state": "failed", "reason": "The loss is no longer a finite number."},
@@ -74,12 +72,14 @@ def test_runs_that_are_not_done_are_shown_as_such(new_run: NewRun, capsys: pytes
         "killed": {"state": "running"},
         "running": {"state": "running"},
     }
-    reports = []
-    for name, status in statuses.items():
-        path = new_run(name, status, {"auroc": 0.75} if name == "done" else None)
-        if name in holders:
-            (path / ".lock").write_text(f"process {holders[name]} on {socket.gethostname()} since now")
-        reports.append(run_report(path))
+    paths = [new_run(name, status, {"auroc": 0.75} if name == "done" else None) for name, status in statuses.items()]
+    killed, running = (path / ".lock" for path in paths[3:])
+    take_it = (
+        "import sys, pathlib, recmill.files.locks as l; l.exclusive_lock(pathlib.Path(sys.argv[1]), '').__enter__()"
+    )
+    subprocess.run([sys.executable, "-c", take_it, str(killed)], check=True)
+    with exclusive_lock(running, ""):
+        reports = [run_report(path) for path in paths]
     assert [report.state for report in reports] == list(statuses)
     print_results(reports, deltas(reports))
     text = capsys.readouterr().out

@@ -4,7 +4,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from recmill.observe.progress import human_rate, human_time
@@ -146,18 +146,18 @@ def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> 
 
 def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
     """Print one column per `commands.results.RunReport`, with what its metrics differ from the first run's."""
-    columns = [[report.run, *_run_cells(report, reports, delta)] for report, delta in zip(reports, deltas, strict=True)]
-    labels = [
-        "test",
-        "model",
-        "state",
-        "best step",
-        "tested step",
-        *(f"best val {metric}" for metric in _headlines(reports)),
-    ]
     names = distinct(dict.fromkeys(name for report in reports for name in report.values))
-    baselines = {"popularity": "popularity", "best reachable": "reachable"}
-    for title, attribute in baselines.items():
+    headlines = dict.fromkeys(report.metric for report in reports if report.metric)
+    labels = ["test", "model", "state", "best step", "tested step", *(f"best val {metric}" for metric in headlines)]
+    columns = []
+    for report, delta in zip(reports, deltas, strict=True):
+        steps = ["" if step is None else f"{step:,}" for step in (report.best_step, report.tested_step)]
+        best = "" if report.best_value is None else _shown(report.best_value)
+        values = [_shown(report.values.get(name, "")) for name in names]
+        values = [f"{v} {delta[name]:+.4f}" if name in delta else v for name, v in zip(names, values, strict=True)]
+        bests = [best if metric == report.metric else "" for metric in headlines]
+        columns.append([report.run, report.model, _state(report), *steps, *bests, *values])
+    for title, attribute in {"popularity": "popularity", "best reachable": "reachable"}.items():
         known = [{_shown(getattr(report, attribute).get(name, "")) for report in reports} - {""} for name in names]
         cells = [found.pop() if len(found) == 1 else "differs" if found else "" for found in known]
         if any(cells):
@@ -168,22 +168,8 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
             _print(f"{report.run}: {_state(report)}" + (f": {report.reason}" if report.reason else ""))
 
 
-def _headlines(reports: Sequence[Any]) -> list[str]:
-    return list(dict.fromkeys(report.metric for report in reports if report.metric))
-
-
 def _state(report: Any) -> str:
     return "done" if report.state == "done" else f"{report.state} at step {report.step:,}"
-
-
-def _run_cells(report: Any, reports: Sequence[Any], delta: Values) -> Iterator[str]:
-    yield from (report.model, _state(report))
-    yield from ("" if step is None else f"{step:,}" for step in (report.best_step, report.tested_step))
-    for metric in _headlines(reports):
-        yield _shown(report.best_value) if metric == report.metric and report.best_value is not None else ""
-    for name in distinct(dict.fromkeys(name for report in reports for name in report.values)):
-        difference = f" {delta[name]:+.4f}" if name in delta else ""
-        yield _shown(report.values.get(name, "")) + difference
 
 
 def _print_columns(labels: Row, columns: Sequence[Row], width: int) -> None:
