@@ -87,7 +87,7 @@ def test_single_tables_get_their_own_type_by_table_or_feature(
     types = {name: kind for name, (kind, _) in placed(tmp_path / "run").items()}
     assert list(types.values()) == ["data_parallel", "table_wise", "column_wise", "row_wise"]
     assert_equals_one_rank({**config, "sharding": {}}, tmp_path / "run", tmp_path, one_rank)
-    assert "table_C3  300    8    column_wise    0, 1   0.01" in (tmp_path / "run" / "log.txt").read_text()
+    assert "table_C3  300    8    column_wise    0, 1     0.01" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_adam_on_cpu_is_adam_where_tables_are_data_parallel(dlrm: dict[str, Any], tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ def test_waiting_for_others_is_announced_and_a_signal_ends_it(rank: int, dlrm: d
     port = free_port()
     process = start_rank(rank, port, dlrm, tmp_path)
     assert process.stderr is not None
+    if rank == 0:
+        assert process.stderr.readline().startswith("training dlrm on ")
     line = process.stderr.readline()
     if rank == 0:
         assert line == f"waiting for 2 processes at 127.0.0.1:{port}: this is rank 0\n"
