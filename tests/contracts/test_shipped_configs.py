@@ -14,13 +14,15 @@ from recmill.commands.assemble import model_module
 from recmill.config import Section, Settings, differences, load_config
 from recmill.datasets.criteo.options import Options
 from recmill.schema import ClicksDescription, SparseFeature
-from recmill.training.schedule import learning_rate
+from recmill.training.advice import before_training
+from recmill.training.schedule import RunSteps, learning_rate, run_steps
 
 from .. import config_page
 
 REPO = Path(__file__).parents[2]
 AnySection = TypeVar("AnySection", bound=Section)
 CONFIGS = sorted(file for file in (REPO / "configs").rglob("*.toml") if file.parent.name != "clusters")
+ANY_SIZE = ("own", "ml_1m", "criteo_kaggle")  # their schedules follow the size of the data
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda f: str(f.relative_to(REPO)))
@@ -91,10 +93,36 @@ def test_the_command_in_a_config_prepares_the_histories_that_it_reads(file: Path
 
 def rates(name: str) -> dict[int, float]:
     """Return the rate at the first step, in and after warmup, at the start and middle of the decay, and at the end."""
-    optim = load_config(REPO / "configs" / "criteo_1tb" / name).settings.optim
+    settings = load_config(REPO / "configs" / "criteo_1tb" / name).settings
+    optim = settings.optim
     assert (optim.tables.lr, optim.tables.name) == (optim.dense.lr, optim.dense.name)
     steps = (0, 1375, 2750, 49_315, 63_201, 74_999)
-    return {step: learning_rate(optim.schedule, optim.dense.lr, step) for step in steps}
+    resolved = run_steps(settings, 4_195_197_692 // settings.train.global_batch_size)
+    return {step: learning_rate(optim.schedule, resolved, optim.dense.lr, step) for step in steps}
+
+
+@pytest.mark.parametrize(
+    ("name", "batches", "expected"),
+    [
+        ("sasrec.toml", 135, RunSteps(6075, 135, 200, 200, 5900, validation=675, checkpoint=675)),
+        ("bert4rec.toml", 136, RunSteps(59_840, 136, 500, 500, 59_300, validation=6800, checkpoint=6800)),
+    ],
+)
+def test_the_shares_in_a_config_are_the_steps_with_which_the_page_of_results_was_measured(
+    name: str, batches: int, expected: RunSteps
+) -> None:
+    settings = load_config(REPO / "configs" / "ml_1m" / name).settings
+    assert run_steps(settings, batches) == expected
+
+
+@pytest.mark.parametrize("batches", [13, 2164])
+@pytest.mark.parametrize(
+    "file", [f for f in CONFIGS if f.parent.name in ANY_SIZE], ids=lambda f: str(f.relative_to(REPO))
+)
+def test_a_config_for_any_data_has_no_warning_whatever_the_number_of_steps(file: Path, batches: int) -> None:
+    """13 batches of 64 are the small MovieLens, 2,164 are MovieLens 20M."""
+    settings = load_config(file).settings
+    assert [*before_training(settings, run_steps(settings, batches))] == []
 
 
 def test_the_first_mlperf_dlrm_has_the_published_rates() -> None:

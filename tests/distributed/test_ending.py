@@ -213,3 +213,51 @@ def test_runs_of_one_process_have_a_log_each(dlrm: Config, tmp_path: Path) -> No
     for run in runs:
         text = (run / "log.txt").read_text(encoding="utf-8")
         assert [text.count(line) for line in ("step 1  loss", "finished at step 2")] == [1, 1]
+
+
+def rates(run: Path) -> dict[int, float]:
+    return {line["step"]: line["lr"] for line in metric_lines(run) if line["split"] == "train"}
+
+
+def test_shares_of_the_run_are_those_of_the_number_of_steps_that_a_resumed_run_has(
+    dlrm: Config, tmp_path: Path
+) -> None:
+    """13 steps, killed after 7 and resumed; then 26, of which 13 are done."""
+    linear = {"name": "linear", "decay_start_step": "50%", "decay_steps": "to the end"}
+    dlrm["optim"] = {"dense": {"name": "sgd", "lr": 1.0}, "schedule": linear}
+    dlrm["eval"]["every_steps"] = "30%"
+    train(dlrm, tmp_path / "unbroken")
+    assert exit_code(recmill.train, dlrm, tmp_path / "run", fail="train.step@step=7:kill") != 0
+    train(dlrm, tmp_path / "run", procs=2)
+    assert_same_run(tmp_path / "run", tmp_path / "unbroken")
+    expected = dict.fromkeys(range(1, 9), 1.0) | {9: 5 / 6, 10: 4 / 6, 11: 3 / 6, 12: 2 / 6, 13: 1 / 6}
+    assert rates(tmp_path / "run") == pytest.approx(expected)
+    assert list(validations(tmp_path / "run")) == [4, 8, 12, 13]
+    log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert log.count("schedule: decay from step 7 to 13, validation every 4 steps, checkpoint every 5 steps") == 2
+    assert "the run had" not in log
+
+    train(dlrm, tmp_path / "run", overrides=["train.num_epochs=2"])
+    found = rates(tmp_path / "run")
+    assert {step: found[step] for step in (13, 14, 15, 26)} == pytest.approx(
+        {13: 1 / 6, 14: 1, 15: 12 / 13, 26: 1 / 13}
+    )
+    log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert log.count("the run had 13 steps and now has 26, ") == 1
+    assert "the learning rate of step 14 is 1 instead of 0." in log
+
+
+def test_a_run_that_is_likely_to_disappoint_says_so_once(bert4rec: Config, tmp_path: Path) -> None:
+    """Its learning rate is as good as 0, so random rankings are as good as it gets."""
+    bert4rec["optim"] = {"dense": {"lr": 1e-30}, "tables": {"lr": 1e-30}}
+    bert4rec["train"]["max_steps"] = 4
+    bert4rec["eval"]["every_steps"] = 1
+    results = train(bert4rec, tmp_path / "run", procs=2)
+    assert not [name for name in results["val"] if "popularity" in name]
+    lines = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8").splitlines()
+    (popularity,) = [line for line in lines if "ranking by popularity" in line]
+    baseline = evaluate(tmp_path / "run", split="val")["popularity/full/ndcg@10"]
+    assert f"validation at step 1 reached {results['val']['full/ndcg@10']:.4f}, less than" in popularity
+    assert f"which reaches {baseline:.4f}. Train longer (train.num_epochs), or change" in popularity
+    (best,) = [line for line in lines if "has not improved" in line]
+    assert "validation has not improved since step 1" in best

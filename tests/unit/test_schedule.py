@@ -5,12 +5,58 @@ from typing import Any
 import pytest
 import torch
 
-from recmill.config.sections import Schedule
-from recmill.training.schedule import learning_rate
+from recmill.config import load_config
+from recmill.config.sections import Schedule, Settings
+from recmill.errors import ConfigError
+from recmill.training.schedule import RunSteps, learning_rate, run_steps
+
+
+def settings(schedule: dict[str, Any], **sections: Any) -> Settings:
+    optim = {"schedule": schedule} if schedule else {}
+    run = {"data": {"path": "d"}, "model": {"name": "dlrm"}, "optim": optim, **sections}
+    return load_config(run).settings
 
 
 def rates(steps: int, base: float = 8.0, **schedule: Any) -> list[float]:
-    return [learning_rate(Schedule(**schedule), base, step) for step in range(steps)]
+    """The rates of a run of this number of steps."""
+    checked = Schedule(**schedule)
+    unchecked = settings({}).model_copy(update={"optim": settings({}).optim.model_copy(update={"schedule": checked})})
+    resolved = run_steps(unchecked, steps)
+    return [learning_rate(checked, resolved, base, step) for step in range(steps)]
+
+
+def test_shares_of_the_run_are_rounded_up_and_steps_are_as_they_are() -> None:
+    """585 steps: 5 % are 29.25, 10 % are 58.5, 12.5 % are 73.125."""
+    shares = {"name": "linear", "warmup_steps": "5%", "decay_start_step": 30, "decay_steps": "12.5%"}
+    found = run_steps(settings(shares, eval={"every_steps": "10%"}, checkpoint={"every_steps": 100}), 585)
+    assert found == RunSteps(585, 585, warmup=30, decay_start=30, decay=74, validation=59, checkpoint=100)
+    assert found.described == (
+        "schedule: warmup to step 30, decay from step 30 to 104, validation every 59 steps, checkpoint every 100 steps"
+    )
+    assert run_steps(settings({"name": "step", "step_size": "50%"}), 10).step_size == 5
+    assert run_steps(settings({"name": "linear", "warmup_steps": "0.001%"}), 10).warmup == 1
+    assert run_steps(settings({}, eval={"every_steps": "10%"}), 600).validation == 60, "no error of floats"
+
+
+def test_a_decay_to_the_end_reaches_its_end_at_the_last_step_whatever_the_number_of_steps() -> None:
+    shares: dict[str, Any] = {
+        "name": "linear",
+        "warmup_steps": "20%",
+        "decay_start_step": "20%",
+        "decay_steps": "to the end",
+    }
+    assert rates(10, **shares) == [4, 8, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert rates(5, **shares) == [8, 8, 6, 4, 2]
+    longer = settings(shares, train={"num_epochs": 3, "max_steps": 25})
+    assert (run_steps(longer, 10).total, run_steps(longer, 10).decay) == (25, 20)
+    assert rates(3, name="linear", decay_start_step=5, decay_steps="to the end") == [8, 8, 8], "it ends before"
+
+
+def test_a_decay_that_the_data_would_start_within_the_warmup_is_an_error() -> None:
+    mixed = settings({"name": "linear", "warmup_steps": "10%", "decay_start_step": 100, "decay_steps": 5})
+    assert run_steps(mixed, 1000).warmup == 100
+    with pytest.raises(ConfigError, match=r"In a run of 1,001 steps optim.schedule.decay_start_step = 100 is before"):
+        run_steps(mixed, 1001)
 
 
 def test_mlperf_stays_below_its_base_between_warmup_and_decay() -> None:
@@ -22,7 +68,9 @@ def test_mlperf_stays_below_its_base_between_warmup_and_decay() -> None:
 def test_mlperf_with_the_published_numbers_of_the_first_dlrm() -> None:
     """Warmup 2750, decay of 27772 steps from 49315, rate 24: a line up, the square of a line down."""
     schedule = Schedule(name="mlperf", warmup_steps=2750, decay_start_step=49315, decay_steps=27772)
-    at = {step: learning_rate(schedule, 24.0, step) for step in (0, 2748, 2749, 49313, 49314, 63200, 77085, 90000)}
+    steps = RunSteps(90_001, 90_001, warmup=2750, decay_start=49315, decay=27772)
+    wanted = (0, 2748, 2749, 49313, 49314, 63200, 77085, 90000)
+    at = {step: learning_rate(schedule, steps, 24.0, step) for step in wanted}
     assert at[0] == pytest.approx(24 / 2750)
     assert at[2748] == at[2749] == at[49313] == pytest.approx(24 * 2749 / 2750)
     assert at[49314] == 24
@@ -84,3 +132,8 @@ def test_step_equals_torch_s_step_lr() -> None:
 
 def test_constant_is_constant() -> None:
     assert rates(3) == [8, 8, 8]
+
+
+@pytest.mark.parametrize(("epochs", "limit", "expected"), [(2, 0, 26), (2, 20, 20), (1, 20, 13)])
+def test_a_run_ends_after_its_epochs_or_its_limit(epochs: int, limit: int, expected: int) -> None:
+    assert run_steps(settings({}, train={"num_epochs": epochs, "max_steps": limit}), 13).total == expected

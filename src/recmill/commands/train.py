@@ -39,6 +39,7 @@ from recmill.tables.spec import VALUE_BYTES, TableSpec
 if TYPE_CHECKING:
     from recmill.checkpoints.format import Checkpoint, Position
     from recmill.training.parts import Parts
+    from recmill.training.schedule import RunSteps
     from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -211,11 +212,13 @@ def _train(
     from recmill.observe.log import log_to_file
     from recmill.tables.first_values import fill_tables
     from recmill.tables.placement import as_rows, placements
+    from recmill.training import advice
     from recmill.training.evaluate import evaluate_split
-    from recmill.training.loop import Sections, early_end, fit, total_steps
+    from recmill.training.loop import Sections, early_end, fit
     from recmill.training.optim import build_optimizer
     from recmill.training.parts import Parts
     from recmill.training.precision import set_tf32
+    from recmill.training.schedule import run_steps
 
     # Build the parts
     heartbeat.beat("starting")
@@ -228,15 +231,15 @@ def _train(
     set_tf32(settings.train)
     dataset = dataset or assemble.open_matching_dataset(config)
     source = assemble.build_source(config, dataset, world.rank, world.size)
+    steps = run_steps(settings, source.batches_per_epoch)
     tables = assemble.table_specs(config, dataset)
     _wait_for_kernels(compiling, stop, heartbeat)
     model = assemble.build_sharded(config, dataset, world)
     optimizer = build_optimizer(model, settings.optim)
     parts = Parts(model, assemble.task_module(config), source, world, settings.data.prefetch, heartbeat)
-    num_steps = total_steps(settings.train, source.batches_per_epoch)
     placed = placements(model.plan, tables, settings.optim.tables.name)
     if world.is_main:
-        _log_facts(parts, config, dataset, tables, num_steps)
+        _log_facts(parts, config, dataset, tables, steps)
         all_tables, largest = ("\n".join(table_lines(as_rows(placed, world.size, n))) for n in (None, 5))
         log.info("%s", all_tables, extra={"console": largest})
 
@@ -265,13 +268,19 @@ def _train(
         earlier = find(other.checkpoints, which, saved_step=other.saved_step(), hold=hold)
         if earlier is None:
             raise CheckpointError(f"{path}: the checkpoint {which} is no longer there. Name another after --init-from.")
-    _check_steps(num_steps, position, config, run, dataset)
+    _check_steps(steps.total, position, config, run, dataset)
 
     # Describe the run in its directory, and load or initialize the model
     started = time.monotonic()
     if world.is_main:
+        warnings = [*advice.before_training(settings, steps)]
         if found:
             started -= run.trained_seconds()
+        if found and run.config_file.is_file():
+            before = run_steps(load_config(run.config_file).settings, source.batches_per_epoch)
+            warnings += advice.on_resume(settings.optim, before, steps, position.step)
+        for text in warnings:
+            log.warning("%s", text)
         run.write_status("running", step=position.step)  # first: this file makes the directory a run directory
         write_text(run.config_file, to_toml(config))
         write_json(run.path / "env.json", environment(world.size, str(world.device)))
@@ -292,10 +301,16 @@ def _train(
 
     # Train
     results: dict[str, Values] = {}
+    popularity: Any = None  # what ranking by popularity reaches on val, as the first validation measures it
+    validation_advice = advice.ValidationAdvice(steps)
 
     def evaluate(split: str, at: Position) -> None:
-        metrics = assemble.new_metrics(config, source, with_popularity=split == "test")
+        nonlocal popularity
+        metrics = assemble.new_metrics(config, source, with_popularity=split == "test" or popularity is None)
         results[split] = evaluate_split(parts, split, metrics)
+        if split == "val":
+            popularity = results[split].get(f"popularity/{parts.task.headline(results[split])}", popularity)
+            results[split] = {name: x for name, x in results[split].items() if not name.startswith("popularity/")}
         if world.is_main:
             if at.step <= position.step:  # a run that is resumed may have the same line already
                 run.forget_metrics_of(at.step, split)
@@ -305,9 +320,12 @@ def _train(
 
     def validate(at: Position) -> Position:
         evaluate("val", at)
-        value = results["val"][parts.task.headline(results["val"])]
-        at = at.after_validation(world.broadcast(value if isinstance(value, float) else None))
+        reached = results["val"][parts.task.headline(results["val"])]
+        value = world.broadcast(reached if isinstance(reached, float) else None)
+        at = at.after_validation(value)
         _log_validation(at, results["val"], parts)
+        for text in validation_advice.after(at, value, popularity) if world.is_main else ():
+            log.warning("%s", text)
         return at
 
     def on_commit(step: int) -> None:
@@ -320,7 +338,7 @@ def _train(
     if settings.eval.before_training and not position.step:
         evaluate("val", position)
         _log_validation(position, results["val"], parts)
-    sections = Sections(settings.train, settings.optim, settings.eval, settings.checkpoint)
+    sections = Sections(settings.train, settings.optim, settings.eval, settings.checkpoint, steps)
     at, signal = fit(parts, optimizer, sections, position, run, saver, stop, validate)
     restarts = process_environment().attempt
     if signal:
@@ -403,7 +421,7 @@ def _check_steps(num_steps: int, position: "Position", config: Config, run: RunD
         )
 
 
-def _log_facts(parts: "Parts", config: Config, dataset: Dataset, tables: list[TableSpec], num_steps: int) -> None:
+def _log_facts(parts: "Parts", config: Config, dataset: Dataset, tables: list[TableSpec], steps: "RunSteps") -> None:
     from recmill.data.histories import HistorySource
 
     source, world = parts.source, parts.world
@@ -414,7 +432,8 @@ def _log_facts(parts: "Parts", config: Config, dataset: Dataset, tables: list[Ta
     on = f"{counted(world.size, 'process')} on {world.device}"
     log.info(f"{config.model_name} on {dataset.path}: {size}; {on}", extra={"console": f"{size}; {on}"})
     per_epoch = source.batches_per_epoch
-    log.info(f"{counted(num_steps, 'step')} of {train.global_batch_size:,} samples; {per_epoch:,} per epoch")
+    log.info(f"{counted(steps.total, 'step')} of {train.global_batch_size:,} samples; {per_epoch:,} per epoch")
+    log.info("%s", steps.described)
     if isinstance(source, HistorySource) and per_epoch:
         windows = source.window_facts()
         log.info("%s", windows, extra={"console": windows.split(";")[0]})

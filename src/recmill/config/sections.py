@@ -1,9 +1,22 @@
 """The sections of a run config. The model's own section is the `Config` in its file under `models/`."""
 
+import math
+import re
+from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from recmill import registry
 
@@ -16,6 +29,32 @@ ADAM_ON_CPU = (
     "optim.tables.name = 'adam' on CPU: FBGEMM has no fused Adam there. "
     "Use 'rowwise_adagrad' or 'adagrad', or sharding.mode = 'ddp'."
 )
+
+
+TO_THE_END = "to the end"
+_SHARE = re.compile(r"\d{1,9}(\.\d{1,9})?%", re.ASCII)
+
+
+def _checked_steps(value: Any) -> int | str:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
+        return value
+    if isinstance(value, str) and _SHARE.fullmatch(value) and 0 < Fraction(value[:-1]) <= 100:
+        return value
+    raise PydanticCustomError("steps", "should be a number of steps, or a share of the run like '10%'")
+
+
+def _checked_decay(value: Any) -> int | str:
+    return TO_THE_END if value == TO_THE_END else _checked_steps(value)
+
+
+# No fractions like 0.1: 1.0 would be the complete run, and 1 a step.
+Steps = Annotated[int | str, BeforeValidator(_checked_steps)]
+DecaySteps = Annotated[int | str, BeforeValidator(_checked_decay)]
+
+
+def number_of_steps(value: int | str, total: int) -> int:
+    """Return the steps of a `Steps` value in a run of `total` steps. Shares are rounded up."""
+    return math.ceil(Fraction(value[:-1]) * total / 100) if isinstance(value, str) else value
 
 
 def key(default: Any, help: str, **constraints: Any) -> Any:
@@ -158,11 +197,15 @@ class Schedule(Section):
     name: Literal["constant", "linear", "mlperf", "oneflow", "step"] = key(
         "constant", "How both learning rates change from step to step."
     )
-    warmup_steps: NonNegativeInt = key(0, "Steps of linear warmup (linear, mlperf, oneflow).")
-    decay_start_step: NonNegativeInt = key(0, "First step of the decay: linear, or quadratic (mlperf, oneflow).")
-    decay_steps: NonNegativeInt = key(0, "Steps of the decay; 0: no decay (linear, mlperf, oneflow).")
+    warmup_steps: Steps = key(0, "Steps of linear warmup, or a share of the run like '5%' (linear, mlperf, oneflow).")
+    decay_start_step: Steps = key(
+        0, "First step of the decay, or a share of the run: linear, or quadratic (mlperf, oneflow)."
+    )
+    decay_steps: DecaySteps = key(
+        0, "Steps of the decay, a share of the run, or 'to the end'; 0: no decay (linear, mlperf, oneflow)."
+    )
     end_lr: float = key(0.0, "Learning rate at the end of the decay (linear, oneflow); mlperf: at least 1e-7.", ge=0.0)
-    step_size: NonNegativeInt = key(0, "Steps between two changes (step).")
+    step_size: Steps = key(0, "Steps between two changes, or a share of the run (step).")
     gamma: PositiveFloat = key(0.1, "Factor of each change (step).")
 
     def contradictions(self) -> list[str]:
@@ -173,17 +216,25 @@ class Schedule(Section):
         ]
         if self.name == "step" and not self.step_size:
             problems.append("optim.schedule.name = 'step' needs optim.schedule.step_size. Set it to 1 or more.")
-        if self.decay_steps and self.decay_start_step < self.warmup_steps:
-            problems.append(
-                f"optim.schedule.decay_start_step = {self.decay_start_step} is before the end of warmup, at step "
-                f"{self.warmup_steps}. Start the decay at optim.schedule.warmup_steps or later."
-            )
+        is_comparable = type(self.decay_start_step) is type(self.warmup_steps)  # otherwise the data decides
+        if is_comparable and (problem := self.overlap(10**9)):
+            problems.append(problem)
         if not self.decay_steps:
             problems += [
                 f"optim.schedule.{key} without optim.schedule.decay_steps does nothing. Set both."
                 for key in sorted(changed & _SCHEDULE_KEYS[self.name] & {"decay_start_step", "end_lr"})
             ]
         return problems
+
+    def overlap(self, total: int) -> str | None:
+        """Return a sentence if the decay starts before the end of warmup in a run of `total` steps."""
+        start, warmup = (number_of_steps(value, total) for value in (self.decay_start_step, self.warmup_steps))
+        if not self.decay_steps or start >= warmup:
+            return None
+        return (
+            f"optim.schedule.decay_start_step = {self.decay_start_step} is before the end of warmup, at step "
+            f"{self.warmup_steps}. Start the decay at optim.schedule.warmup_steps or later."
+        )
 
 
 class OptimSection(Section):
@@ -251,7 +302,7 @@ RankingProtocol = Literal["full", "pop100", "uni100"]
 
 class EvalSection(Section):
     global_batch_size: PositiveInt = key(4096, "Samples per evaluation step, over all processes together.", lt=2**31)
-    every_steps: NonNegativeInt = key(0, "Validate every N steps; 0: after each epoch.")
+    every_steps: Steps = key(0, "Validate every N steps, or a share of the run like '10%'; 0: after each epoch.")
     each_epoch: bool = key(False, "If every_steps is set, validate after each epoch as well.")
     before_training: bool = key(False, "Validate before the first step, as a baseline (step 0).")
     target_auroc: float = key(0.0, "Stop when validation reaches this AUROC (clicks); 0: off.", ge=0.0, le=1.0)
@@ -263,7 +314,7 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    every_steps: NonNegativeInt = key(0, "Save every N steps; 0: after each epoch.")
+    every_steps: Steps = key(0, "Save every N steps, or a share of the run like '10%'; 0: after each epoch.")
     every_minutes: float = key(0.0, "Save every N minutes as well; 0: off.", ge=0.0)
     each_eval: bool = key(False, "Save after each validation as well.")
     at_start: bool = key(False, "Save before the first step as well, to find out whether saving works.")

@@ -25,6 +25,7 @@ from recmill.training.meter import Meter
 from recmill.training.optim import set_learning_rates
 from recmill.training.parts import Parts
 from recmill.training.prefetch import pinned, prefetched
+from recmill.training.schedule import RunSteps
 from recmill.training.step import OverlappedStep, Step, can_overlap
 from recmill.world import World
 
@@ -33,12 +34,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sections:
-    """The config sections that control the loop."""
+    """The config sections that control the loop, and the steps of the run that they give."""
 
     train: TrainSection
     optim: OptimSection
     eval: EvalSection
     checkpoint: CheckpointSection
+    steps: RunSteps
 
 
 def fit(
@@ -56,12 +58,12 @@ def fit(
     Return the last position and the signal that requested the stop, if one did. All ranks take part.
     """
     model, source, world = parts.model, parts.source, parts.world
-    train, checkpoint = sections.train, sections.checkpoint
+    train, checkpoint, steps = sections.train, sections.checkpoint, sections.steps
     position = start
     saved_step = start.step
     validated_step = -1
-    num_steps = total_steps(train, source.batches_per_epoch)
-    is_validation_due = partial(_is_validation_due, sections.eval)
+    num_steps = steps.total
+    is_validation_due = partial(_is_validation_due, steps.validation, sections.eval.each_epoch)
     meter = Meter(model, world, start)
     timer = _SaveTimer(checkpoint.every_minutes)
     progress = Progress(
@@ -93,7 +95,7 @@ def fit(
                 with meter.paused():
                     saver.save(meter.recorded_in(position))
                 saved_step = position.step
-            rates = set_learning_rates(optimizer, sections.optim, position.step)
+            rates = set_learning_rates(optimizer, sections.optim, steps, position.step)
             # Gradients are averaged over ranks, so this factor makes them those of the global batch's mean loss.
             loss_sum = take_step(batch, world.size / weight)
             samples = min(train.global_batch_size, source.samples_per_epoch - position.batch * train.global_batch_size)
@@ -114,7 +116,7 @@ def fit(
             if is_last:
                 break  # validated and saved below
             with meter.paused():
-                is_save_due = _is_due(checkpoint.every_steps, position)
+                is_save_due = _is_due(steps.checkpoint, position)
                 if is_validation_due(position):
                     position = validate(position)
                     validated_step = position.step
@@ -136,11 +138,6 @@ def fit(
         parts.heartbeat.beat("ending", position.step)
         signal = _first_signal(stop, world) if stops else None
         return position, signal
-
-
-def total_steps(train: TrainSection, batches_per_epoch: int) -> int:
-    steps = train.num_epochs * batches_per_epoch
-    return min(steps, train.max_steps) if train.max_steps else steps
 
 
 def early_end(position: Position, section: EvalSection) -> str | None:
@@ -213,8 +210,8 @@ def _is_due(every_steps: int, position: Position) -> bool:
     return position.step % every_steps == 0 if every_steps else position.batch == 0
 
 
-def _is_validation_due(section: EvalSection, position: Position) -> bool:
-    return _is_due(section.every_steps, position) or (section.each_epoch and position.batch == 0)
+def _is_validation_due(every_steps: int, each_epoch: bool, position: Position) -> bool:
+    return _is_due(every_steps, position) or (each_epoch and position.batch == 0)
 
 
 class _SaveTimer:

@@ -12,7 +12,7 @@ from recmill.tables.fused_adam import FusedAdam
 from recmill.tables.replicated import ReplicatedTables
 from recmill.tables.table_lookup import fused_lookups
 from recmill.tables.torchrec_internals import replicated_tables, table_of
-from recmill.training.schedule import learning_rate
+from recmill.training.schedule import RunSteps, learning_rate
 
 _DENSE: dict[str, Any] = {"adam": optim.Adam, "adamw": optim.AdamW, "adagrad": optim.Adagrad, "sgd": optim.SGD}
 DENSE_STATE = {"adam": 2, "adamw": 2, "adagrad": 1, "sgd": 0}  # values of state for each value of a parameter
@@ -38,11 +38,13 @@ def build_optimizer(model: DistributedModelParallel, settings: OptimSection) -> 
     return CombinedOptimizer([("tables", fused), *of_replicated, ("dense", dense_optimizer)])
 
 
-def set_learning_rates(optimizer: CombinedOptimizer, settings: OptimSection, step: int) -> dict[str, float]:
+def set_learning_rates(
+    optimizer: CombinedOptimizer, settings: OptimSection, steps: RunSteps, step: int
+) -> dict[str, float]:
     """Set and return the rates of step `step` + 1. FBGEMM reads its rate in `zero_grad()`, before backward."""
     rates = {
-        "tables": learning_rate(settings.schedule, settings.tables.lr, step),
-        "dense": learning_rate(settings.schedule, settings.dense.lr, step),
+        "tables": learning_rate(settings.schedule, steps, settings.tables.lr, step),
+        "dense": learning_rate(settings.schedule, steps, settings.dense.lr, step),
     }
     for name, part in optimizer.optimizers:
         for group in part.param_groups:

@@ -1,20 +1,77 @@
-"""Learning rate schedules: pure functions of config and step, so a resumed run needs no state."""
+"""How many steps a run has and what its config says about them; learning rates, which are functions of these alone.
 
-from recmill.config.sections import Schedule
+A resumed run needs no state for them.
+"""
+
+from dataclasses import dataclass
+
+from recmill.config.sections import TO_THE_END, Schedule, Settings, TrainSection, number_of_steps
+from recmill.errors import ConfigError
 
 
-def learning_rate(schedule: Schedule, base: float, step: int) -> float:
+@dataclass(frozen=True)
+class RunSteps:
+    """The steps of a run, and what its config gives as steps or as shares of the run, in steps."""
+
+    total: int
+    epoch: int
+    warmup: int = 0
+    decay_start: int = 0
+    decay: int = 0
+    step_size: int = 0
+    validation: int = 0  # between two validations; 0: an epoch
+    checkpoint: int = 0
+
+    @property
+    def described(self) -> str:
+        """One line, for the log."""
+        phases = [f"warmup to step {self.warmup:,}"] if self.warmup else []
+        if self.decay:
+            phases.append(f"decay from step {self.decay_start:,} to {self.decay_start + self.decay:,}")
+        if self.step_size:
+            phases.append(f"another learning rate every {self.step_size:,} steps")
+        phases.append(f"validation every {self.validation or self.epoch:,} steps")
+        phases.append(f"checkpoint every {self.checkpoint or self.epoch:,} steps")
+        return f"schedule: {', '.join(phases)}"
+
+
+def total_steps(train: TrainSection, batches_per_epoch: int) -> int:
+    steps = train.num_epochs * batches_per_epoch
+    return min(steps, train.max_steps) if train.max_steps else steps
+
+
+def run_steps(settings: Settings, batches_per_epoch: int) -> RunSteps:
+    """Resolve the shares of the run in `settings`; ConfigError if the decay then starts within the warmup."""
+    total = total_steps(settings.train, batches_per_epoch)
+    schedule = settings.optim.schedule
+    if problem := schedule.overlap(total):
+        raise ConfigError(f"In a run of {total:,} steps {problem}")
+    start = number_of_steps(schedule.decay_start_step, total)
+    is_open = schedule.decay_steps == TO_THE_END
+    return RunSteps(
+        total=total,
+        epoch=batches_per_epoch,
+        warmup=number_of_steps(schedule.warmup_steps, total),
+        decay_start=start,
+        decay=max(total - start, 0) if is_open else number_of_steps(schedule.decay_steps, total),
+        step_size=number_of_steps(schedule.step_size, total),
+        validation=number_of_steps(settings.eval.every_steps, total),
+        checkpoint=number_of_steps(settings.checkpoint.every_steps, total),
+    )
+
+
+def learning_rate(schedule: Schedule, steps: RunSteps, base: float, step: int) -> float:
     """Return the learning rate when `step` steps are finished; `base` is the optimizer's own rate."""
     if schedule.name == "constant":
         return base
     if schedule.name == "step":
-        return base * schedule.gamma ** (step // schedule.step_size)
+        return base * schedule.gamma ** (step // steps.step_size)
     if schedule.name == "mlperf":
-        return _mlperf(schedule, base, step + 1)
-    return _linear_or_oneflow(schedule, base, step)
+        return _mlperf(schedule, steps, base, step + 1)
+    return _linear_or_oneflow(schedule, steps, base, step)
 
 
-def _mlperf(schedule: Schedule, base: float, count: int) -> float:
+def _mlperf(schedule: Schedule, steps: RunSteps, base: float, count: int) -> float:
     """Follow the DLRM reference's LRPolicyScheduler: W warmup steps, S decay start, D decay steps; counts from 1.
 
     count < W:            base * (1 - (W - count) / W)
@@ -22,29 +79,29 @@ def _mlperf(schedule: Schedule, base: float, count: int) -> float:
     otherwise:            if D > 0 the previous value (between warmup and decay: base * (W - 1) / W), else base
     Without a previous value (W = 0) the reference crashes; here the rate is base.
     """
-    warmup, start, steps = schedule.warmup_steps, schedule.decay_start_step, schedule.decay_steps
+    warmup, start, decay = steps.warmup, steps.decay_start, steps.decay
     if count < warmup:
         return base * (1 - (warmup - count) / warmup)
-    if not steps:
+    if not decay:
         return base
     if count < start:
         return base * (1 - 1 / warmup) if warmup > 1 else base
-    decayed = min(count, start + steps - 1) - start
-    return max(1e-7, schedule.end_lr, base * ((steps - decayed) / steps) ** 2)
+    decayed = min(count, start + decay - 1) - start
+    return max(1e-7, schedule.end_lr, base * ((decay - decayed) / decay) ** 2)
 
 
-def _linear_or_oneflow(schedule: Schedule, base: float, step: int) -> float:
+def _linear_or_oneflow(schedule: Schedule, steps: RunSteps, base: float, step: int) -> float:
     """Rise to `base` in W steps, from step S on fall to end_lr in D steps. The first `step` is 0.
 
     linear:   base * (step + 1) / W;  the fall is a line
     oneflow:  base * step / W, so the first step changes nothing (LinearLR);  the fall is quadratic (PolynomialLR)
     """
     is_linear = schedule.name == "linear"
-    if step < schedule.warmup_steps:
-        return base * (step + is_linear) / schedule.warmup_steps
-    if step < schedule.decay_start_step or not schedule.decay_steps:
+    if step < steps.warmup:
+        return base * (step + is_linear) / steps.warmup
+    if step < steps.decay_start or not steps.decay:
         return base
-    decayed = min(step - schedule.decay_start_step, schedule.decay_steps)
+    decayed = min(step - steps.decay_start, steps.decay)
     if is_linear:
-        return base + (schedule.end_lr - base) * decayed / schedule.decay_steps
-    return (base - schedule.end_lr) * (1 - decayed / schedule.decay_steps) ** 2 + schedule.end_lr
+        return base + (schedule.end_lr - base) * decayed / steps.decay
+    return (base - schedule.end_lr) * (1 - decayed / steps.decay) ** 2 + schedule.end_lr

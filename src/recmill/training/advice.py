@@ -1,0 +1,92 @@
+"""Warnings about runs that are likely to disappoint: one line each, with the value and the remedy."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import replace
+
+from recmill.checkpoints.format import Position
+from recmill.config.sections import OptimSection, Settings
+from recmill.training.schedule import RunSteps, learning_rate
+
+_NEXT_TO_NOTHING = 1e-6  # of the base learning rate
+_LONG_WARMUP = 1 / 5  # of the run
+_EARLY = 1 / 4  # of the run, in which a model need not beat popularity yet
+_IGNORED = 1 / 100  # of the run, for which the learning rate may be 0
+_OWN = "configs/own has configs for any data."
+
+
+def before_training(settings: Settings, steps: RunSteps) -> Iterator[str]:
+    """Yield what the schedule and the intervals of a config make of a run with this number of steps."""
+    schedule = settings.optim.schedule
+    stops_at = _first_step_without_rate(settings.optim, steps)
+    if (rest := steps.total - stops_at) > _IGNORED * steps.total:
+        key = "step_size" if schedule.name == "step" else "decay_steps"
+        remedy = "Raise it." if schedule.name == "step" else "Set it to 'to the end'."
+        yield (
+            f"the learning rate is 0 from step {stops_at:,} on, for {rest / steps.total:.0%} of the {steps.total:,} "
+            f"steps: optim.schedule.{key} = {getattr(schedule, key)}. {remedy} {_OWN}"
+        )
+    if steps.warmup > _LONG_WARMUP * steps.total:
+        yield (
+            f"the learning rate rises for {steps.warmup / steps.total:.0%} of the {steps.total:,} steps: "
+            f"optim.schedule.warmup_steps = {schedule.warmup_steps}. Set it to a share of the run, like '5%'. {_OWN}"
+        )
+    section = settings.eval
+    first = min(steps.validation or steps.epoch, steps.epoch if section.each_epoch else steps.total)
+    if first >= steps.total > 1:
+        yield (
+            f"no validation before the end: eval.every_steps = {section.every_steps}, and the run has {steps.total:,} "
+            "steps. Set it to a share of the run, like '10%'."
+        )
+
+
+def _first_step_without_rate(optim: OptimSection, steps: RunSteps) -> int:
+    """Return the first step whose learning rate is practically 0; after its warmup, no rate rises."""
+
+    def is_over(step: int) -> bool:
+        return learning_rate(optim.schedule, steps, optim.dense.lr, step) <= _NEXT_TO_NOTHING * optim.dense.lr
+
+    after_warmup = range(min(steps.warmup, steps.total), steps.total)
+    return after_warmup.start + bisect_left(after_warmup, True, key=is_over)
+
+
+def on_resume(optim: OptimSection, before: RunSteps, now: RunSteps, step: int) -> Iterator[str]:
+    """Yield what a changed number of steps does to a learning rate that depends on it, at the next step."""
+    then, next_rate = (learning_rate(optim.schedule, steps, optim.dense.lr, step) for steps in (before, now))
+    if replace(before, total=now.total, validation=now.validation, checkpoint=now.checkpoint) != now:
+        yield (
+            f"the run had {before.total:,} steps and now has {now.total:,}, and optim.schedule has shares of the run: "
+            f"the learning rate of step {step + 1:,} is {next_rate:.3g} instead of {then:.3g}. To keep it, leave "
+            "train.num_epochs and train.max_steps as they were."
+        )
+
+
+class ValidationAdvice:
+    """What the validations of a run show, each at most once."""
+
+    def __init__(self, steps: RunSteps) -> None:
+        self._steps = steps
+        self._given: set[str] = set()
+
+    def after(self, at: Position, value: float | None, popularity: float | None) -> Iterator[str]:
+        """Yield warnings after the validation at `at`, which reached `value`; `popularity`: the baseline, if any."""
+        is_early = at.step < _EARLY * self._steps.total
+        if value is not None and popularity is not None and value < popularity and not is_early:
+            yield from self._once(
+                "popularity",
+                f"validation at step {at.step:,} reached {value:.4f}, less than ranking by popularity, which reaches "
+                f"{popularity:.4f}. Train longer (train.num_epochs), or change optim.dense.lr and optim.tables.lr.",
+            )
+        since_best = at.step - at.best_step
+        if at.best is not None and 2 * since_best >= self._steps.total:
+            yield from self._once(
+                "best",
+                f"validation has not improved since step {at.best_step:,} ({at.best:.4f}), for "
+                f"{since_best / self._steps.total:.0%} of the run. checkpoint.keep_best keeps the best checkpoint, and "
+                "eval.patience ends such a run: stop it with Ctrl-C, and resume it with --set eval.patience=3.",
+            )
+
+    def _once(self, name: str, text: str) -> Iterator[str]:
+        if name not in self._given:
+            self._given.add(name)
+            yield text
