@@ -7,7 +7,7 @@ SETUP ?= $(if $(filter gpu-validation,$(MAKECMDGOALS)),$(DEVICE),cpu)
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart captures test crashtest hostile gpu-validation check lint format types java clean
+.PHONY: help setup quickstart captures test crashtest hostile gpu-validation check lint format types java launchers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -69,7 +69,16 @@ java:
 	@command -v java >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq openjdk-17-jre-headless >/dev/null; } \
 		|| echo "no Java here, and none could be installed: the tests of --engine spark will be skipped"
 
-test: check java
+# Slurm and Open MPI for the tests of `recmill launch`, from Debian; MPICH and torchx, which needs an old urllib3, beside
+# the environment. Without permission to install them, these tests are skipped and say so.
+launchers: $(VENV)/.installed-dev
+	@command -v sbatch mpirun qsub >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -qq --no-install-recommends slurm-wlm slurm-wlm-torque munge openmpi-bin >/dev/null; } \
+		|| echo "no Slurm or Open MPI here, and none could be installed: their tests will be skipped"
+	@[ -d $(VENV)/launchers/torchx ] || $(BIN)/pip install --quiet --target $(VENV)/launchers mpich==5.0.2 torchx==0.7.0 \
+		|| echo "no MPICH and torchx here, and none could be installed: their tests will be skipped"
+
+test: check java launchers
 	$(BIN)/pytest -n 2 --dist worksteal
 
 ROUNDS ?= 20

@@ -5,6 +5,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,9 +61,18 @@ def _found(name: str) -> str | None:
 
 
 @contextmanager
-def slurm_cluster(directory: Path, more: str = "") -> Iterator[dict[str, str]]:
+def slurm_cluster(more: str = "") -> Iterator[dict[str, str]]:
     """Run the daemons within the block; yield the variables with which Slurm's commands find them."""
-    directory.chmod(0o755)
+    with (
+        tempfile.TemporaryDirectory(prefix="recmill-slurm-", ignore_cleanup_errors=True) as directory,
+        _daemons(Path(directory), more) as variables,
+    ):
+        yield variables
+
+
+@contextmanager
+def _daemons(directory: Path, more: str) -> Iterator[dict[str, str]]:
+    directory.chmod(0o755)  # munged insists that everybody can reach its socket, so pytest's directories will not do
     for name in ("state", "spool-n1", "spool-n2"):
         (directory / name).mkdir()
     key = directory / "munge.key"
@@ -90,11 +100,11 @@ def slurm_cluster(directory: Path, more: str = "") -> Iterator[dict[str, str]]:
     try:
         own = [f"--{what}={directory / f'munge.{what[:4]}'}" for what in ("pid-file", "log-file", "seed-file")]
         start("munged", "-F", f"--key-file={key}", f"--socket={directory / 'munge.socket'}", "--num-threads=2", *own)
-        _wait(lambda: (directory / "munge.socket").exists(), directory)
+        _wait(lambda: (directory / "munge.socket").exists(), directory, daemons)
         start("slurmctld", "-D")
         start("slurmd", "-D", "-N", "n1")
         start("slurmd", "-D", "-N", "n2")
-        _wait(lambda: _idle_nodes(environment) == 2, directory)
+        _wait(lambda: _idle_nodes(environment) == 2, directory, daemons)
         yield {"SLURM_CONF": str(config)}
     finally:
         subprocess.run(["scancel", "--state=R", "--user", user], env=environment, capture_output=True, check=False)
@@ -116,9 +126,9 @@ def _idle_nodes(environment: dict[str, str]) -> int:
     return shown.stdout.split().count("idle")
 
 
-def _wait(condition: Callable[[], bool], directory: Path, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+def _wait(condition: Callable[[], bool], directory: Path, daemons: list["subprocess.Popen[bytes]"]) -> None:
+    deadline = time.monotonic() + 60
     while not condition():
         logs = "\n".join(file.read_text(errors="replace")[-2000:] for file in directory.glob("*.out"))
-        assert time.monotonic() < deadline, logs
+        assert time.monotonic() < deadline and not any(daemon.poll() for daemon in daemons), logs
         time.sleep(0.1)

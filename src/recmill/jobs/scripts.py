@@ -162,7 +162,8 @@ def _torchx(job: Job) -> list[str]:
     options |= {"memMB": place.memory_gb and place.memory_gb * 1000, "args": join(job.arguments) or None}
     words = ["torchx", "run", "-s", place.scheduler, f"{component}:train"]
     words += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-    return [*_head(job, "", [], "$$"), *_environment(job), " ".join(map(quote, words)), *_tail(job, "code=$?")]
+    path = f'export PATH="$PATH":{quote(str(Path(job.python).parent))}'  # torchx calls torchrun
+    return [*_head(job, "", [], "$$"), path, " ".join(map(quote, words)), *_tail(job, "code=$?")]
 
 
 _RENDER: dict[str, Callable[[Job], list[str]]] = {

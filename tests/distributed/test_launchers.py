@@ -1,0 +1,176 @@
+"""Jobs on a real Slurm cluster, with real mpiexec, torchrun and torchx: the same losses everywhere, interrupted or not.
+
+`make launchers` installs what these tests need; without it they are skipped.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from recmill.commands.jobs import cancel, logs, status
+from recmill.jobs.records import read_job_end
+
+from ..conftest import Config
+from ..processes import wait_until
+from ..slurm_cluster import missing_programs, slurm_cluster
+from .runs import loss_by_step
+
+RECMILL = str(Path(sys.executable).parent / "recmill")
+TOOLS = Path(sys.prefix) / "launchers"  # torchx and MPICH
+AS_ROOT = ["--allow-run-as-root", "--oversubscribe"]
+PROFILES = {
+    "openmpi": {"launcher": "mpi", "mpi": "openmpi", "procs": 2, "mpi_options": AS_ROOT},
+    "mpich": {"launcher": "mpi", "mpi": "mpich", "procs": 2},
+    "torchrun": {"launcher": "torchrun", "procs": 2},
+    "torchx": {"launcher": "torchx", "procs": 2, "cpus": 1},
+}
+NEEDED = {"openmpi": "mpirun", "mpich": str(TOOLS / "bin" / "mpiexec"), "torchx": str(TOOLS / "bin" / "torchx")}
+needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"no {missing_programs()}: see `make launchers`")
+
+
+@pytest.fixture(scope="module")
+def config(clicks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 120 steps, which takes seconds, with a checkpoint every 10."""
+    values: Config = {
+        "data": {"path": str(clicks)},
+        "model": {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [16, 8], "top_mlp": [16]},
+        "train": {"device": "cpu", "global_batch_size": 125, "log_every_steps": 1, "num_epochs": 99, "max_steps": 120},
+        "eval": {"global_batch_size": 300, "every_steps": 60},
+        "checkpoint": {"every_steps": 10},
+    }
+    path = tmp_path_factory.mktemp("launchers") / "run.toml"
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def losses(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """What two processes of our own launcher compute, without an interruption."""
+    run = tmp_path_factory.mktemp("reference") / "run"
+    done = subprocess.run([RECMILL, "train", config, "--run", run, "--procs", "2"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return loss_by_step(run)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    with slurm_cluster() as variables:
+        yield variables
+
+
+def launch(config: Path, run: Path, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [RECMILL, "launch", str(config), "--run", str(run), *arguments],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def has_saved(run: Path) -> bool:
+    return any((run / "checkpoints").glob("step-*/MANIFEST.json"))
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_losses_are_those_of_our_own_launcher_also_after_a_stop(
+    name: str, config: Path, losses: dict[int, float], tmp_path: Path
+) -> None:
+    if name in NEEDED and not shutil.which(NEEDED[name]):
+        pytest.skip(f"no {NEEDED[name]}: see `make launchers`")
+    profile = tmp_path / f"{name}.toml"
+    profile.write_text(tomli_w.dumps(PROFILES[name]), encoding="utf-8")
+    variables = {"PATH": f"{TOOLS / 'bin'}:{os.environ['PATH']}" if name != "openmpi" else os.environ["PATH"]}
+    if name == "torchx":
+        variables["PYTHONPATH"] = str(TOOLS)
+    run = tmp_path / "run"
+    if name in ("openmpi", "mpich"):  # Open MPI would kill its ranks on SIGTERM: the script sends SIGUSR1 instead
+        job = launch(config, run, "--on", str(profile), **variables)
+        wait_until(lambda: has_saved(run), 120)
+        job.send_signal(signal.SIGTERM)
+        output = job.communicate(timeout=120)[0]
+        assert job.returncode == 75, output
+        assert status(run).state == "preempted"
+        assert 0 < status(run).step < 120
+    job = launch(config, run, "--on", str(profile), **variables)
+    output = job.communicate(timeout=200)[0]
+    assert job.returncode == 0, output
+    assert loss_by_step(run) == losses
+    assert status(run).state == "done"
+    assert ("starting from" in output or "resuming" in output) == (name in ("openmpi", "mpich"))
+
+
+@needs_slurm
+def test_a_preempted_slurm_job_saves_is_requeued_and_ends_with_the_same_losses(
+    config: Path, losses: dict[int, float], cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", cluster["SLURM_CONF"])
+    run = tmp_path / "a run of 5%"
+    launched = launch(config, run, "--on", "slurm", "--nodes", "2", "--time", "00:30:00")
+    output = launched.communicate(timeout=60)[0]
+    assert launched.returncode == 0, output
+    job = status(run).job
+    assert status(run).state in ("queued", "running")
+    assert (run / "jobs" / "job.sh").is_file()
+    wait_until(lambda: has_saved(run), 120)
+    other = ["sbatch", "--parsable", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "true"]
+    subprocess.run(other, check=True, capture_output=True)
+    wait_until(lambda: read_job_end(run / "jobs", job).get("state") == "preempted", 120)
+    stopped_at = read_job_end(run / "jobs", job)["step"]
+    assert 0 < stopped_at < 120
+    wait_until(lambda: status(run).state == "queued", 60)
+    # Slurm starts a requeued job after two minutes; the owner may start it at once.
+    now = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
+    wait_until(lambda: subprocess.run(now, capture_output=True, check=False).returncode == 0)
+    wait_until(lambda: status(run).state not in ("queued", "running"), 120)
+    text = "".join(logs(run))
+    assert status(run).state == "done", text
+    assert f"recmill: requeueing job {job}" in text
+    assert loss_by_step(run) == losses
+    assert read_job_end(run / "jobs", job)["restarts"] == 1
+
+
+@needs_slurm
+def test_wrong_launches_under_slurm_are_named_within_seconds_and_a_killed_rank_ends_the_job(
+    config: Path, cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", cluster["SLURM_CONF"])
+    train = f"{RECMILL} train {config} --run {tmp_path}/wrong"
+    batch = ["sbatch", "--wait", "-N2", "--ntasks-per-node=1", "-o", str(tmp_path / "out")]
+    subprocess.run([*batch, "--wrap", train], check=False, capture_output=True, timeout=60)
+    assert "This Slurm job has 2 tasks, but its batch script started this process" in (tmp_path / "out").read_text()
+    srun = f"RECMILL_WORLD_SIZE=4 srun {train}"
+    done = subprocess.run([*batch, "--wrap", srun], check=False, capture_output=True, timeout=60)
+    assert "4 processes were asked for (RECMILL_WORLD_SIZE), but Slurm started 2" in (tmp_path / "out").read_text()
+    assert done.returncode == 2
+    run = tmp_path / "killed"
+    monkeypatch.setenv("RECMILL_FAIL", "train.step@step=3@rank=1:kill")
+    assert launch(config, run, "--on", "slurm", "--nodes", "2").wait(60) == 0
+    monkeypatch.delenv("RECMILL_FAIL")
+    wait_until(lambda: status(run).state == "failed", 120)
+    assert "rank 1 of the job ended" in status(run).reason
+    assert read_job_end(run / "jobs", status(run).job)["code"] in (5, 137)
+
+
+@needs_slurm
+def test_a_cancelled_slurm_job_saves_and_does_not_come_back(
+    config: Path, cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", cluster["SLURM_CONF"])
+    run = tmp_path / "run"
+    assert launch(config, run, "--on", "slurm", "--nodes", "2").wait(60) == 0
+    wait_until(lambda: has_saved(run), 120)
+    assert cancel(run) == [status(run).job]
+    wait_until(lambda: status(run).state == "preempted", 60)
+    shown = subprocess.run(["squeue", "-h", "-o", "%T"], capture_output=True, text=True, check=True).stdout
+    assert "PENDING" not in shown
+    assert "requeueing" not in "".join(logs(run))
+    assert json.loads((run / "status.json").read_text())["reason"] == "SIGUSR2"
