@@ -72,6 +72,18 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
         ({**GOOD, "train": {"precision": "bf16"}}, "'train.precision': unknown value 'bf16'."),
         ({**GOOD, "train": {"loss_scale": -1}}, "'train.loss_scale': should be greater than or equal to 0, got -1"),
         ({**GOOD, "checkpoint": {"keep": 1}}, "'checkpoint.keep': should be greater than or equal to 2, got 1"),
+        *(
+            (
+                schedule(name="linear", warmup_steps=value),
+                f"warmup_steps': should be a number of steps, or a share of the run like '10%', got {value!r}.",
+            )
+            for value in (0.1, -1, True, "0%", "101%", "10 %", "10", "1e1%", "to the end")
+        ),
+        ({**GOOD, "eval": {"every_steps": 0.1}}, "'eval.every_steps': should be a number of steps, or a share"),
+        (
+            schedule(name="linear", decay_steps="the end"),
+            "'optim.schedule.decay_steps': should be a number of steps, or",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: str) -> None:
@@ -114,6 +126,10 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
         (
             schedule(name="mlperf", warmup_steps=9, decay_start_step=8, decay_steps=1),
             "before the end of warmup, at step 9",
+        ),
+        (
+            schedule(name="linear", warmup_steps="10%", decay_start_step="9.9%", decay_steps="to the end"),
+            "optim.schedule.decay_start_step = 9.9% is before the end of warmup, at step 10%",
         ),
         (schedule(name="step"), "needs optim.schedule.step_size"),
         (schedule(warmup_steps=5), "warmup_steps has no meaning for optim.schedule.name = 'constant'"),

@@ -280,7 +280,7 @@ def _train(
             before = run_steps(load_config(run.config_file).settings, source.batches_per_epoch)
             warnings += advice.on_resume(settings.optim, before, steps, position.step)
         for text in warnings:
-            log.warning("%s", text)
+            _warn(text)
         run.write_status("running", step=position.step)  # first: this file makes the directory a run directory
         write_text(run.config_file, to_toml(config))
         write_json(run.path / "env.json", environment(world.size, str(world.device)))
@@ -325,7 +325,7 @@ def _train(
         at = at.after_validation(value)
         _log_validation(at, results["val"], parts)
         for text in validation_advice.after(at, value, popularity) if world.is_main else ():
-            log.warning("%s", text)
+            _warn(text)
         return at
 
     def on_commit(step: int) -> None:
@@ -388,6 +388,10 @@ def _train(
         extra = {} if early else {"console": ""}  # the summary says the same
         log.info("finished at step %s: %s", f"{at.step:,}", end, extra=extra)
     return results
+
+
+def _warn(text: str) -> None:
+    log.warning("%s", text, extra={"console": f"warning: {text}"})  # log.txt has the level of each line
 
 
 def _wait_for_kernels(compiling: threading.Thread, stop: StopRequest, heartbeat: Heartbeat) -> None:
