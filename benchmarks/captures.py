@@ -58,7 +58,7 @@ def captures(tmux: list[str], command: str) -> tuple[str, str]:
             assert found[1] == "0", shown
             return during, shown[: found.start()]
         plain = Text.from_ansi(shown).plain
-        if not during and "validation" in plain and "evaluating" not in plain and BAR.search(plain):
+        if not during and "  validation  " in plain and "evaluating" not in plain and BAR.search(plain):
             during = shown
         time.sleep(0.1)
     raise TimeoutError(command)
