@@ -105,7 +105,8 @@ class _Command(click.Command):
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         if not self._has_flags:
-            self.params += _flags(importlib.import_module(f"recmill.commands.{self.name}").Options)
+            module = f"recmill.commands.{(self.name or '').replace('-', '_')}"
+            self.params += _flags(importlib.import_module(module).Options)
             self.params.sort(key=lambda parameter: parameter.name == "as_json")  # --json comes last in the help
             self._has_flags = True
         return super().get_params(ctx)
@@ -115,7 +116,7 @@ class _Datasets(click.Group):
     """One sub-command per registered dataset, whose flags are the fields of the dataset's `Options`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(registry.DATASETS)
+        return sorted({*registry.DATASETS, *registry.installed("dataset")})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         def prepare(output: str, **values: Any) -> None:
@@ -124,7 +125,12 @@ class _Datasets(click.Group):
             with _after_work():
                 printed.print_dataset(dataset)
 
-        module = registry.load(registry.DATASETS, cmd_name, "dataset")
+        try:
+            module = registry.load(registry.DATASETS, cmd_name, "dataset")
+        except ConfigError as error:
+            if cmd_name in registry.installed("dataset"):  # an installed package that is broken: the others can be used
+                return _broken_command(cmd_name, error)
+            raise
         flags: list[click.Parameter] = [
             click.Option(
                 ["--output"], required=True, help="Directory to write; it appears when the dataset is complete."
@@ -132,8 +138,19 @@ class _Datasets(click.Group):
             *_flags(module.Options),
             click.Option(["--overwrite"], is_flag=True, help="Replace an existing dataset."),
         ]
-        summary = (module.__doc__ or "").strip().splitlines()[0]
+        summary = ((module.__doc__ or "").strip() or cmd_name).splitlines()[0]
         return click.Command(cmd_name, callback=prepare, params=flags, help=module.__doc__, short_help=summary)
+
+
+def _broken_command(name: str, error: ConfigError) -> click.Command:
+    """Return a command that raises the error whatever its arguments are."""
+
+    def fail(arguments: tuple[str, ...]) -> None:
+        raise error
+
+    anything: list[click.Parameter] = [click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)]
+    settings = {"ignore_unknown_options": True}
+    return click.Command(name, settings, fail, anything, help=str(error), short_help="(cannot be used)")
 
 
 def _flags(options: Any) -> list[click.Option]:
@@ -460,6 +477,21 @@ def configs_copy_command(name: str, destination: str) -> None:
     from recmill.commands.configs import copy_config
 
     print(copy_config(name, destination))
+
+
+@commands.command("check-plugin", cls=_Command)
+@click.argument("name")
+@_json
+def check_plugin_command(name: str, as_json: bool, **options: Any) -> int:
+    """Check that the model, dataset or metric NAME does what Recmill relies on: a module like my_package.fm.
+
+    Exits with 0 if every check passes, otherwise 1.
+    """
+    from recmill.commands.check_plugin import check_plugin
+
+    outcomes = check_plugin(name, **options)
+    _print([asdict(outcome) for outcome in outcomes], as_json, printed.print_outcomes)
+    return 1 if any(outcome.problem for outcome in outcomes) else 0
 
 
 @commands.command("doctor")

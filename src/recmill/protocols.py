@@ -4,10 +4,11 @@ Models and tasks are modules, with these functions at module level. Arguments of
 model gets the `Config` that it declares, a task the batches of its models and the metrics that it made.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor, nn
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 class ModelModule(Protocol):
     """A model: its config keys, its tables, and its network, which knows nothing of ranks.
 
-    To add one: a file in `models/` that imports torch inside functions only, and a line in `registry.MODELS`.
-    Covered by tests/contracts/test_models.py.
+    To add one: a module anywhere, or a file in `models/` that imports torch inside functions only, and a line in
+    `registry.MODELS`. Covered by the checks of `contracts/models.py`.
     """
 
     TASK: str  # a name in registry.TASKS
@@ -85,6 +86,22 @@ class Metrics(Protocol):
 
     def compute(self, world: "World") -> "Values":
         """Return the values over all ranks. All ranks take part and get the same values."""
+
+
+@runtime_checkable
+class MetricModule(Protocol):
+    """A metric that is not part of its task: sums over rows, and their value. The last part of its name is its name.
+
+    To add one: a module anywhere. Covered by the checks of `contracts/metrics.py`.
+    """
+
+    TASK: str  # a name in registry.TASKS
+
+    def sums(self, *rows: "np.ndarray") -> "Sequence[float]":
+        """Return sums over these rows: of sums(logits, labels) for clicks, sums(ranks) for targets; rank 0 is best."""
+
+    def value(self, *sums: float) -> float:
+        """Return the metric, given the sums over all rows of all processes; there is at least one row."""
 
 
 @runtime_checkable

@@ -1,9 +1,18 @@
-"""All plug-ins by name. Their modules are imported on first use; a new plug-in is a file and a line here."""
+"""All plug-ins by name. Their modules are imported on first use.
+
+A built-in one is a file and a line here. Others are entry points of installed packages, in the groups recmill.models,
+recmill.datasets and recmill.metrics, or modules that are named by their path, like my_package.fm.
+"""
 
 import difflib
 import importlib
+import importlib.util
+import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from recmill.errors import ConfigError
 
@@ -25,14 +34,129 @@ DATASETS = {
     "random-histories": "recmill.datasets.synthetic.random_histories",
 }
 STORES = {"device_mem": "recmill.tables.stores.device_mem"}
+METRICS: dict[str, str] = {}  # the metrics of a task itself are no plug-ins:
+METRIC_NAMES = ("auroc", "logloss", "normalised_entropy", "calibration", "rows", "users")
 TASKS = {"ctr": "recmill.tasks.ctr", "next_item": "recmill.tasks.next_item"}
 
 
+# What a module must have to be used as one of these
+PARTS = {
+    "model": ("TASK", "KIND", "Config", "tables", "build"),
+    "dataset": ("Options", "plan", "write"),
+    "metric": ("TASK", "sums", "value"),
+}
+_KINDS = {"ctr": "clicks", "next_item": "histories"}  # what a task learns from
+_plugins: dict[str, ModuleType] = {}  # those that are not built in and were imported, by module
+
+
 def load(registry: Mapping[str, str], name: str, what: str) -> ModuleType:
-    """Import the plug-in `name`; `what` is its kind, for the error message."""
-    if name not in registry:
-        raise ConfigError(unknown(what, name, registry))
-    return importlib.import_module(registry[name])
+    """Import the plug-in `name`; `what` is its kind, for example "model"."""
+    others = installed(what) if what in PARTS else {}
+    if name in registry:
+        if name in others:
+            raise ConfigError(
+                f"{what} '{name}' is built in, and an installed package has one, too. Use '{others[name][0]}'."
+            )
+        return importlib.import_module(registry[name])
+    if len(others.get(name, ())) > 1:
+        raise ConfigError(f"{what} '{name}' is in several installed packages. Use {' or '.join(others[name])}.")
+    is_module_path = what in PARTS and "." in name and all(part.isidentifier() for part in name.split("."))
+    if name not in others and not is_module_path:
+        raise ConfigError(unknown(what, name, [*registry, *others]))
+    module_name = others[name][0] if name in others else name
+    module = import_module(module_name, what)
+    if problem := _misfit(module, what):
+        where = getattr(module, "__file__", None)
+        raise ConfigError(f"{what} '{name}': {where}: {problem} See docs/extending.md.")
+    _plugins[module_name] = module
+    return module
+
+
+def own_metrics(names: Iterable[str]) -> dict[str, Any]:
+    """Return the modules of metrics by the names of their values: the last parts of their own."""
+    return {name.rpartition(".")[2]: load(METRICS, name, "metric") for name in names}
+
+
+@cache
+def installed(what: str) -> dict[str, list[str]]:
+    """Return the modules of the entry points of installed packages, by name."""
+    from importlib import metadata
+
+    found: dict[str, list[str]] = {}
+    for point in metadata.entry_points(group=f"recmill.{what}s"):
+        found.setdefault(point.name, []).append(point.value)
+    return found
+
+
+def plugin_files() -> dict[str, str]:
+    """Return the files of the plug-ins that were imported and are not built in, by module."""
+    return {name: str(getattr(module, "__file__", None)) for name, module in _plugins.items()}
+
+
+def plugin_directories() -> list[str]:
+    """Return the directories in which Python finds these plug-ins: other processes of a job need them as well."""
+    found: dict[str, None] = {}
+    for name in _plugins:
+        package = sys.modules[name.partition(".")[0]]
+        places = [*getattr(package, "__path__", [])] or [str(package.__file__)]
+        found |= dict.fromkeys(str(Path(place).absolute().parent) for place in places)
+    return list(found)
+
+
+def search_also(directories: Iterable[str]) -> None:
+    """Let Python find modules in `directories` too: after all others, so that they hide nothing."""
+    sys.path.extend(directory for directory in directories if directory not in sys.path)
+
+
+def import_module(name: str, what: str) -> ModuleType:
+    """Import a module, which may also be in the current directory."""
+    top, _, rest = name.partition(".")
+    here = Path.cwd()
+    is_here = (here / top).is_dir() or (here / f"{top}.py").is_file()
+    if is_here and importlib.util.find_spec(top) is None:
+        search_also([str(here)])
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(_failure(name, what, error)) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_failure(name, what, error)) from error
+    if package := importlib.util.find_spec(top):
+        place = str([*(package.submodule_search_locations or []), package.origin][0])
+        is_hidden = is_here and Path(place).parent != here
+        remedy = f"It hides {top} in {here}: rename that." if is_hidden else "Correct the name."
+        raise ConfigError(f"{what} '{name}': {place} has no module '{rest}'. {remedy}")
+    raise ConfigError(
+        f"{what} '{name}': no module '{top}' is installed or in {here}. "
+        f"Run the command where {top} is, add that directory to PYTHONPATH, or install it."
+    )
+
+
+def _failure(name: str, what: str, error: BaseException) -> str:
+    return f"{what} '{name}' cannot be imported: {type(error).__name__}: {error}. Correct it; --debug shows where."
+
+
+def _misfit(module: ModuleType, what: str) -> str | None:
+    """Return why a module cannot be used as a plug-in of this kind, or None."""
+    values: dict[str, Any] = {name: getattr(module, name, None) for name in PARTS[what]}
+    if values.get("KIND") == "histories":
+        values["window_rules"] = getattr(module, "window_rules", None)
+    if missing := [name for name, value in values.items() if value is None]:
+        return f"a {what} needs {', '.join(values)}, and this one lacks {', '.join(missing)}."
+    for name, value in values.items():
+        if name in ("Config", "Options"):
+            if not isinstance(value, type) or not hasattr(value, "contradictions"):
+                return f"{name} is not a class derived from recmill.config.Section."
+        elif name.islower() and not callable(value):
+            return f"{name} is not a function."
+    if "name" in getattr(values.get("Config"), "model_fields", ()):
+        return "Config has a key 'name', which model.name would set. Give it another name."
+    if "TASK" in values and values["TASK"] not in TASKS:
+        return f"TASK: {unknown('task', str(values['TASK']), TASKS)}"
+    if "KIND" in values and values["KIND"] != _KINDS[values["TASK"]]:
+        return f"KIND is {values['KIND']!r}, but TASK = '{values['TASK']}' learns from {_KINDS[values['TASK']]}."
+    return None
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

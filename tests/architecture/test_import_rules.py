@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cli": {"commands", "config", "environment", "errors", "launch", "observe", "recmill", "registry"},
     "commands": None,
     "config": {"errors", "recmill", "registry"},
+    "contracts": {"commands", "config", "data", "datasets", "protocols", "recmill", "registry", "schema"},
     "data": {"batch", "errors", "files", "hardware", "metrics", "observe", "rng", "schema"},
     "datasets": {
         "config", "data", "errors", "failpoints", "files", "hardware", "metrics", "observe", "recmill", "rng", "schema",
@@ -30,8 +31,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "hardware": {"errors", "failpoints", "files"},
     "jobs": {"config", "errors", "files", "launch", "observe", "registry"},
     "kernels": {"errors", "failpoints", "files", "hardware"},
-    "launch": {"environment", "errors", "failpoints", "files", "hardware", "observe", "world"},
-    "metrics": {"observe", "rng", "world"},
+    "launch": {"environment", "errors", "failpoints", "files", "hardware", "observe", "registry", "world"},
+    "metrics": {"observe", "protocols", "rng", "world"},
     "models": {"config", "data", "nn", "schema", "tables"},
     "nn": {"kernels", "tables"},
     "observe": {"errors", "files", "hardware", "recmill", "world"},
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "rng": set(),
     "schema": set(),
     "tables": {"config", "errors", "failpoints", "files", "hardware", "kernels", "rng", "world"},
-    "tasks": {"batch", "config", "metrics"},
+    "tasks": {"batch", "config", "metrics", "registry"},
     "training": {
         "checkpoints", "config", "errors", "failpoints", "hardware", "launch", "metrics", "observe", "protocols",
         "tables", "world",
@@ -53,7 +54,7 @@ TORCH_FREE |= {"environment", "models", "observe", "protocols", "registry", "rng
 TORCH_FREE_MODULES = [
     *(f"recmill.commands.{name}" for name in ("adopt", "audit", "checkpoint", "configs", "doctor", "download")),
     *(f"recmill.commands.{name}" for name in ("evaluate", "history", "plot", "prepare", "recommend", "results")),
-    *(f"recmill.commands.{name}" for name in ("jobs", "launch", "split", "train")),
+    *(f"recmill.commands.{name}" for name in ("check_plugin", "jobs", "launch", "split", "train")),
     *("recmill.checkpoints.format", "recmill.tables.pins", "recmill.tables.spec"),
     *(f"recmill.data.{name}" for name in ("checks", "click_rows", "npy_files", "opening", "parquet_files", "seen")),
     *("recmill.data.verification", "recmill.data.windows"),

@@ -2,8 +2,9 @@
 
 import contextlib
 import itertools
-import math
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from torch import nn
 
 from recmill import registry
 from recmill.checkpoints.format import Position
-from recmill.commands.assemble import build_sharded, build_source, model_module, task_module
+from recmill.commands.assemble import build_sharded, build_source, task_module
 from recmill.config import Config, load_config
+from recmill.contracts import Broken, models
 from recmill.data.opening import open_dataset
 from recmill.launch.watchdog import Heartbeat
 from recmill.nn import dropout
-from recmill.protocols import Batch, ModelModule, SequenceModelModule, TaskModule
+from recmill.registry import load
 from recmill.schema import Dataset
 from recmill.training.meter import Meter
 from recmill.training.optim import build_optimizer
@@ -50,85 +52,58 @@ def parts(name: str, clicks: Path, histories: Path) -> tuple[Config, Dataset]:
     return load_config({"data": {"path": str(path)}, "model": model, "train": train}), open_dataset(path)
 
 
-def build(config: Config, dataset: Dataset) -> nn.Module:
-    torch.manual_seed(1)
-    return model_module(config).build(config.model, dataset.description, torch.device("cpu"))
-
-
-def first_batch(config: Config, dataset: Dataset) -> Batch:
-    return next(build_source(config, dataset, rank=0, size=1).train_batches(0, 0))
-
-
 @every_model
-def test_it_and_its_task_have_the_functions_of_their_protocols(parts: tuple[Config, Dataset]) -> None:
-    config, dataset = parts
-    module = model_module(config)
-    assert isinstance(module, SequenceModelModule if module.KIND == "histories" else ModelModule)
-    assert isinstance(task_module(config), TaskModule)
-    assert dataset.description.kind == module.KIND
+@pytest.mark.parametrize("check", models.ON_ONE_DEVICE, ids=lambda check: check.__name__)
+def test_it_keeps_the_contract(check: models.Check, parts: tuple[Config, Dataset]) -> None:
+    check(*parts)
 
 
-@every_model
-def test_it_declares_the_tables_that_it_builds(parts: tuple[Config, Dataset]) -> None:
-    config, dataset = parts
-    declared = {(table.rows, table.dim) for table in model_module(config).tables(config.model, dataset.description)}
-    network = build(config, dataset)
-    built = {tuple(value.shape) for key, value in network.state_dict().items() if key.startswith("tables.")}
-    assert built == declared
+def broken(module: ModuleType, **changes: Any) -> ModuleType:
+    """Return a copy of a model's module with other functions."""
+    copy = ModuleType("broken")
+    copy.__dict__.update({**vars(module), **changes})
+    return copy
 
 
-@every_model
-def test_the_loss_and_every_gradient_are_finite(parts: tuple[Config, Dataset]) -> None:
-    config, dataset = parts
-    network, batch = build(config, dataset), first_batch(config, dataset)
-    loss = task_module(config).loss_sum(network, batch) / batch.weight()
-    loss.backward()
-    assert math.isfinite(loss.item())
-    for name, parameter in network.named_parameters():
-        assert parameter.grad is not None, name
-        assert torch.isfinite(parameter.grad).all(), name
+def without_gradient(network: nn.Module) -> nn.Module:
+    network.register_parameter("unused", nn.Parameter(torch.zeros(1)))
+    return network
 
 
-@every_model
-def test_it_can_learn_one_batch_by_heart(parts: tuple[Config, Dataset]) -> None:
-    config, dataset = parts
-    network, batch = build(config, dataset).eval(), first_batch(config, dataset)  # eval: no dropout
-    optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
-    losses = []
-    for _ in range(150):
-        optimizer.zero_grad()
-        loss = task_module(config).loss_sum(network, batch) / batch.weight()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.1 * losses[0]
+def with_other_state(network: nn.Module) -> nn.Module:
+    offset = torch.rand(())
+    network.register_forward_hook(lambda *found: found[2] + offset)
+    return network
 
 
-@every_model
-def test_its_state_goes_round(parts: tuple[Config, Dataset]) -> None:
-    config, dataset = parts
-    batch = first_batch(config, dataset)
-    one = build(config, dataset).eval()
-    torch.manual_seed(2)
-    other = model_module(config).build(config.model, dataset.description, torch.device("cpu")).eval()
-    other.load_state_dict(one.state_dict())
-    assert torch.equal(one(*batch.inputs()), other(*batch.inputs()))
+def with_neighbours(network: nn.Module) -> nn.Module:
+    network.register_forward_hook(lambda *found: found[2] + found[2].mean())
+    return network
 
 
-@every_model
-def test_fillers_change_no_gradient(parts: tuple[Config, Dataset]) -> None:
-    """Three processes and batches of 32: a share of 10 gets one filler, one of 11 none."""
-    config, dataset = parts
-    shares = [next(build_source(config, dataset, rank=rank, size=3).train_batches(0, 0)) for rank in range(3)]
-    whole = first_batch(config, dataset)
-    assert sum(share.weight() for share in shares) == whole.weight()
-    networks = [build(config, dataset).eval() for _ in range(2)]
-    task = task_module(config)
-    task.loss_sum(networks[0], whole).backward()
-    for share in shares:
-        task.loss_sum(networks[1], share).backward()
-    for (name, one), (_, other) in zip(networks[0].named_parameters(), networks[1].named_parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-5), name  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["dlrm"])
+@pytest.mark.parametrize(
+    ("change", "check", "expected"),
+    [
+        (without_gradient, models.the_loss_and_every_gradient_are_finite, "unused has no gradient"),
+        (with_other_state, models.its_state_can_be_saved_and_loaded, "something is not in state_dict"),
+        (with_neighbours, models.fillers_change_no_gradient, "do the rows of a batch see each other"),
+    ],
+)
+def test_a_model_that_breaks_the_contract_is_found(
+    change: Callable[[nn.Module], nn.Module],
+    check: models.Check,
+    expected: str,
+    parts: tuple[Config, Dataset],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = registry.load(registry.MODELS, "dlrm", "model")
+    changed = broken(module, build=lambda *arguments: change(module.build(*arguments)))
+    monkeypatch.setattr(
+        registry, "load", lambda names, name, what: changed if what == "model" else load(names, name, what)
+    )
+    with pytest.raises(Broken, match=expected):
+        check(*parts)
 
 
 @every_loss
@@ -140,7 +115,7 @@ def test_forward_and_backward_stay_on_their_device_and_read_nothing_from_it(
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # it does not know this device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
     meta = torch.device("meta")
-    network, batch = build(config, dataset).to(meta), first_batch(config, dataset).to(meta)
+    network, batch = models.build(config, dataset).to(meta), models.first_batch(config, dataset).to(meta)
     ranked = next(build_source(config, dataset, rank=0, size=1).eval_batches("val")).to(meta)
     with OneDevice():
         loss = task_module(config).loss_sum(network, batch)

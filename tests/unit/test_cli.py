@@ -144,6 +144,7 @@ def test_what_the_terminal_cannot_show_is_escaped_and_json_is_always_ascii(
     monkeypatch.setattr(sys, "argv", ["recmill", "recommend", "run", "--history", "7"])
     monkeypatch.setattr(recmill, "recommend", lambda *_, **__: rows, raising=False)
     monkeypatch.setattr("recmill.observe.log.set_up_console", lambda: None)  # later tests set up their own logging
+    monkeypatch.setattr(cli, "leave", sys.exit)  # if another test has imported torch here
     with pytest.raises(SystemExit) as table:
         cli.main()
     assert (table.value.code, shown in written.getvalue().decode(encoding)) == (0, True)

@@ -9,6 +9,7 @@ from recmill import registry
 from recmill.commands import assemble
 from recmill.commands.options import Fallback, Procs, Verify, Which, dataset_checks, flag
 from recmill.config import Config
+from recmill.config.load import metric_problems
 from recmill.config.options import checked_options
 from recmill.config.sections import DenseOptim, OptimSection, RankingProtocol, Section, TablesOptim
 from recmill.environment import process_environment
@@ -36,6 +37,9 @@ class Options(Section):
         None, "How sequence models rank targets: full, pop100, uni100, with commas.  [default: the run's]", "--protocol"
     )
     ks: list[int] | None = flag(None, "Cut-offs of ranking metrics, like 1,5,10.  [default: the run's]", "--k")
+    metrics: list[str] | None = flag(
+        None, "Further metrics, with commas: modules like my_package.accuracy.  [default: the run's]"
+    )
     bootstrap: int = flag(0, "95 % intervals of ranking metrics, from N resamples of the users.", metavar="N")
     procs: Procs = 1
     verify: Verify = None
@@ -57,6 +61,8 @@ def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
         log.info("evaluating %s on split %s", run, checked.split)
     dataset = assemble.open_matching_dataset(config, dataset_checks(checked.verify))
     _check_ranking(config, dataset, checked)
+    for problem in metric_problems(checked.metrics or [], assemble.model_module(config).TASK):
+        raise ConfigError(f"--metrics: {problem}")
     section = config.settings.train
     if is_launched_with(checked.procs):
         from recmill.world import joined_world
@@ -107,7 +113,7 @@ def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Datase
     from recmill.training.precision import set_tf32
 
     set_tf32(config.settings.train)
-    ranking = {"protocols": options.protocols, "ks": options.ks}
+    ranking = {"protocols": options.protocols, "ks": options.ks, "metrics": options.metrics}
     section = config.settings.eval.model_copy(update={key: value for key, value in ranking.items() if value})
     with assemble.trained_checkpoint(run, options.checkpoint, config, dataset, world, options.fallback) as found:
         # No optimizer state is needed, and FBGEMM has no Adam on CPU.

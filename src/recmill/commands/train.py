@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from recmill import registry
 from recmill.checkpoints.format import committed
 from recmill.commands import assemble
 from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, flag
@@ -283,7 +284,8 @@ def _train(
             _warn(text)
         run.write_status("running", step=position.step)  # first: this file makes the directory a run directory
         write_text(run.config_file, to_toml(config))
-        write_json(run.path / "env.json", environment(world.size, str(world.device)))
+        facts = environment(world.size, str(world.device))
+        write_json(run.path / "env.json", facts | {"plugins": registry.plugin_files()})
         write_json(run.path / "sharding.json", [asdict(table) for table in placed])
         run.results_file.unlink(missing_ok=True)
         run.forget_metrics_after(position.step if found else -1)
@@ -438,6 +440,8 @@ def _log_facts(parts: "Parts", config: Config, dataset: Dataset, tables: list[Ta
     per_epoch = source.batches_per_epoch
     log.info(f"{counted(steps.total, 'step')} of {train.global_batch_size:,} samples; {per_epoch:,} per epoch")
     log.info("%s", steps.described)
+    for name, file in registry.plugin_files().items():
+        log.info("plug-in %s: %s", name, file)
     if isinstance(source, HistorySource) and per_epoch:
         windows = source.window_facts()
         log.info("%s", windows, extra={"console": windows.split(";")[0]})

@@ -2,9 +2,10 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import tomli_w
@@ -101,14 +102,14 @@ def _apply_override(values: dict[str, Any], key: str, override: str) -> str | No
         section = section.setdefault(parent, {})
         if not isinstance(section, dict):
             return f"'{parent}' in '--set {override}' is a value, not a section."
-    value = _parse_value(override.partition("=")[2].strip())
+    value = parse_value(override.partition("=")[2].strip())
     if isinstance(value, dict) or isinstance(section.get(last), dict):
         return f"--set {override}: '{key}' is a section: set its keys one by one."
     section[last] = value
     return None
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Parse a TOML value; anything else, like an unquoted name or path, is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
@@ -127,22 +128,43 @@ def _checked(values: dict[str, Any], problems: list[Problem]) -> Config:
     own = own if isinstance(own, dict) else {}
     name = own.get("name")
     model = Section()
-    if isinstance(name, str) and name in registry.MODELS:
-        module = registry.load(registry.MODELS, name, "model")
+    module = _model_module(name, problems)
+    if module:
         keys = {key: value for key, value in own.items() if key != "name"}
         model, found = validated(module.Config, keys, "model.", siblings=["name"])
         problems += found
         sentences += contradictions_within(model)
         if settings.eval.target_auroc and module.TASK != "ctr":
             sentences.append(f"eval.target_auroc: model '{name}' is not measured by AUROC. Remove it.")
-    else:
-        problems.append(Problem(f"'model.name': {_unknown_model(name)}", ("model.name",)))
+    found_in_metrics = metric_problems(settings.eval.metrics, module.TASK if module else None)
+    problems += [Problem(f"'eval.metrics': {text}", ("eval.metrics",)) for text in found_in_metrics]
     problems += contradictions(sentences, problems)
     return Config(model_name=str(name), model=model, settings=settings)
 
 
-def _unknown_model(name: Any) -> str:
+def metric_problems(names: Sequence[str], task: str | None) -> Iterator[str]:
+    """Yield what is wrong with the names of metrics for a model of `task`, which is None if it is not known."""
+    for name in names:
+        try:
+            found = registry.load(registry.METRICS, name, "metric").TASK
+            if task not in (found, None):
+                yield f"metric '{name}' is for task '{found}', and the model's is '{task}'. Remove it."
+        except ConfigError as error:
+            yield str(error)
+    shorts = [name.rpartition(".")[2] for name in names]
+    if twice := sorted({name for name in shorts if shorts.count(name) > 1 or name in registry.METRIC_NAMES}):
+        yield f"two metrics are called '{twice[0]}'. Rename one of the modules."
+
+
+def _model_module(name: Any, problems: list[Problem]) -> ModuleType | None:
+    """Return the model's module, or add what is wrong with its name to `problems`."""
     if isinstance(name, str):
-        return registry.unknown("model", name, registry.MODELS)
-    fact = "a [model] section with a name is missing" if name is None else f"expected text, got {name!r}"
-    return f"{fact}. Known: {', '.join(sorted(registry.MODELS))}."
+        try:
+            return registry.load(registry.MODELS, name, "model")
+        except ConfigError as error:
+            text = str(error)
+    else:
+        fact = "a [model] section with a name is missing" if name is None else f"expected text, got {name!r}"
+        text = f"{fact}. Known: {', '.join(sorted(registry.MODELS))}."
+    problems.append(Problem(f"'model.name': {text}", ("model.name",)))
+    return None

@@ -311,6 +311,7 @@ class EvalSection(Section):
         ["full", "pop100"], "How targets are ranked: full, pop100, uni100 (histories only).", min_length=1
     )
     ks: list[PositiveInt] = key([1, 5, 10], "Cut-offs of HR@K, NDCG@K and MRR@K (histories only).", min_length=1)
+    metrics: list[str] = key([], "Further metrics: modules like my_package.accuracy, or entry points.")
 
 
 class CheckpointSection(Section):

@@ -42,7 +42,11 @@ def needs_writing(output: Path, name: str, recipe: dict[str, Any], overwrite: bo
         _check_only_our_files(output)
         return True
     description = open_dataset(output).description
-    if description.name == name and description.recipe == recipe and description.made_by == MADE_BY:
+    if (
+        description.name in (name, name.rpartition(".")[2])
+        and description.recipe == recipe
+        and description.made_by == MADE_BY
+    ):
         return False
     raise DataError(
         f"{output} holds another dataset ({description.name}, {description.recipe}, {description.made_by}). "

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from recmill import registry
 from recmill.environment import launched_environment, max_processes, process_environment
 from recmill.errors import ConfigError, ResourceError, UserError
 from recmill.files.atomic import write_json
@@ -99,7 +100,7 @@ def run_job(
         )
     _check_open_files(procs)
     signals = _Signals()
-    order = {"command": command, "arguments": arguments}
+    order = {"command": command, "arguments": arguments, "plugin_directories": registry.plugin_directories()}
     with handled(FORWARDED, signals.forward):
         attempt = 0
         while True:

@@ -11,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from recmill import registry
 from recmill.environment import process_environment
 from recmill.files.atomic import write_json
 from recmill.launch.failures import report_failure
@@ -37,6 +38,7 @@ def main() -> None:
 def _run_order(job: Path, rank: int) -> int:
     order = json.loads((job / "job.json").read_text(encoding="utf-8"))
     arguments = order["arguments"]
+    registry.search_also(order["plugin_directories"])
     stop_signals = arguments.pop("stop_signals", None)  # None: the command has nothing to save
     with contextlib.nullcontext() if stop_signals is None else stop_on(stop_signals) as stop:
         return _run(job, rank, order["command"], arguments, stop)

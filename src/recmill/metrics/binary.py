@@ -1,17 +1,18 @@
 """Metrics of click probabilities: AUROC, log loss, normalised entropy, calibration."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from recmill.metrics.auc import auroc_over_ranks
+from recmill.metrics.own import UNDEFINED, OwnMetrics, Values
 
 if TYPE_CHECKING:
+    from recmill.protocols import MetricModule
     from recmill.world import World
 
-UNDEFINED = "undefined"  # for example the AUROC of rows without clicks
-
-Values = dict[str, float | int | str]
+_NAMES = ("auroc", "logloss", "normalised_entropy", "calibration")
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:
@@ -29,13 +30,15 @@ def log_loss_sum(logits: np.ndarray, labels: np.ndarray) -> float:
 class BinaryMetrics:
     """Keeps every score of this rank, because AUROC is exact; the other metrics are sums."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: "Mapping[str, MetricModule] | None" = None) -> None:
+        self._own = OwnMetrics(own or {})
         self._logits = [np.empty(0, np.float32)]
         self._labels = [np.empty(0, np.bool_)]
 
     def update(self, logits: np.ndarray, labels: np.ndarray) -> None:
         self._logits.append(logits.astype(np.float32))
         self._labels.append(labels.astype(np.bool_))
+        self._own.update(self._logits[-1], self._labels[-1])
 
     def compute(self, world: "World") -> Values:
         """Return the metrics by name. All ranks take part and get the same values."""
@@ -44,9 +47,9 @@ class BinaryMetrics:
             [log_loss_sum(logits, labels), float(sigmoid(logits).sum()), float(labels.sum()), float(len(labels))]
         )
         area = auroc_over_ranks(logits, labels, world)
+        own = self._own.compute(world)
         if not rows or not np.isfinite(loss):  # no rows, or NaN logits
-            names = ("auroc", "logloss", "normalised_entropy", "calibration")
-            return dict.fromkeys(names, UNDEFINED) | {"rows": int(rows)}
+            return dict.fromkeys(_NAMES, UNDEFINED) | {"rows": int(rows), **own}
         rate = clicks / rows
         entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)) if 0 < rate < 1 else 0.0
         return {
@@ -56,4 +59,5 @@ class BinaryMetrics:
             "normalised_entropy": float(loss / rows / entropy) if entropy else UNDEFINED,
             "calibration": predicted / clicks if clicks else UNDEFINED,  # predicted clicks per click
             "rows": int(rows),
+            **own,
         }

@@ -4,16 +4,17 @@ The rank of a target is the number of other candidates that score at least as hi
 against the model.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from recmill import rng
-from recmill.metrics.binary import UNDEFINED, Values
+from recmill.metrics.own import UNDEFINED, OwnMetrics, Values
 from recmill.observe.progress import Progress
 
 if TYPE_CHECKING:
+    from recmill.protocols import MetricModule
     from recmill.world import World
 
 NUM_NEGATIVES = 100
@@ -36,18 +37,25 @@ class RankingMetrics:
     """
 
     def __init__(
-        self, protocols: list[str], ks: list[int], resamples: int = 0, popularity: "Popularity | None" = None
+        self,
+        protocols: list[str],
+        ks: list[int],
+        resamples: int = 0,
+        popularity: "Popularity | None" = None,
+        own: "Mapping[str, MetricModule] | None" = None,
     ) -> None:
         self.protocols = protocols
         self._resamples = resamples
         self.popularity = popularity
-        self.of_popularity = RankingMetrics(protocols, ks) if popularity else None
+        self.of_popularity = RankingMetrics(protocols, ks, own=own) if popularity else None
+        self._own = {protocol: OwnMetrics(own or {}) for protocol in protocols}
         self._users_by_rank = {protocol: np.zeros(max(ks) + 1, np.int64) for protocol in protocols}
         ranks = np.arange(max(ks) + 1)  # the last one stands for all worse ranks
         gains = {"hr": np.ones(len(ranks)), "ndcg": 1.0 / np.log2(ranks + 2.0), "mrr": 1.0 / (ranks + 1.0)}
         self._gains = {f"{name}@{k}": gain * (ranks < k) for name, gain in gains.items() for k in ks}
 
     def update(self, protocol: str, ranks: np.ndarray) -> None:
+        self._own[protocol].update(ranks)
         users_by_rank = self._users_by_rank[protocol]
         last = len(users_by_rank) - 1
         users_by_rank += np.bincount(np.minimum(ranks, last), minlength=last + 1)
@@ -69,7 +77,7 @@ class RankingMetrics:
             gains = np.stack([gain[found] for gain in self._gains.values()])
             names = [f"{protocol}/{name}" for name in self._gains]
             means = (gains @ counts / users).tolist() if users else [UNDEFINED] * len(names)
-            values |= dict(zip(names, means, strict=True))
+            values |= dict(zip(names, means, strict=True)) | self._own[protocol].compute(world, f"{protocol}/")
             if has_intervals and users:
                 with Progress(f"resampling the users, {protocol}", self._resamples, "resamples") as progress:
                     resampled = _resampled_means(gains, counts, self._resamples, progress)

@@ -35,11 +35,7 @@ class ClickNetwork(nn.Module):
         super().__init__()
         self._features = [table.feature for table in tables]
         self._dense_padding = -layers.num_dense % layers.pad_to_multiple_of
-        configs = [
-            EmbeddingBagConfig(name=t.name, embedding_dim=t.dim, num_embeddings=t.rows, feature_names=[t.feature])
-            for t in tables
-        ]
-        self.tables = EmbeddingBagCollection(tables=configs, device=device)
+        self.tables = pooled_tables(tables, device)
         self.bottom = mlp(layers.num_dense, layers.bottom_mlp, layers.init, self._dense_padding)
         self.interaction = interaction
         self.top = mlp(interaction.out_features, layers.top_mlp, layers.init, interaction.padding)
@@ -51,10 +47,19 @@ class ClickNetwork(nn.Module):
         if self._dense_padding:
             dense_BF = F.pad(dense_BF, (0, self._dense_padding))
         dense_BD = self.bottom(dense_BF)
-        return self.logit(self.top(self.interaction(dense_BD, _in_order(pooled, self._features)))).squeeze(1)
+        return self.logit(self.top(self.interaction(dense_BD, in_order(pooled, self._features)))).squeeze(1)
 
 
-def _in_order(pooled: KeyedTensor, features: list[str]) -> Tensor:
+def pooled_tables(tables: list[TableSpec], device: torch.device) -> EmbeddingBagCollection:
+    """Return the tables as a module, which sums the vectors of a row's ids for each feature."""
+    configs = [
+        EmbeddingBagConfig(name=t.name, embedding_dim=t.dim, num_embeddings=t.rows, feature_names=[t.feature])
+        for t in tables
+    ]
+    return EmbeddingBagCollection(tables=configs, device=device)
+
+
+def in_order(pooled: KeyedTensor, features: list[str]) -> Tensor:
     """Return the columns in the order of `features`; a sharded collection may order them differently."""
     if pooled.keys() == features:
         return pooled.values()
@@ -62,4 +67,4 @@ def _in_order(pooled: KeyedTensor, features: list[str]) -> Tensor:
     return torch.cat([by_name[feature] for feature in features], dim=1)
 
 
-torch.fx.wrap("_in_order")  # TorchRec's pipeline traces forward() symbolically, which cannot branch on values
+torch.fx.wrap("in_order")  # TorchRec's pipeline traces forward() symbolically, which cannot branch on values

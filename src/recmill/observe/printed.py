@@ -222,6 +222,14 @@ def print_checks(checks: Sequence[Any], would_work: bool) -> None:
     _print("Training would work." if would_work else "Training would not work until the problems above are fixed.")
 
 
+def print_outcomes(outcomes: Sequence[dict[str, str]]) -> None:
+    """Print what `commands.check_plugin` found: a line for each check, then the problems."""
+    print_table(["check", ""], [[outcome["check"], "FAIL" if outcome["problem"] else "pass"] for outcome in outcomes])
+    for outcome in outcomes:
+        if outcome["problem"]:
+            _print(f"{outcome['check']}: {outcome['problem']}")
+
+
 def print_checkpoints(found: Sequence[dict[str, Any]]) -> None:
     rows = []
     for facts in found:

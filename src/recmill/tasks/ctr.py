@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from recmill.batch import CtrBatch
 from recmill.config.sections import EvalSection
 from recmill.metrics.binary import BinaryMetrics, Values
+from recmill.registry import own_metrics
 
 
 def loss_sum(network: Callable[..., Tensor], batch: CtrBatch) -> Tensor:
@@ -16,7 +17,7 @@ def loss_sum(network: Callable[..., Tensor], batch: CtrBatch) -> Tensor:
 
 
 def new_metrics(section: EvalSection) -> BinaryMetrics:
-    return BinaryMetrics()
+    return BinaryMetrics(own_metrics(section.metrics))
 
 
 def headline(values: Values) -> str:

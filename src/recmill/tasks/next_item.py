@@ -13,6 +13,7 @@ from recmill.batch import RankingBatch, SequenceBatch
 from recmill.config.sections import EvalSection
 from recmill.metrics.binary import Values
 from recmill.metrics.ranking import Popularity, RankingMetrics, sampled
+from recmill.registry import own_metrics
 
 
 def loss_sum(network: Callable[..., Tensor], batch: SequenceBatch) -> Tensor:
@@ -23,7 +24,8 @@ def loss_sum(network: Callable[..., Tensor], batch: SequenceBatch) -> Tensor:
 def new_metrics(section: EvalSection, resamples: int = 0, train_counts: np.ndarray | None = None) -> RankingMetrics:
     """Create ranking metrics; `resamples` of the users give intervals, `train_counts` add the popularity baseline."""
     popularity = None if train_counts is None else Popularity(train_counts)
-    return RankingMetrics(list(section.protocols), list(section.ks), resamples, popularity)
+    own = own_metrics(section.metrics)
+    return RankingMetrics(list(section.protocols), list(section.ks), resamples, popularity, own)
 
 
 def headline(values: Values) -> str:

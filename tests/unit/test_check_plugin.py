@@ -1,0 +1,90 @@
+"""Which contract is checked, and what is reported about a plug-in that breaks it."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recmill.commands.check_plugin import check_plugin
+from recmill.errors import ConfigError
+
+from ..conftest import RunCli
+
+MEANS = 'TASK = "ctr"\ndef sums(logits, labels): return [labels.mean()]\ndef value(mean): return mean\n'
+RAISES = MEANS.replace("return [labels", "raise KeyError('oops'); return [labels")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "my_models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_models"]:
+        del sys.modules[name]
+
+
+def test_each_check_of_a_metric_is_reported_with_what_is_wrong(folder: Path, run_cli: RunCli) -> None:
+    (folder / "my_models" / "mean.py").write_text(MEANS)
+    done = run_cli("check-plugin", "my_models.mean")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert [line.rsplit(None, 1) for line in lines[2:5]] == [
+        ["its sums are as many numbers for any rows", "pass"],
+        ["its sums over parts add up to the sums over all", "FAIL"],
+        ["its value is a finite number", "pass"],
+    ]
+    assert lines[5].endswith("return sums, not means")
+    assert len(lines) == 6
+
+
+def test_an_error_that_a_plug_in_raises_is_a_failed_check(folder: Path) -> None:
+    (folder / "my_models" / "broken.py").write_text(RAISES)
+    assert {outcome.problem for outcome in check_plugin("my_models.broken")} == {"KeyError: 'oops'"}
+
+
+def test_a_dataset_without_docstring_or_with_random_values_breaks_its_contract(folder: Path) -> None:
+    (folder / "my_models" / "noise.py").write_text(
+        "import numpy as np\n"
+        "import polars as pl\n"
+        "from recmill.config import Section\n"
+        "from recmill.datasets.histories.writing import id_table, seal_histories\n"
+        "from recmill.datasets.synthetic.plan import plan\n"
+        "from recmill.datasets.writing import write_npy\n"
+        "class Options(Section):\n"
+        "    users: int = 5\n"
+        "def write(plan, work):\n"
+        "    users = plan.options.users\n"
+        "    items = np.random.default_rng().integers(1, 9, size=4 * users)\n"
+        "    write_npy(work.data / 'items.npy', items, np.int32)\n"
+        "    counts = np.bincount(items, minlength=9)[1:]\n"
+        "    ids = [id_table(map(str, range(n)), c, first_id=f) for n, c, f in "
+        "((users, np.full(users, 4), 0), (8, counts, 1))]\n"
+        "    ids[1] = ids[1].with_columns(pl.lit('a title').alias('title'))\n"
+        "    return seal_histories(work.data, 'noise', plan.recipe, *ids)\n"
+    )
+    problems = {outcome.check: outcome.problem for outcome in check_plugin("my_models.noise", overrides=["users=50"])}
+    assert len(problems) == 6
+    assert "no docstring" in problems["it describes itself and its options"]
+    assert "items.npy" in problems["it gives the same bytes twice and others with another seed"]
+    assert "a resumed preparation differs" in problems["interrupted and run again it has the same bytes"]
+    assert problems["its splits are disjoint and cover all rows"] == ""
+    assert [path.name for path in folder.iterdir()] == ["my_models"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dlmr", "unknown plug-in 'dlmr'. Did you mean 'dlrm'?"),
+        ("my_models.empty", "'my_models.empty' is no model, dataset or metric. It needs: a model TASK, KIND, Config"),
+        ("my_models.half", "a metric needs TASK, sums, value, and this one lacks value."),
+        ("my_models.absent", "my_models has no module 'absent'"),
+    ],
+)
+def test_what_cannot_be_checked_is_an_error(name: str, expected: str, folder: Path) -> None:
+    (folder / "my_models" / "empty.py").touch()
+    (folder / "my_models" / "half.py").write_text(MEANS.partition("def value")[0])
+    with pytest.raises(ConfigError) as caught:
+        check_plugin(name)
+    assert expected in str(caught.value)
