@@ -364,7 +364,7 @@ def _train(
         elif world.is_main:
             log.warning(
                 f"the best checkpoint, of step {at.best_step:,}, was not kept: testing step {at.step:,}. "
-                "Set checkpoint.keep_best before training starts."
+                "It could not be saved, or checkpoint.keep_best was not set yet."
             )
     evaluate("test", tested)
     if world.is_main:
