@@ -1,5 +1,6 @@
 """`recmill prepare histories`: Parquet against CSV, and input that is refused."""
 
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import polars as pl
 import pytest
 
 from recmill import prepare
-from recmill.errors import ConfigError, DataError
+from recmill.errors import ConfigError, DataError, UserError
 
 from ..histories_raw import COLUMNS, KEEP_ALL, histories_of
 
@@ -57,6 +58,49 @@ def test_datetimes_of_parquet_are_times(tmp_path: Path) -> None:
     pl.DataFrame({"who": "a", "what": ["x", "y", "z"], "when": when}).write_parquet(tmp_path / "raw.parquet")
     prepare("histories", tmp_path / "d", input=tmp_path / "raw.parquet", **COLUMNS, time_column="when", **KEEP_ALL)
     assert np.load(tmp_path / "d" / "timestamps.npy").tolist() == [1_000_000, 2_000_000, 3_000_000]
+
+
+@pytest.mark.parametrize(("input_ids", "suffix"), [("text", ".csv"), ("number", ".csv"), ("number", ".parquet")])
+def test_items_get_the_titles_of_another_file(tmp_path: Path, input_ids: str, suffix: str) -> None:
+    plays = pl.DataFrame({"who": [1] * 3 + [2] * 3, "what": [10, 9, 8] * 2})
+    if input_ids == "text":
+        plays.write_csv(tmp_path / "raw.csv")
+    else:
+        plays.write_parquet(tmp_path / "raw.parquet")
+    titles = pl.DataFrame({"kind": "film", "title": ["Ran, 乱", "Alien"], "what": [9, 10]})
+    titles.write_csv(tmp_path / "titles.csv") if suffix == ".csv" else titles.write_parquet(tmp_path / "titles.parquet")
+    options = {**COLUMNS, **KEEP_ALL, "titles": tmp_path / f"titles{suffix}", "title_column": "title"}
+    raw = tmp_path / ("raw.csv" if input_ids == "text" else "raw.parquet")
+    dataset = prepare("histories", tmp_path / "d", input=raw, **options)
+    items = pl.read_parquet(tmp_path / "d" / "items.parquet")
+    assert dict(items.select("original_id", "title").iter_rows()) == {"10": "Alien", "9": "Ran, 乱", "8": "8"}
+    assert dataset["notes"] == ["1 of 3 items have no title: their original id stands for it"]
+    assert sorted(dataset["recipe"]["files"]) == sorted([raw.name, f"titles{suffix}"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"titles": "t.csv"}, "--titles and --title-column go together"),
+        ({"title_column": "title"}, "--titles and --title-column go together"),
+        (
+            {"titles": "t.csv", "title_column": "name"},
+            "t.csv: no column 'name' in its first row, which has: what, title",
+        ),
+        ({"titles": "u.csv", "title_column": "title"}, "u.csv: no column 'what'"),
+        ({"titles": "none.csv", "title_column": "title"}, "none.csv: no such file. --titles is one file"),
+    ],
+)
+def test_titles_that_cannot_be_read_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("raw.csv").write_text("who,what\n" + "a,x\n" * 3)
+    Path("t.csv").write_text("what,title\nx,X\n")
+    Path("u.csv").write_text("id,title\nx,X\n")
+    with pytest.raises(UserError, match=re.escape(message)):
+        prepare("histories", "d", input="raw.csv", **COLUMNS, **KEEP_ALL, **options)
+    assert not Path("d").exists()
 
 
 def test_contradicting_options_and_missing_files_are_refused(tmp_path: Path) -> None:

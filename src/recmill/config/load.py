@@ -1,6 +1,7 @@
 """Load a run config: defaults, then a TOML file, then `--set key=value`. All problems are reported at once."""
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from recmill.config.shipped import shipped_configs
 from recmill.errors import ConfigError
 
 _MAX_BYTES = 10**6  # of a config file
+_DEEP_KEY = re.compile(r"""(?:[\w"'-]{1,100}\s*\.\s*){100}""")  # 50,000 parts take tomllib a minute and 10 GB
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         is_too_large = path.stat().st_size > _MAX_BYTES
         if not path.is_dir() and (is_too_large or not path.is_file()):  # /dev/zero never ends
             raise ConfigError(f"{path} is not a file of at most {_MAX_BYTES:,} bytes. Name a run config (.toml).")
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return _parse_toml(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         name = str(path).removeprefix("configs/").removesuffix(".toml")
         remedy = "Name a run config (.toml), or one that `recmill configs list` shows."
@@ -90,6 +92,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}. Name a run config (.toml) that can be read.") from None
     except ValueError as error:  # also of bytes that are not UTF-8, and of too long integers
         raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    if _DEEP_KEY.search(text):
+        raise RecursionError
+    return tomllib.loads(text)
 
 
 def _apply_override(values: dict[str, Any], key: str, override: str) -> str | None:
@@ -112,7 +120,7 @@ def _apply_override(values: dict[str, Any], key: str, override: str) -> str | No
 def parse_value(text: str) -> Any:
     """Parse a TOML value; anything else, like an unquoted name or path, is a string."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = _parse_toml(f"value = {text}")
     except ValueError:
         return text
     return parsed["value"] if len(parsed) == 1 else text  # several keys: the text has a line break

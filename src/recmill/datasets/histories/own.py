@@ -29,39 +29,57 @@ class Options(Filters):
     item_column: str = key(..., "Column of items: text or whole numbers.")
     time_column: str | None = key(None, "Column of times: whole numbers or ISO dates. Without it, file order counts.")
     rating_column: str | None = key(None, "Column of ratings: numbers, for --min-rating.")
+    titles: str | None = key(None, "File with titles of items: like --input, with --item-column and --title-column.")
+    title_column: str | None = key(None, "Column of titles, in the file of --titles.")
     min_user_count: NonNegativeInt = key(5, "Keep only users with at least this many interactions; never fewer than 3.")
 
     @model_validator(mode="after")
     def check_combinations(self) -> "Options":
         if (self.min_rating is None) != (self.rating_column is None):
             raise ValueError("--min-rating and --rating-column go together: one of them is missing.")
+        if (self.titles is None) != (self.title_column is None):
+            raise ValueError("--titles and --title-column go together: one of them is missing.")
         return self
 
 
 def plan(options: Options) -> InteractionsPlan:
     path = Path(options.input)
+    names = ("user", "item", "rating", "time")
+    columns = {name: column for name in names if (column := getattr(options, f"{name}_column")) is not None}
+    rows, read = _reader(path, "--input", columns)
+    files, titles = [path], None
+    if options.titles and options.title_column:
+        files.append(Path(options.titles))
+        _, read_titles = _reader(files[1], "--titles", {"item": options.item_column, "title": options.title_column})
+        titles = partial(_titles, read_titles)
+    has_time = options.time_column is not None
+    return InteractionsPlan(
+        "histories", options, files, rows, read, options.min_user_count, titles=titles, has_time=has_time
+    )
+
+
+def _reader(path: Path, option: str, columns: dict[str, str]) -> tuple[int, Callable[[], Iterator[pl.DataFrame]]]:
+    """Return about how many rows a file has, and a function that reads these columns of it."""
     if not path.is_file():
-        raise DataError(f"{path}: no such file. --input is one file: .csv, .tsv or .parquet.")
+        raise DataError(f"{path}: no such file. {option} is one file: .csv, .tsv or .parquet.")
     suffix = Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
     if suffix not in (*_SEPARATORS, ".parquet"):
         raise DataError(f"{path}: '{suffix}' is none of .csv, .tsv, .parquet (.gz and .zst after the first two).")
-    names = ("user", "item", "rating", "time")
-    columns = {name: column for name in names if (column := getattr(options, f"{name}_column")) is not None}
-    read: Callable[[], Iterator[pl.DataFrame]]
     if suffix == ".parquet":
         with reading(path, "Get it again."):
             selected = _select_parquet(path, columns)
             rows = selected.select(pl.len()).collect().item()
-        read = partial(_read_parquet, path, columns, selected)
-    else:
-        rows = forecast_rows(path)
-        read = partial(_read_text, delimited.Table(path, _SEPARATORS[suffix]), columns)
-    has_time = options.time_column is not None
-    return InteractionsPlan("histories", options, [path], rows, read, options.min_user_count, has_time=has_time)
+        return rows, partial(_read_parquet, path, columns, selected)
+    return forecast_rows(path), partial(_read_text, delimited.Table(path, _SEPARATORS[suffix]), columns)
+
+
+def _titles(read: Callable[[], Iterator[pl.DataFrame]]) -> pl.DataFrame:
+    return pl.concat(read()).select(original_id=pl.col("item").cast(pl.String), title="title")
 
 
 def _read_text(table: delimited.Table, columns: dict[str, str]) -> Iterator[pl.DataFrame]:
-    kinds: dict[str, delimited.Kind] = {"user": "text", "item": "text", "rating": "number", "time": "integer"}
+    kinds: dict[str, delimited.Kind] = dict.fromkeys(columns, "text")
+    kinds |= {"rating": "number", "time": "integer"}
     if "time" in columns and "-" in table.first_value(columns["time"])[1:]:
         kinds["time"] = "date"
     return table.rows(*(delimited.Field(name, column, kinds[name]) for name, column in columns.items()))
@@ -82,11 +100,12 @@ def _parquet_column(path: Path, schema: dict[str, pl.DataType], name: str, colum
         return value.cast(pl.Datetime("us")).dt.epoch("us")
     if name == "rating" and dtype.is_numeric():
         return value.cast(pl.Float64)
-    if dtype.is_integer():
+    if dtype.is_integer() and name != "title":
         return value.cast(pl.Int64)
-    if name in ("user", "item") and dtype == pl.String:
+    if name in ("user", "item", "title") and dtype == pl.String:
         return value
-    expected = {"time": "whole numbers, dates or datetimes", "rating": "numbers"}.get(name, "text or whole numbers")
+    others = {"time": "whole numbers, dates or datetimes", "rating": "numbers", "title": "text"}
+    expected = others.get(name, "text or whole numbers")
     raise DataError(f"{path}: column '{column}' is {dtype}, not {expected}.")
 
 
