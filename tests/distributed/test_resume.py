@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,7 +92,10 @@ def test_one_signal_finishes_the_step_saves_and_says_so(dlrm: dict[str, Any], tm
     os.kill(children(process.pid)[1] if name == "SIGUSR1" else process.pid, signal.Signals[name])
     output, _ = process.communicate(timeout=180)
     assert process.returncode == (130 if name == "SIGINT" else 75), output
-    assert "Run the same command to resume" in output
+    by = "" if name == "SIGINT" else f" by {name} on rank [01]"
+    kind = "interrupted" if name == "SIGINT" else "preempted"
+    assert re.search(rf"recmill: {kind}: Stopped at step [\d,]+{by}\. Run the same command to resume", output), output
+    assert name != "SIGINT" or "SIGINT" not in output
     assert "Traceback" not in output
     at = status(tmp_path / "run")
     stopped_at = at["step"]
@@ -206,6 +210,8 @@ def test_a_finished_run_is_kept_and_guarded(dlrm: dict[str, Any], tmp_path: Path
     assert len(metric_lines(run)) == before == 4  # two losses, val, test
     with pytest.raises(ConfigError, match=r"train.seed: 1 -> 2"):
         group.train(dlrm, run, overrides=["train.seed=2"])
+    with pytest.raises(ConfigError, match=rf"optim.dense.lr: .* -> 0.5\nTo continue .*: --run NEW --init-from {run}"):
+        group.train(dlrm, run, overrides=["optim.dense.lr=0.5"])
     with pytest.raises(ConfigError, match=r"is already at step 2, beyond the 1 of train.num_epochs"):
         group.train(dlrm, run, overrides=["train.max_steps=1"])
     assert group.train(dlrm, run, overrides=["train.max_steps=2"]) == first  # unchanged
@@ -261,6 +267,12 @@ def test_the_directory_of_a_job_that_was_killed_with_its_launcher_is_removed_by_
     with local._job_directory() as first, local._job_directory() as second:  # whose launchers still run
         assert sorted(tmp_path.iterdir()) == sorted([first, second])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_variable_that_workers_could_not_read_is_named_before_any_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "")
+    with pytest.raises(ConfigError, match="TORCHELASTIC_RESTART_COUNT = '' is not a number"):
+        local.run_job("doctor", {"device": "cpu"}, procs=2)
 
 
 def test_far_more_processes_than_cores_are_refused_before_any_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

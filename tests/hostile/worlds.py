@@ -128,10 +128,11 @@ def commands(world: str) -> dict[str, tuple[str, ...]]:
         }
     train = ("train", "config.toml", "--run", "new")
     resume = ("train", "config.toml", "--run", "run", "--set", f"train.max_steps={STEPS + 4}")
+    evaluate = ("evaluate", "run", "--json", "--checkpoint", "newest")
     found = {
-        "evaluate": ("evaluate", "run", "--json"),
-        "evaluate-verify": ("evaluate", "run", "--json", "--verify"),
-        "evaluate-fallback": ("evaluate", "run", "--json", "--fallback"),
+        "evaluate": evaluate,
+        "evaluate-verify": (*evaluate, "--verify"),
+        "evaluate-fallback": (*evaluate, "--fallback"),
         "train": train,
         "train-verify": (*train, "--verify"),
         "resume": resume,
@@ -145,11 +146,12 @@ def commands(world: str) -> dict[str, tuple[str, ...]]:
     }
     if world != "histories":
         return found | {"audit": ("audit", "data", "--json")}
+    recommend = ("recommend", "run", "--json", "--checkpoint", "newest")
     return found | {
         "best": ("evaluate", "run", "--json", "--checkpoint", "best"),
-        "recommend": ("recommend", "run", "--history", "Amélie,film 4", "--json"),
-        "recommend-users": ("recommend", "run", "--users", "user 3", "--json"),
-        "recommend-all": ("recommend", "run", "--all", "--output", "all.parquet", "--json"),
+        "recommend": (*recommend, "--history", "Amélie,film 4"),
+        "recommend-users": (*recommend, "--users", "user 3"),
+        "recommend-all": (*recommend, "--all", "--output", "all.parquet"),
     }
 
 

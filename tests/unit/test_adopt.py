@@ -280,14 +280,14 @@ def test_prepare_never_overwrites_adopted_files(npys: Path) -> None:
 
 def test_another_description_is_not_replaced(npys: Path, clicks: Path) -> None:
     adopt(npys)
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match=r"exists already:\n  last_day: was val-first, is none\nRemove it to"):
         adopt(npys, last_day="none")
     file = npys / "dataset.json"
     file.write_text(file.read_text().replace('"adopted"', '"mine"'))
-    with pytest.raises(DataError, match=r"exists already \(mine"):
+    with pytest.raises(DataError, match=r"exists already:\n  dataset: was mine, is adopted\n"):
         adopt(npys)
     before = (clicks / "dataset.json").read_bytes()
-    with pytest.raises(DataError, match=r"exists already \(synthetic-clicks"):
+    with pytest.raises(DataError, match=r"exists already:\n  dataset: was synthetic-clicks, is adopted\n"):
         adopt(clicks)
     assert (clicks / "dataset.json").read_bytes() == before
 

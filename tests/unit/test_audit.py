@@ -226,13 +226,21 @@ def test_unseen_ids_count_also_when_they_share_a_row_with_rare_ones(tmp_path: Pa
     assert (c1.unseen, c2.unseen) == ({"val": 0.0, "test": 0.0}, {"val": 0.5, "test": 0.0})
     assert c1.unseen_or_rare == {"val": 0.75, "test": 0.25}, "b is rare; c and d are not in train"
     assert c2.unseen_or_rare == {}, "no rare id of train is in the row of y"
+    assert (c1.rare_in_train, c2.rare_in_train) == (0.125, 0.0), "b, one of 8 rows"
     assert "C1: 75.0% of the ids in val are rare or do not occur in train" in remarks(audit(tmp_path / "rare"))
     printed = run_cli("audit", tmp_path / "rare").stdout.splitlines()
-    assert "table  rows  ids in train  unseen or rare in val  unseen or rare in test" in printed
+    assert "table  rows  ids in train  rare in train  unseen or rare in val  unseen or rare in test" in printed
     assert [line.split() for line in printed if line.startswith(("C1 ", "C2 "))] == [
-        ["C1", "3", "3", "75.00%", "25.00%"],
-        ["C2", "3", "1", "50.00%", "0.00%"],
+        ["C1", "3", "3", "12.50%", "75.00%", "25.00%"],
+        ["C2", "3", "1", "0.00%", "50.00%", "0.00%"],
     ]
+
+
+def test_a_table_whose_ids_are_nearly_all_rare_is_remarked(tmp_path: Path) -> None:
+    prepare("criteo", tmp_path / "d", input=criteo_days(tmp_path / "raw"), min_frequency=7)
+    report = audit(tmp_path / "d")
+    assert report.tables[0].rare_in_train == 0.875, "a, six times, and b; the missing one has a row of its own"
+    assert "C1: 87.5% of the ids in train are rare and share one row: lower --min-frequency" in remarks(report)
 
 
 def test_unseen_ids_in_a_row_of_their_own_are_unseen(tmp_path: Path) -> None:
@@ -240,6 +248,7 @@ def test_unseen_ids_in_a_row_of_their_own_are_unseen(tmp_path: Path) -> None:
     c1, c2, *_ = audit(tmp_path / "all").tables
     assert (c1.unseen, c2.unseen) == ({"val": 0.5, "test": 0.25}, {"val": 0.5, "test": 0.0})
     assert (c1.unseen_or_rare, c2.unseen_or_rare) == ({}, {})
+    assert (c1.rare_in_train, c2.rare_in_train) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("value", "column"), [(40, 1), (-1, 2), (10**9, 1)])

@@ -84,6 +84,13 @@ def test_a_wrong_flag_is_named_with_its_value(arguments: list[str], expected: st
     assert expected in parsed(*arguments)
 
 
+def test_commands_work_without_docstrings() -> None:
+    command = [sys.executable, "-OO", "-m", "recmill", "prepare", "histories", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--user-column" in done.stdout
+
+
 def test_help_shows_the_help_and_default_of_each_field() -> None:
     text = parsed("--help")
     for part in (

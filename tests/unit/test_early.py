@@ -20,8 +20,8 @@ def test_a_signal_while_modules_are_imported_ends_training_with_one_line(name: s
     output = process.stderr.read()
     assert process.wait(60) == code, output
     lines = [line for line in output.splitlines() if not line.startswith("import time:")]
-    kind = "interrupted" if name == "SIGINT" else "preempted"
-    assert lines == [f"recmill: {kind}: ended at once by {name}; what was committed before is complete"]
+    kind = "interrupted" if name == "SIGINT" else f"preempted: ended at once by {name}"
+    assert lines == [f"recmill: {kind}; what was committed before is complete"]
 
 
 def test_other_commands_clean_up_when_they_are_interrupted() -> None:

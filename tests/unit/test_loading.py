@@ -64,6 +64,16 @@ def test_another_model_s_checkpoint_is_refused_with_every_difference(tmp_path: P
     assert torch.equal(new.top.bias, old.top.bias)
 
 
+def test_a_long_list_of_differences_is_cut(tmp_path: Path) -> None:
+    save_network(tmp_path, Network({f"t{number:02d}": (50, 8) for number in range(26)}, hidden=4), step=1)
+    with pytest.raises(CheckpointError) as caught:
+        loading.load(newest_in(tmp_path), Network({f"t{number:02d}": (60, 8) for number in range(26)}, hidden=4))
+    lines = str(caught.value).splitlines()
+    assert lines[10] == "  table t09: 50 rows of 8 in the checkpoint, 60 rows of 8 here"
+    assert lines[11] == "  and 16 more"
+    assert len(lines) == 13
+
+
 def optimizer_of(network: nn.Module) -> CombinedOptimizer:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=0.1, weight_decay=0.5)

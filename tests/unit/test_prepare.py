@@ -27,8 +27,12 @@ def test_preparing_the_same_again_does_nothing(tmp_path: Path) -> None:
 
 def test_another_recipe_is_refused_without_overwrite(tmp_path: Path) -> None:
     prepare("random-histories", tmp_path / "d", seed=3)
-    with pytest.raises(DataError, match="holds another dataset"):
+    with pytest.raises(DataError) as caught:
         prepare("random-histories", tmp_path / "d", seed=4)
+    assert str(caught.value) == (
+        f"{tmp_path / 'd'} holds another dataset:\n  seed: was 3, is 4\n"
+        "Choose another --output, or replace it with --overwrite."
+    )
     assert prepare("random-histories", tmp_path / "d", seed=4, overwrite=True)["recipe"]["seed"] == 4
 
 

@@ -396,7 +396,7 @@ def verify(path: Path, digests: bool = True, on_block: OnBlock = lambda: None) -
             if not (base / MANIFEST).is_file():
                 raise _corrupt(path, f"{path} holds changes since {base}, whose {MANIFEST} is missing")
             if digest(base / MANIFEST) != checkpoint.state.base_manifest:
-                raise _corrupt(path, f"{path} holds changes since {base}, which has since been replaced")
+                raise _corrupt(path, f"{path} holds changes since {base}, whose {MANIFEST} is another now")
             _verify_files(base, digests, on_block)
     except OSError as error:  # a bad sector, for example
         raise _unreadable(path, error) from error

@@ -19,6 +19,7 @@ from recmill.world import World
 
 log = logging.getLogger(__name__)
 
+_MAX_SHOWN = 10  # differences between a checkpoint and a model
 Sizes = dict[str, tuple[int, ...]]  # by key
 
 
@@ -125,7 +126,8 @@ def _differences(saved: Sizes, ours: Sizes) -> str:
             continue
         found, wanted = (_size_text(sizes.get(key), name) for sizes in (saved, ours))
         lines[name] = f"  {name}: {found} in the checkpoint, {wanted} here"
-    return "\n".join(lines.values())
+    more = [f"  and {len(lines) - _MAX_SHOWN} more"] if len(lines) > _MAX_SHOWN else []
+    return "\n".join([*list(lines.values())[:_MAX_SHOWN], *more])
 
 
 def _name(key: str) -> str:

@@ -18,7 +18,7 @@ from recmill.data.click_rows import split_blocks
 from recmill.data.npy_files import npy_array, npz_arrays
 from recmill.data.opening import open_dataset
 from recmill.datasets.clicks import dense_names, sparse_names, split_rows
-from recmill.datasets.writing import ADOPTED, MADE_BY, seal
+from recmill.datasets.writing import ADOPTED, MADE_BY, recipe_changes, seal
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.observe.progress import Progress
 from recmill.schema import DESCRIPTION_FILE, UNLABELLED, ClicksDescription, Dataset, FileInfo, RowRange, SparseFeature
@@ -91,10 +91,8 @@ def _is_adopted(path: Path, options: Options) -> bool:
             return True
     except DataError as error:
         raise DataError(f"{error}\nIf the files are correct, remove {file} and adopt them again.") from None
-    raise DataError(
-        f"{file} exists already ({description.name}, {description.recipe}, {description.made_by}). "
-        "Remove it to adopt the files beside it with other options."
-    )
+    changes = recipe_changes(description, ADOPTED, options.recipe)
+    raise DataError(f"{file} exists already:\n{changes}Remove it to adopt the files beside it with other options.")
 
 
 def _write_description(path: Path, options: Options) -> None:

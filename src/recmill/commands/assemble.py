@@ -1,5 +1,6 @@
 """Open and build, from a config, the parts that train, evaluate and recommend work with."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from recmill.tables.placement import Catalogue
     from recmill.tables.sharding import DistributedModelParallel
     from recmill.world import World
+
+log = logging.getLogger(__name__)
 
 
 def model_module(config: Config) -> ModelModule:
@@ -277,6 +280,10 @@ def trained_checkpoint(
             found = find("best", saved_step=saved_step)
         if found is None and which != "best":
             found = find("newest", saved_step=saved_step)
+            best = found.position.best_step if found and which is None and config.settings.checkpoint.keep_best else 0
+            if found and world.is_main and best not in (0, found.position.step):
+                fact = f"the best checkpoint, of step {best:,}, is not there"
+                log.warning("%s: %s: falling back to the newest, %s", run.checkpoints, fact, found.path.name)
         if found is None:
             raise not_kept(run, which or "newest")
         check_same_run(found, config, dataset)

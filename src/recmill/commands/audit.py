@@ -71,6 +71,7 @@ class TableReport:
     ids_in_train: int | None  # None: not counted
     unseen: dict[str, float]  # split -> share of its ids that do not occur in train; empty: not counted
     unseen_or_rare: dict[str, float]
+    rare_in_train: float | None  # share of the ids of train that are in this row; None: there is no such row
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,12 @@ class _IdCounts:
     def add_train(self, ids: np.ndarray) -> None:
         """Add ids [per row, n]. Only the first id of a row shows rounding: MLPerf's multi-hot logs add random ones."""
         for number, column in enumerate(ids):
-            new = self._seen.add(self._inside(column))
+            inside = self._inside(column)
+            new = self._seen.add(inside)
             self._in_train += len(new)
+            if self._has_rare:
+                self._occurrences["train"] += len(inside)
+                self._rare["train"] += int((inside == RARE).sum())
             if number == 0:
                 self._count_rounded("train", new)
 
@@ -235,7 +240,7 @@ class _IdCounts:
         self._exact[where] += int((large.astype(np.float32).astype(np.int64) == large).sum())
 
     def result(self) -> "_Table":
-        totals = {split: total for split, total in self._occurrences.items() if total}
+        totals = {split: total for split, total in self._occurrences.items() if total and split != "train"}
         unseen = {split: self._unseen[split] / total for split, total in totals.items()}
         unseen_or_rare: dict[str, float] = {}
         if self._has_rare and self._seen.has(np.array([RARE]))[0]:
@@ -247,7 +252,11 @@ class _IdCounts:
             for split, share in (unseen_or_rare or unseen).items()
             if share > MANY_UNSEEN
         ]
-        report = TableReport(name, self._feature.rows, self._in_train, unseen, unseen_or_rare)
+        rare = self._rare["train"] / max(self._occurrences["train"], 1) if self._has_rare else None
+        if rare and rare > MANY_UNSEEN:
+            text = f"{name}: {rare:.1%} of the ids in train are rare and share one row: lower --min-frequency"
+            findings.append(Finding("remark", text))
+        report = TableReport(name, self._feature.rows, self._in_train, unseen, unseen_or_rare, rare)
         return report, [*self._rounding_findings(), *findings]
 
     def _rounding_findings(self) -> list[Finding]:
@@ -268,7 +277,7 @@ _Table = tuple[TableReport, list[Finding]]
 
 def _not_counted(feature: SparseFeature) -> _Table:
     text = f"{feature.name}: a table of {feature.rows:,} rows does not fit in the memory budget; ids were not counted"
-    return TableReport(feature.name, feature.rows, None, {}, {}), [Finding("remark", text)]
+    return TableReport(feature.name, feature.rows, None, {}, {}, None), [Finding("remark", text)]
 
 
 class _Values:

@@ -25,7 +25,7 @@ from recmill.files.atomic import write_json, write_text
 from recmill.hardware.cpu import threads_per_process
 from recmill.hardware.precision import probe, worker_environment
 from recmill.launch.local import is_launched_with, run_job
-from recmill.launch.signals import StopRequest, stop_error, stop_on, stop_with_parent
+from recmill.launch.signals import StopRequest, shown, stop_error, stop_on, stop_with_parent
 from recmill.launch.watchdog import Hang, Heartbeat, Watch, watching
 from recmill.metrics.binary import Values
 from recmill.observe.printed import counted, table_lines, validation_text
@@ -99,7 +99,7 @@ def train(
         results = _launch(checked, dataset, options, procs)
     if stopped := results.get("stopped"):
         step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
-        raise stop_error(name, f"Stopped at step {step:,} by {name} on rank {rank}.")
+        raise stop_error(name, f"Stopped at step {step:,}{_by(name, rank)}.")
     return results
 
 
@@ -117,9 +117,16 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
     saved = _saved_config(directory)
     if saved is not None and (changed := differences(saved, checked)):
         facts = "\n  ".join([f"{directory.path} was started with another config:", *changed])
-        raise ConfigError(f"{facts}\nChoose another --run, or train from its own config.toml.")
+        raise ConfigError(
+            f"{facts}\nTo continue from its weights with other settings: --run NEW --init-from {directory.path}\n"
+            "To resume it, use its own config.toml."
+        )
     dataset = assemble.open_matching_dataset(checked, checks)
     return CheckedRun(checked, directory, dataset, saved == checked and _is_finished(directory, dataset))
+
+
+def _by(name: str, rank: int) -> str:
+    return "" if name == "SIGINT" else f" by {name} on rank {rank}"  # a user knows about Ctrl-C
 
 
 def _launch(config: Config, dataset: Dataset, options: Options, procs: int) -> dict[str, Any]:
@@ -189,7 +196,7 @@ def _train_watched(
         except BaseException as error:
             error = world.explained(error)
             if isinstance(error, KeyboardInterrupt) and stop.signal:
-                error = stop_error(stop.signal, f"Ended at once by a signal after {stop.signal}.")
+                error = stop_error(stop.signal, f"Ended at once by a signal after {shown(stop.signal)}.")
             if world.is_main:
                 _write_end(run, error)
             raise error
@@ -341,13 +348,19 @@ def _train(
         evaluate("val", position)
         _log_validation(position, results["val"], parts)
     sections = Sections(settings.train, settings.optim, settings.eval, settings.checkpoint, steps)
-    at, signal = fit(parts, optimizer, sections, position, run, saver, stop, validate)
+    try:
+        at, signal = fit(parts, optimizer, sections, position, run, saver, stop, validate)
+    except UserError:
+        if world.size == 1:  # the save under way needs no other rank, and is safe
+            with contextlib.suppress(UserError):
+                saver.finish()
+        raise
     restarts = process_environment().attempt
     if signal:
         if world.is_main:
             facts = {"rank": signal.rank, "reason": signal.name, "restarts": restarts, "seconds": seconds()}
             run.write_status(signal.state, step=at.step, **facts)
-            log.info("stopped at step %s by %s on rank %d", f"{at.step:,}", signal.name, signal.rank)
+            log.info("stopped at step %s%s", f"{at.step:,}", _by(signal.name, signal.rank))
         return {"stopped": {"step": at.step, "rank": signal.rank, "signal": signal.name}}
     reach("train.end")
 
@@ -400,7 +413,7 @@ def _wait_for_kernels(compiling: threading.Thread, stop: StopRequest, heartbeat:
     """Wait for the thread that compiles kernels, unless a stop is requested: there is nothing to save yet."""
     while compiling.is_alive():
         if stop.signal:
-            raise stop_error(stop.signal, f"{stop.signal} was received before training had started.")
+            raise stop_error(stop.signal, f"{shown(stop.signal)} was received before training had started.")
         heartbeat.beat("compiling CPU kernels")
         compiling.join(_POLL_SECONDS)
 

@@ -48,10 +48,26 @@ def needs_writing(output: Path, name: str, recipe: dict[str, Any], overwrite: bo
         and description.made_by == MADE_BY
     ):
         return False
+    changes = recipe_changes(description, name, recipe)
     raise DataError(
-        f"{output} holds another dataset ({description.name}, {description.recipe}, {description.made_by}). "
-        "Choose another --output, or replace it with --overwrite."
+        f"{output} holds another dataset:\n{changes}Choose another --output, or replace it with --overwrite."
     )
+
+
+def recipe_changes(description: Description, name: str, recipe: dict[str, Any]) -> str:
+    """Describe how a dataset `name` made by this version with this recipe differs from `description`, in lines."""
+    old = {"dataset": description.name, "made by": description.made_by, **description.recipe}
+    return _changes(old, {"dataset": name, "made by": MADE_BY, **recipe})
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    def flat(values: dict[str, Any]) -> dict[str, Any]:
+        files = {f"file {file}": facts for file, facts in values.get("files", {}).items()}
+        return {key: value for key, value in values.items() if key != "files"} | files
+
+    old, new = flat(old), flat(new)
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return "".join(f"  {key}: was {old.get(key)}, is {new.get(key)}\n" for key in changed)
 
 
 def _check_only_our_files(output: Path) -> None:
@@ -179,10 +195,9 @@ def _check_unchanged(directory: Path, origin: dict[str, Any]) -> None:
 
     old = flat(json.loads((directory / _ORIGIN_FILE).read_bytes()))
     new = flat(json.loads(json.dumps(origin)))
-    changes = [f"  {k}: was {old.get(k)}, is {new.get(k)}\n" for k in {**old, **new} if old.get(k) != new.get(k)]
-    if changes:
+    if changes := _changes(old, new):
         raise DataError(
-            f"{directory} holds unfinished work of another run:\n{''.join(changes)}"
+            f"{directory} holds unfinished work of another run:\n{changes}"
             "Run it with the options and files of that run to resume, or start over with --overwrite."
         )
 

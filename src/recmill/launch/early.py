@@ -53,9 +53,8 @@ def restore_default_signals() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     code = _EXIT_CODES[signal.Signals(number)]
-    kind = "interrupted" if code == 130 else "preempted"
-    name = signal.Signals(number).name
-    _leave(f"recmill: {kind}: ended at once by {name}; what was committed before is complete\n", code)
+    kind = "interrupted" if code == 130 else f"preempted: ended at once by {signal.Signals(number).name}"
+    _leave(f"recmill: {kind}; what was committed before is complete\n", code)
 
 
 def _leave(line: str, code: int) -> NoReturn:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from recmill.errors import KINDS, LostPeerError, ResourceError, UserError, as_user_error
 from recmill.files.atomic import write_json
-from recmill.launch.signals import stop_error
+from recmill.launch.signals import shown, stop_error
 from recmill.launch.watchdog import Hang, read_hangs
 
 _MAX_RANKS_SHOWN = 4
@@ -80,7 +80,7 @@ def first_error(
     hang, killed workers, an internal error, a lost connection.
     """
     if len(signals) > 1:
-        return stop_error(signals[0], f"Ended at once by a second signal, {signals[1]}.")
+        return stop_error(signals[0], f"Ended at once by a second signal, {shown(signals[1])}.")
     reports = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in job.glob("error-*.json")]
     reports.sort(key=lambda report: report.at)
     for report in reports:
@@ -126,7 +126,7 @@ def _killed_error(ranks: Sequence[int], name: str, signals: Sequence[str]) -> Us
     if len(ranks) > _MAX_RANKS_SHOWN:
         who += f" and {len(ranks) - _MAX_RANKS_SHOWN} more"
     if name in signals:
-        return stop_error(name, f"{name} reached {who.lower()} of the job before it could save anything.")
+        return stop_error(name, f"{shown(name)} reached {who.lower()} of the job before it could save anything.")
     fact = f"{who} of the job {'was' if len(ranks) == 1 else 'were'} killed by {name}."
     if name == "SIGILL":
         error = ResourceError(f"{fact} {_MISSING_INSTRUCTION}")

@@ -28,7 +28,7 @@ from recmill.errors import ConfigError, ResourceError, UserError
 from recmill.files.atomic import write_json
 from recmill.hardware.cpu import num_cores, threads_per_process
 from recmill.launch.failures import LostWorkerError, WorkerError, first_error
-from recmill.launch.signals import FORWARDED, ONE_REQUEST_SECONDS, handled, stop_error
+from recmill.launch.signals import FORWARDED, ONE_REQUEST_SECONDS, handled, shown, stop_error
 from recmill.launch.watchdog import read_hangs
 
 log = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ def run_job(
     A job that lost a worker, or met an internal error, is restarted up to `max_restarts` times. Workers get the
     variables of `environment`, unless this process has them already.
     """
+    process_environment()  # raises ConfigError; workers inherit its variables
     if procs < 1:
         raise ConfigError(f"--procs {procs}: at least one process is needed.")
     if procs > (limit := max_processes(num_cores())):
@@ -134,7 +135,8 @@ def _run_once(
         try:
             with _blocked_signals():
                 if signals.names:
-                    raise stop_error(signals.names[0], f"{signals.names[0]} was received before the job had started.")
+                    name = signals.names[0]
+                    raise stop_error(name, f"{shown(name)} was received before the job had started.")
                 signals.workers = []
                 _start(job, procs, attempt, environment, signals.workers)
             failed = _wait(job, signals)

@@ -90,6 +90,11 @@ def stop_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def shown(name: str) -> str:
+    """Return the name of a signal as users know it."""
+    return "Ctrl-C" if name == "SIGINT" else name
+
+
 def stop_error(name: str, fact: str) -> Preempted | Interrupted:
     """Return the error that ends a run which the signal `name` stopped."""
     error = (Interrupted if name == "SIGINT" else Preempted)(f"{fact} Run the same command to resume.")

@@ -72,17 +72,20 @@ def print_audit(report: Any) -> None:
     print_table(["day", "split", "rows", "label rate", "dense values"], parts)
     _print()
     splits = list(report.shared_rows)
+    has_rare = any(table.rare_in_train is not None for table in report.tables)
     what = "unseen or rare" if any(table.unseen_or_rare for table in report.tables) else "unseen"
     tables = [
         [
             table.name,
             f"{table.rows:,}",
             "" if table.ids_in_train is None else f"{table.ids_in_train:,}",
+            *([percent(table.rare_in_train)] if has_rare else []),
             *(percent((table.unseen_or_rare or table.unseen).get(split)) for split in splits),
         ]
         for table in report.tables
     ]
-    print_table(["table", "rows", "ids in train", *(f"{what} in {split}" for split in splits)], tables)
+    rare = ["rare in train"] if has_rare else []
+    print_table(["table", "rows", "ids in train", *rare, *(f"{what} in {split}" for split in splits)], tables)
     _print()
     _print(f"rows: {sum(report.rows.values()):,} in all; " + ", ".join(f"{s} {n:,}" for s, n in report.rows.items()))
     _print("table sizes: " + ",".join(str(table.rows) for table in report.tables))
