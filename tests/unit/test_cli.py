@@ -149,6 +149,7 @@ def test_what_the_terminal_cannot_show_is_escaped_and_json_is_always_ascii(
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
     monkeypatch.setattr(sys, "argv", ["recmill", "recommend", "run", "--history", "7"])
+    monkeypatch.setattr(cli, "leave", sys.exit)  # called if another test has imported torch
     monkeypatch.setattr(recmill, "recommend", lambda *_, **__: rows, raising=False)
     monkeypatch.setattr("recmill.observe.log.set_up_console", lambda: None)  # later tests set up their own logging
     monkeypatch.setattr(cli, "leave", sys.exit)  # if another test has imported torch here
