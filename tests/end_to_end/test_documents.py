@@ -277,7 +277,7 @@ def test_files_that_documents_name_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     roots = "src|tests|benchmarks|configs|docs|requirements"
     named = set(re.findall(rf"(?<![\w/.-])(?:{roots})/[\w./*-]*\w", text))
-    short = set(re.findall(r"(?<![\w/.-])(?:unit|distributed|end_to_end|contracts|architecture)/\w+\.py", text))
+    short = set(re.findall(r"(?<![\w/.-])(?:unit|distributed|end_to_end|contracts|architecture)/test_\w+\.py", text))
     examples = {"src/recmill/a/b.py", "tests/unit/test_b.py", "tests/unit/a/test_b.py"}  # how tests are named
     paths = named - examples | {f"tests/{path}" for path in short}
     assert [path for path in sorted(paths) if not any(REPO.glob(path.replace("NAME", "*")))] == []

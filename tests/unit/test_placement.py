@@ -1,6 +1,9 @@
 """Plans without processes or devices. tests/distributed/test_sharding.py trains with them."""
 
+import re
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from recmill.nn.interactions import DotInteraction
 from recmill.nn.losses import Loss
 from recmill.nn.sequences import ItemTransformer
 from recmill.nn.transformer import TransformerShape
+from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.placement import (
     Catalogue,
     Machines,
@@ -193,3 +197,21 @@ def test_the_plan_is_shown_as_a_table() -> None:
     assert total == ["all 2", "2,005", "", "", "0, 1", "0.06 to 0.08"]
     alone = [Placed("t0", 2000, 8, "table_wise", {0: 64_000})]
     assert as_rows(alone, world_size=1) == [["table", "rows", "dim", "MB"], ["t0", "2,000", "8", "0.06"]]
+
+
+def test_the_page_of_memory_has_the_numbers_of_the_planner() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    for optimizer, row in re.findall(r"^\| `(\w+)`[^|]*\|[^|]*\| ([\d,]+ \| [\d,]+) \|$", page, flags=re.M):
+        per_row = [4 * (columns + OPTIMIZERS[optimizer].state_values(1, columns)) for columns in (128, 16)]
+        assert row == " | ".join(f"{count:,}" for count in per_row), optimizer
+    fits = re.findall(r"^\| `(\w+)` \| ([\d.]+) GB \| (.*) \|$", page, flags=re.M)
+    assert [optimizer for optimizer, _, _ in fits] == ["sgd", "rowwise_adagrad", "adagrad"]
+    for optimizer, total, cells in fits:
+        for (count, gigabytes), cell in zip([(1, 128), (2, 64), (4, 32), (8, 32)], cells.split(" | "), strict=True):
+            machines = Machines(count, 1, "cpu", gigabytes * 10**9)
+            with nullcontext() if cell == "fits" else pytest.raises(ResourceError):
+                found = placed(MLPERF, 128, machines, optimizer=optimizer)
+                assert f"{sum(sum(p.bytes_by_rank.values()) for p in found.values()) / 1e9:.1f}" == total
+    with pytest.raises(ResourceError) as refused:
+        placed(MLPERF, 128, Machines(2, 2, "cpu", 32 * 10**9), optimizer="rowwise_adagrad")
+    assert f"```\n{refused.value}\n```" in page
