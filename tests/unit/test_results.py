@@ -68,7 +68,7 @@ def test_runs_that_are_not_done_are_shown_as_such(new_run: NewRun, capsys: pytes
     statuses = {
         "done": DONE,
         "failed": {"state": "failed", "reason": "The loss is no longer a finite number."},
-        "stopped": {"state": "preempted", "reason": "SIGTERM"},
+        "stopped": {"state": "preempted", "reason": "SIGTERM", "step": 37},  # saved after the last report
         "killed": {"state": "running"},
         "running": {"state": "running"},
     }
@@ -84,6 +84,7 @@ def test_runs_that_are_not_done_are_shown_as_such(new_run: NewRun, capsys: pytes
     print_results(reports, deltas(reports))
     text = capsys.readouterr().out
     assert f"{reports[1].run}: failed at step 30: The loss is no longer a finite number." in text
+    assert f"{reports[2].run}: stopped at step 37: SIGTERM" in text
     assert f"{reports[4].run}: running at step 30" in text
 
 

@@ -79,7 +79,7 @@ def run_report(path: str | Path) -> RunReport:
     lines = run.read_metrics()
     facts: dict[str, Any] = {
         "reason": str(status.get("reason") or ""),
-        "step": max([line["step"] for line in lines], default=0),
+        "step": max([run.saved_step(), *(line["step"] for line in lines)]),
         "seconds": number(status.get("seconds")),
     }
     if speeds := [speed for line in lines if (speed := number(line.get("samples_per_s")))]:
