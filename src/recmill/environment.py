@@ -1,7 +1,11 @@
 """Which process of which job this is, from the environment variables of the launcher that started it."""
 
+import contextlib
+import fcntl
 import os
 import re
+import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +18,7 @@ _ATTEMPT = "RECMILL_ATTEMPT"
 _STORE_DESCRIPTOR = "RECMILL_STORE_FD"
 _ASKED = "RECMILL_WORLD_SIZE"  # how many processes a job script has asked its launcher for
 _TORCHRUN_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # Slurm's "2(x3),1": three nodes with two tasks, one with one
 
 
@@ -236,21 +241,66 @@ def rendezvous() -> Rendezvous:
     )
 
 
+@dataclass(frozen=True)
+class Node:
+    """This machine among the `count` of a job of our own launcher, and where the job's processes meet."""
+
+    rank: int
+    count: int
+    host: str
+    port: int  # 0: any
+
+
+def own_node() -> Node:
+    """Read which machine of a job this is: RECMILL_NODE_RANK, or a pod's index, of RECMILL_NODES; alone without it."""
+    count = _number(os.environ, "RECMILL_NODES", 1, at_least=1)
+    if count == 1:
+        return Node(0, 1, "127.0.0.1", 0)
+    name = "RECMILL_NODE_RANK" if "RECMILL_NODE_RANK" in os.environ else "JOB_COMPLETION_INDEX"
+    for needed in (name, "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(needed):
+            missing = "RECMILL_NODE_RANK" if needed == name else needed
+            raise ConfigError(f"RECMILL_NODES = {count}, but {missing} is not set. Set it on each machine.")
+    rank = _number(os.environ, name, 0)
+    _check_rank(name, rank, "RECMILL_NODES", count)
+    port = _number(os.environ, "MASTER_PORT", 0, at_least=1, at_most=65535)
+    return Node(rank, count, os.environ["MASTER_ADDR"], port)
+
+
+def use_interface_to(host: str) -> None:
+    """Let gloo use the interface that leads to `host`, unless GLOO_SOCKET_IFNAME is set.
+
+    By default it takes the address of the host's own name, which many machines map to 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                request = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if request[20:24] == own or (own[0] == 127 and name == "lo"):
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    return
+
+
 def launched_environment(
-    rank: int, procs: int, job: Path, attempt: int, port: int, store_descriptor: int
+    local_rank: int, procs: int, node: Node, job: Path, attempt: int, port: int, store_descriptor: int | None
 ) -> dict[str, str]:
-    """Return what our launcher adds to the environment of a worker. Rank 0 inherits the store's listening socket."""
+    """Return what our launcher adds to the environment of a worker. Rank 0 may inherit the store's listening socket."""
+    rank = node.rank * procs + local_rank
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(procs),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(node.count * procs),
         "LOCAL_WORLD_SIZE": str(procs),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": node.host,
         "MASTER_PORT": str(port),
         _JOB: str(job),
         _LAUNCHER: str(os.getpid()),
         _ATTEMPT: str(attempt),
-        **({_STORE_DESCRIPTOR: str(store_descriptor)} if rank == 0 else {}),
+        **({_STORE_DESCRIPTOR: str(store_descriptor)} if rank == 0 and store_descriptor is not None else {}),
     }
 
 

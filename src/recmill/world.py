@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from recmill.environment import ProcessEnvironment, meeting_place, process_environment, rendezvous
+from recmill.environment import (
+    ProcessEnvironment,
+    meeting_place,
+    own_node,
+    process_environment,
+    rendezvous,
+    use_interface_to,
+)
 from recmill.errors import ConfigError, LostPeerError, ResourceError
 
 log = logging.getLogger(__name__)
@@ -248,10 +255,20 @@ def check_own_gpus(uuids: Sequence[str]) -> None:
             )
 
 
+def _find(host: str, deadline: float) -> None:
+    """Wait until rank 0's machine has a name, which takes a pod some seconds, and choose the interface to it."""
+    for _ in _attempts(deadline if own_node().count > 1 else 0.0, f"waiting for the name {host}"):
+        with suppress(socket.gaierror):
+            socket.getaddrinfo(host, None)
+            break
+    use_interface_to(host)
+
+
 def _store(size: int, timeout: timedelta, deadline: float) -> dist.Store:
     if size == 1:
         return dist.HashStore()
     place = rendezvous()
+    _find(place.host, deadline)
     descriptor = place.descriptor
     if not place.is_server:
         _wait_for_server(place.host, place.port, deadline)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,6 +107,57 @@ def test_losses_are_those_of_our_own_launcher_also_after_a_stop(
     assert loss_by_step(run) == losses
     assert status(run).state == "done"
     assert ("starting from" in output or "resuming" in output) == (name in ("openmpi", "mpich"))
+
+
+def start_nodes(config: Path, run: Path, port: int, **variables: str) -> list["subprocess.Popen[str]"]:
+    place = {"RECMILL_NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables}
+    return [
+        subprocess.Popen(
+            [RECMILL, "train", str(config), "--run", str(run)],
+            env={**os.environ, **place, "RECMILL_NODE_RANK": node},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for node in "01"
+    ]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_two_nodes_of_our_own_launcher_compute_the_same_and_stop_together(
+    config: Path, losses: dict[int, float], tmp_path: Path
+) -> None:
+    nodes = start_nodes(config, tmp_path / "run", free_port())
+    wait_until(lambda: has_saved(tmp_path / "run"), 120)
+    nodes[1].send_signal(signal.SIGTERM)  # as when one machine is reclaimed
+    errors = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [75, 75], errors
+    assert all("by SIGTERM on rank 1" in error for error in errors)
+    nodes = start_nodes(config, tmp_path / "run", free_port())
+    errors = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], errors
+    assert loss_by_step(tmp_path / "run") == losses
+
+
+def test_a_node_whose_partner_never_comes_or_is_killed_ends_and_names_the_rank(config: Path, tmp_path: Path) -> None:
+    alone, partner = start_nodes(config, tmp_path / "run", free_port(), RECMILL_FAIL="train.step@step=3@rank=1:kill")
+    errors = [node.communicate(timeout=120)[1] for node in (alone, partner)]
+    assert (alone.returncode, partner.returncode) == (5, 5), errors
+    assert "Process 1 of the job was killed by SIGKILL" in errors[1]
+    assert "rank 1 of the job ended" in errors[0]
+    short = tmp_path / "short.toml"
+    short.write_text(
+        config.read_text(encoding="utf-8").replace("[train]", "[train]\njoin_seconds = 2.0"), encoding="utf-8"
+    )
+    alone, partner = start_nodes(short, tmp_path / "other", free_port(), RECMILL_FAIL="train.begin@rank=9:kill")
+    partner.kill()
+    assert "Rank 1 of the job did not join within train.join_seconds" in alone.communicate(timeout=120)[1]
+    assert alone.returncode == 5
+    partner.communicate()
 
 
 @needs_slurm

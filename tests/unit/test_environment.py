@@ -4,16 +4,24 @@ from pathlib import Path
 
 import pytest
 
-from recmill.environment import launched_environment, max_processes, process_environment, rendezvous
+from recmill.environment import (
+    Node,
+    launched_environment,
+    max_processes,
+    own_node,
+    process_environment,
+    rendezvous,
+)
 from recmill.errors import ConfigError
 
+ALONE = Node(0, 1, "127.0.0.1", 0)
 PAIR = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 
 
 @pytest.fixture(autouse=True)
 def nobody_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "RECMILL_")):
+        if name.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "RECMILL_", "JOB_")):
             monkeypatch.delenv(name)
 
 
@@ -25,7 +33,7 @@ def test_a_process_that_nobody_launched_is_rank_0_of_1() -> None:
 def test_a_worker_reads_what_the_launcher_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
         monkeypatch.delenv("RECMILL_STORE_FD", raising=False)
-        for name, value in launched_environment(rank, 2, tmp_path, 3, port=1234, store_descriptor=7).items():
+        for name, value in launched_environment(rank, 2, ALONE, tmp_path, 3, port=1234, store_descriptor=7).items():
             monkeypatch.setenv(name, value)
         process = process_environment()
         assert (process.rank, process.size, process.local_rank, process.local_size) == (rank, 2, rank, 2)
@@ -174,6 +182,27 @@ def test_a_process_finds_its_place_from_the_variables_of_each_launcher(
 def test_a_process_that_cannot_be_sure_of_its_place_is_an_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         process_environment(variables(text))
+
+
+def test_the_workers_of_several_machines_have_consecutive_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert own_node() == ALONE
+    monkeypatch.setenv("RECMILL_NODES", "2")
+    with pytest.raises(ConfigError, match="RECMILL_NODES = 2, but RECMILL_NODE_RANK is not set"):
+        own_node()
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")  # of a Kubernetes pod
+    with pytest.raises(ConfigError, match="RECMILL_NODES = 2, but MASTER_ADDR is not set"):
+        own_node()
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    monkeypatch.setenv("MASTER_PORT", "5")
+    node = own_node()
+    assert astuple(node) == (1, 2, "head", 5)
+    worker = launched_environment(1, 3, node, tmp_path, 0, node.port, None)
+    assert astuple(process_environment(worker))[:5] == ("recmill", 4, 6, 1, 3)
+    monkeypatch.setenv("RECMILL_NODE_RANK", "2")
+    with pytest.raises(ConfigError, match="RECMILL_NODE_RANK = 2, but RECMILL_NODES = 2: ranks are 0 to 1"):
+        own_node()
 
 
 def test_requeues_of_a_slurm_job_count_as_restarts() -> None:

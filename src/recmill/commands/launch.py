@@ -97,7 +97,7 @@ def launch(
                 f"{directory}: job {record.id} of this run is {state}. Wait for it, or: recmill cancel."
             )
     script = _write(job, text)
-    command = f"bash {quote(str(script))}"
+    command = f"bash {quote(str(script))}{' NUMBER' if place.launcher == 'local' else ''}"
     return Launched(job, text, command, _submit(job, script) if place.launcher in SCHEDULERS else [])
 
 

@@ -18,7 +18,7 @@ from recmill.config import Config, differences, fingerprint, load_config, to_tom
 from recmill.config.options import given_path
 from recmill.config.sections import Section, TrainSection
 from recmill.data.opening import Checks
-from recmill.environment import process_environment
+from recmill.environment import own_node, process_environment
 from recmill.errors import CheckpointError, ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
@@ -157,7 +157,7 @@ def _launch(config: Config, dataset: Dataset, options: Options, procs: int) -> d
         return run_job("train", arguments, procs, section.max_restarts, _precision_environment(section, procs))
     except UserError as error:
         # The launcher knows the cause where rank 0 saw only a consequence.
-        if run.path.is_dir():  # or somebody removed it
+        if run.path.is_dir() and own_node().rank == 0:  # unless somebody removed it
             with contextlib.suppress(UserError, OSError), run.locked():  # unless another process holds the lock
                 _write_end(run, error)
         raise

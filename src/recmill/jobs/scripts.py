@@ -147,8 +147,15 @@ def _torchrun(job: Job) -> list[str]:
 
 def _local(job: Job) -> list[str]:
     place = job.place
+    nodes = []
+    if place.nodes > 1:
+        nodes = [
+            f"export RECMILL_NODES={place.nodes} MASTER_ADDR={place.hosts[0]} MASTER_PORT={_PORT}",
+            'export RECMILL_NODE_RANK="${1:?give the number of this machine, from 0}"',
+        ]
     return [
         *_head(job, "", [], "$$"),
+        *nodes,
         *_environment(job),
         *_in_background(job, f"{_python(job)} --procs {place.procs}", "TERM"),
     ]

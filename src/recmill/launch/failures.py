@@ -71,7 +71,7 @@ def collected_error(folder: Path) -> BaseException | None:
 
 
 def first_error(
-    job: Path, failed: Sequence[Mapping[int, int]], num_workers: int, signals: Sequence[str]
+    job: Path, failed: Sequence[Mapping[int, int]], num_workers: int, signals: Sequence[str], first_rank: int = 0
 ) -> BaseException:
     """Return the error that best explains why a job failed.
 
@@ -91,7 +91,9 @@ def first_error(
     reported = {report.rank for report in reports}
     if hangs := read_hangs(job):
         answered = reported.union(*failed) | {hang.rank for hang in hangs}
-        return _hang_error(hangs, [rank for rank in range(num_workers) if rank not in answered])
+        return _hang_error(
+            hangs, [rank for rank in range(first_rank, first_rank + num_workers) if rank not in answered]
+        )
     silent = [{rank: code for rank, code in codes.items() if rank not in reported} for codes in failed]
     for codes in silent:
         if numbers := [-code for code in codes.values() if code < 0]:

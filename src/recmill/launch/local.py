@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from recmill import registry
-from recmill.environment import launched_environment, max_processes, process_environment
+from recmill.environment import Node, launched_environment, max_processes, own_node, process_environment
 from recmill.errors import ConfigError, ResourceError, UserError
 from recmill.files.atomic import write_json
 from recmill.hardware.cpu import num_cores, threads_per_process
@@ -86,7 +86,9 @@ def run_job(
     max_restarts: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """Run `recmill.commands.<command>.work(world, **arguments)` in `procs` processes and return rank 0's result.
+    """Run `recmill.commands.<command>.work(world, **arguments)` in `procs` processes and return its result.
+
+    With RECMILL_NODES, each machine starts this many, and gets the result of its first process.
 
     A job that lost a worker, or met an internal error, is restarted up to `max_restarts` times. Workers get the
     variables of `environment`, unless this process has them already.
@@ -130,6 +132,7 @@ def _check_open_files(procs: int) -> None:
 def _run_once(
     order: dict[str, Any], procs: int, attempt: int, environment: Mapping[str, str], signals: "_Signals"
 ) -> Any:
+    node = own_node()
     with _job_directory() as job:
         write_json(job / "job.json", order)
         try:
@@ -138,12 +141,12 @@ def _run_once(
                     name = signals.names[0]
                     raise stop_error(name, f"{shown(name)} was received before the job had started.")
                 signals.workers = []
-                _start(job, procs, attempt, environment, signals.workers)
-            failed = _wait(job, signals)
+                _start(job, procs, node, attempt, environment, signals.workers)
+            failed = _wait(job, signals, node.rank * procs)
         finally:
             _end(signals.workers)
         if failed is not None:
-            raise first_error(job, failed, procs, signals.names)
+            raise first_error(job, failed, procs, signals.names, node.rank * procs)
         return json.loads((job / "result.json").read_text(encoding="utf-8"))
 
 
@@ -192,31 +195,35 @@ def _blocked_signals() -> Iterator[None]:
 
 
 def _start(
-    job: Path, procs: int, attempt: int, environment: Mapping[str, str], workers: list[subprocess.Popen[bytes]]
+    job: Path,
+    procs: int,
+    node: Node,
+    attempt: int,
+    environment: Mapping[str, str],
+    workers: list[subprocess.Popen[bytes]],
 ) -> None:
-    # The rendezvous socket is bound here and handed to rank 0: no free-port race, and nobody outside can reach it.
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        os.set_inheritable(listener.fileno(), True)
-        port = listener.getsockname()[1]
-        common = {
-            **TUNING,
-            **_LOOPBACK,
-            "OMP_NUM_THREADS": str(threads_per_process(procs)),
-            **environment,
-            **os.environ,
-        }
-        for rank in range(procs):
-            with (job / f"out-{rank}.txt").open("wb") as file:
-                output = None if rank == 0 else file  # only rank 0 writes to the terminal
+    common = {**TUNING, **(_LOOPBACK if node.count == 1 else {}), "OMP_NUM_THREADS": str(threads_per_process(procs))}
+    common |= {**environment, **os.environ}
+    with contextlib.ExitStack() as stack:
+        descriptor = None
+        port = node.port
+        if node.count == 1:
+            # Bound here and handed to rank 0: no free-port race, and nobody outside can reach it.
+            listener = stack.enter_context(socket.create_server((node.host, 0)))
+            descriptor, port = listener.fileno(), listener.getsockname()[1]
+            os.set_inheritable(descriptor, True)
+        for local_rank in range(procs):
+            own = launched_environment(local_rank, procs, node, job, attempt, port, descriptor)
+            is_main = own["RANK"] == "0"
+            with (job / f"out-{own['RANK']}.txt").open("wb") as file:
+                output = None if is_main else file  # only rank 0 writes to the terminal
                 worker = subprocess.Popen(
                     [sys.executable, "-P", "-m", "recmill.launch.worker"],  # -P: no modules of the current directory
-                    env=common | launched_environment(rank, procs, job, attempt, port, listener.fileno()),
+                    env=common | own,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    pass_fds=[listener.fileno()] if rank == 0 else [],
+                    pass_fds=[descriptor] if is_main and descriptor is not None else [],
                     start_new_session=True,  # Ctrl-C reaches the workers through us, once
                 )
                 workers.append(worker)
@@ -244,7 +251,7 @@ class _Signals:
             worker.send_signal(number)
 
 
-def _wait(job: Path, signals: _Signals) -> list[dict[int, int]] | None:
+def _wait(job: Path, signals: _Signals, first_rank: int) -> list[dict[int, int]] | None:
     """Return None when all workers have succeeded, or their exit codes soon after one failed, hung or ignored a signal.
 
     Exit codes are by rank, without those of workers that still run; each dictionary holds what one poll has found.
@@ -256,7 +263,7 @@ def _wait(job: Path, signals: _Signals) -> list[dict[int, int]] | None:
         if not any(codes) and None not in codes:
             return None
         known = set().union(*failed)
-        if new := {rank: code for rank, code in enumerate(codes) if code and rank not in known}:
+        if new := {rank: code for rank, code in enumerate(codes, first_rank) if code and rank not in known}:
             failed.append(new)
         now = time.monotonic()
         if now > min(deadline, signals.deadline):

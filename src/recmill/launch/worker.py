@@ -60,7 +60,7 @@ def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: St
         if stop is not None:
             arguments["stop"] = stop
         result = body.work(world, **arguments)
-        if rank == 0:
+        if world.local_rank == 0:
             with contextlib.suppress(FileNotFoundError):  # a job without launcher
                 write_json(job / "result.json", result)
         finish_together(world)
