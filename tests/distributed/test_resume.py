@@ -13,6 +13,7 @@ import pytest
 import tomli_w
 
 from recmill import train
+from recmill.environment import own_node
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
 from recmill.launch import local
 from recmill.launch.signals import stop_with_parent
@@ -50,7 +51,7 @@ def test_workers_stay_on_loopback_unless_the_user_chose_an_interface(
         monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
         if chosen:
             monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
-        local._start(tmp_path, 1, 0, {}, [])
+        local._start(tmp_path, 1, own_node(), 0, {}, [])
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     assert [[environment[name] for name in names] for environment in environments] == [["lo", "lo"], ["eth7", "lo"]]
 

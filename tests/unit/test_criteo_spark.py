@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -21,6 +23,7 @@ from recmill.schema import ClicksDescription
 
 from ..conftest import RunCli
 from ..criteo_raw import random_rows, set_limits, to_text, write_days, write_text
+from ..processes import wait_until
 
 pytest.importorskip("pyspark", reason="PySpark is not installed")
 if not shutil.which("java") and "JAVA_HOME" not in os.environ:
@@ -363,3 +366,57 @@ def test_a_spark_of_its_own_is_stopped_after_errors_and_at_the_end(spark: Any, t
             prepare("criteo", tmp_path / "out", input=str(raw), engine="spark", on_bad_row=on_bad_row, **MOD)
         assert SparkSession.getActiveSession() is None
     assert description(tmp_path / "out").source[0].bad_rows == 1
+
+
+ON_LOOPBACK = {
+    "SPARK_LOCAL_IP": "127.0.0.1",
+    "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",  # of the daemons, the driver and the executors
+}
+
+
+@pytest.fixture
+def standalone_master(tmp_path: Path) -> Iterator[str]:
+    """A master of Spark and two workers, on loopback."""
+    import pyspark
+
+    program = Path(pyspark.__file__).parent / "bin" / "spark-class"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    address = ["--host", "127.0.0.1", "--webui-port", "0"]
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: str) -> None:
+        environment = {**os.environ, **ON_LOOPBACK}
+        with (tmp_path / f"daemon-{len(processes)}.txt").open("wb") as log:
+            processes.append(subprocess.Popen([program, *arguments, *address], env=environment, stdout=log, stderr=log))
+
+    try:
+        start("org.apache.spark.deploy.master.Master", "--port", str(port))
+        for number in range(2):
+            own = ["--cores", "1", "--memory", "1g", "--work-dir", str(tmp_path / f"worker-{number}")]
+            start("org.apache.spark.deploy.worker.Worker", f"spark://127.0.0.1:{port}", *own)
+        log = tmp_path / "daemon-0.txt"
+        wait_until(lambda: log.read_text().count("Registering worker") == 2, 120)
+        yield f"spark://127.0.0.1:{port}"
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)
+
+
+def test_a_cluster_of_two_workers_gives_the_rows_of_one_machine(
+    standalone_master: str, logs: Path, tmp_path: Path, run_cli: RunCli
+) -> None:
+    common = ["prepare", "criteo", "--input", logs, "--format", "parquet", "--ids", "mod", "--table-size", "50"]
+    prepare("criteo", tmp_path / "polars", input=str(logs), format="parquet", **MOD)
+    many = run_cli(
+        *(*common, "--output", tmp_path / "spark", "--engine", "spark", "--spark-master", standalone_master),
+        env={**os.environ, **ON_LOOPBACK},
+    )
+    assert many.returncode == 0, many.stderr
+    assert f"on {standalone_master}" in many.stderr
+    assert all(any((tmp_path / f"worker-{number}").iterdir()) for number in range(2))  # both have run executors
+    for split in ("train", "val", "test"):
+        ours, theirs = rows_of(tmp_path / "spark", split), rows_of(tmp_path / "polars", split)
+        assert_equal(in_one_order(ours), in_one_order(theirs))

@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,25 @@ def test_a_digest_is_that_of_all_bytes(tmp_path: Path) -> None:
     blocks: list[int] = []
     assert digest(tmp_path / "file", lambda: blocks.append(1)) == xxhash.xxh3_128_hexdigest(content)
     assert len(blocks) == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_that_is_renewed_replaces_locks_where_the_file_system_has_none(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)  # as Lustre without -o flock, and NFS without its lock service
+    lock, owner = tmp_path / "lock", tmp_path / "lock.owner"
+    second = exclusive_lock(lock, "Wait.")
+    expected = pytest.raises(ResourceError, match=f"is in use by process {os.getpid()} on .* Wait.")
+    with exclusive_lock(lock, ""), expected, second:
+        pass
+    assert not owner.exists()
+    owner.write_text("process 1 on elsewhere")  # its owner was killed
+    long_ago = time.time() - 100
+    os.utime(owner, (long_ago, long_ago))
+    with exclusive_lock(lock, ""):
+        assert str(os.getpid()) in owner.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]

@@ -18,7 +18,7 @@ from recmill.files.timestamps import utc_now
 
 State = Literal["running", "done", "preempted", "interrupted", "failed"]
 # What a run has before it writes its status
-_EARLY_FILES = re.compile(r"jobs|\.lock|\.status\.json\.\d+|(log(\.rank-\d+)?|hang-rank-\d+)\.txt")
+_EARLY_FILES = re.compile(r"jobs|\.lock(\.owner.*)?|\.status\.json\.\d+|(log(\.rank-\d+)?|hang-rank-\d+)\.txt")
 
 
 class RunDirectory:
