@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
+    "Run",
     "adopt",
     "audit",
     "download",
     "evaluate",
     "history",
+    "open_run",
     "plot",
     "prepare",
     "recommend",
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from recmill.commands.download import download
     from recmill.commands.evaluate import evaluate
     from recmill.commands.history import history
+    from recmill.commands.open_run import Run, open_run
     from recmill.commands.plot import plot
     from recmill.commands.prepare import prepare
     from recmill.commands.recommend import recommend, recommend_all
@@ -40,5 +43,10 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib
 
-        return getattr(importlib.import_module(f"recmill.commands.{name.removesuffix('_all')}"), name)
+        module = {"Run": "open_run", "recommend_all": "recommend"}.get(name, name)
+        return getattr(importlib.import_module(f"recmill.commands.{module}"), name)
     raise AttributeError(f"module 'recmill' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,12 +1,13 @@
 """The flags of a command are the keyword arguments of its Python function, with the same defaults."""
 
 import inspect
+import typing
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from recmill.commands import recommend, train
+from recmill.commands import evaluate, recommend, train
 from recmill.commands.options import dataset_checks
 from recmill.config import Section
 
@@ -22,7 +23,7 @@ from recmill.config import Section
 def test_options_have_the_names_and_defaults_of_the_keyword_arguments(
     options: type[Section], functions: list[Callable[..., Any]], extra: set[str]
 ) -> None:
-    positional = {"config", "dataset"}  # arguments of the command line, or internal ones
+    positional = {"config", "dataset", "frame"}  # arguments of the command line, or of Python alone
     expected: dict[str, Any] = {}
     for function in functions:
         for name, parameter in inspect.signature(function).parameters.items():
@@ -37,6 +38,12 @@ def test_options_have_the_names_and_defaults_of_the_keyword_arguments(
         if default is not inspect.Parameter.empty:
             assert found[name] == (list(default) if isinstance(default, tuple) else default), name
     assert all(field.description for field in options.model_fields.values())
+
+
+def test_type_checkers_know_the_options_of_evaluate() -> None:
+    declared = typing.get_type_hints(evaluate.EvaluateOptions)
+    accepted = {name: field.annotation for name, field in evaluate.Options.model_fields.items()}
+    assert declared == accepted
 
 
 def test_only_rank_0_reads_the_files_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`evaluate` and `recommend` on a few films, with the names that people have for them."""
 
+import json
 import os
 import resource
 import shutil
@@ -120,7 +121,7 @@ def test_the_network_sees_the_same_history_in_recommend_and_in_evaluation(
     _, config = open_trained_run(each_run)
     (batch,) = build_source(config, open_matching_dataset(config), 0, 1).eval_batches(split)
     held_out = {"val": 2, "test": 1}[split]
-    model = command._Recommender(each_run, 1, False, "newest", False)
+    model = command.Recommender(each_run, "newest", False)
     histories = [model.history(user)[:-held_out] for user in range(NUM_USERS)]
     assert {len(history) < 10 for history in histories} == {True, False}
     for ours, theirs in zip(model.network_inputs(histories), batch.inputs(), strict=True):
@@ -130,11 +131,11 @@ def test_the_network_sees_the_same_history_in_recommend_and_in_evaluation(
 def test_checkpoints_of_another_config_and_scores_that_are_no_numbers_are_refused(run: Path, tmp_path: Path) -> None:
     import torch
 
-    model = command._Recommender(run, 1, False, "newest", False)
+    model = command.Recommender(run, "newest", False)
     with torch.no_grad():
-        next(model._network.parameters()).fill_(float("nan"))
+        next(model.network.parameters()).fill_(float("nan"))
     with pytest.raises(CheckpointError, match=r"step-00000004: its model gives scores that are not finite numbers"):
-        model.best(["given"], [np.array([1, 2])])
+        model.after([[10, 20]], 1, False)
     other = shutil.copytree(run, tmp_path / "other")
     config = (other / "config.toml").read_text()
     (other / "config.toml").write_text(config.replace("seed = 1\n", "seed = 2\n", 1))
@@ -330,3 +331,46 @@ def test_python_takes_one_of_history_and_users(tmp_path: Path) -> None:
             recommend(tmp_path, **both)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--checkpoint: should be 'newest' or 'best', got 'oldest'"):
         evaluate(tmp_path, checkpoint="oldest")
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_ranks_by_user_give_the_metrics_of_the_split(
+    run: Path, movies: Path, tmp_path: Path, run_cli: RunCli, procs: int
+) -> None:
+    file = tmp_path / "ranks.parquet"
+    command_line = ("evaluate", run, "--per-user", file, "--procs", procs, "--json")
+    values = json.loads(run_cli(*map(str, command_line)).stdout)
+    ranks = pl.read_parquet(file)
+    assert ranks["user"].to_list() == [str(100 + 3 * n) for n in range(NUM_USERS)]
+    assert dict(ranks.select("user", "item").iter_rows()) == {u: items[-1] for u, items in histories_of(movies).items()}
+    rank = ranks["full/rank"].to_numpy()
+    assert rank.min() >= 1
+    assert np.mean(rank <= 5) == pytest.approx(values["full/hr@5"])
+    assert np.mean((rank <= 5) / np.log2(rank + 1)) == pytest.approx(values["full/ndcg@5"])
+    if procs == 1:
+        assert_one_clear_error(run_cli(*map(str, command_line)), 3, "ranks.parquet exists")
+        frame = recmill.evaluate(run, per_user=True, frame="pandas", split="val")
+        assert list(frame.columns) == ["user", "item", "full/rank"] and len(frame) == NUM_USERS
+        assert frame["item"].tolist() == [items[-2] for items in histories_of(movies).values()]
+
+
+def test_an_open_run_keeps_its_model_and_returns_frames(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    opened = recmill.open_run(copy)
+    shutil.rmtree(copy / "checkpoints")  # the model is in memory
+    alone = recommend(run, [10, 20], k=3)
+    frame = opened.recommend([10, 20], k=3)
+    assert frame.drop("history", "rank").to_dicts() == alone == recommend(run, [10, 20], k=3, frame="polars").to_dicts()
+    both = opened.recommend(["Casino (1995)"], k=2), opened.recommend([[20], (10, 20)], k=3, frame="pandas")
+    assert both[0]["item"].to_list() == both[1][both[1]["history"] == 0]["item"].tolist()[:2]
+    assert both[1][both[1]["history"] == 1]["item"].tolist() == frame["item"].to_list()
+    users = opened.recommend(users=[100, 103], k=2, frame="arrow")
+    assert users.to_pylist() == recommend(run, users=[100, 103], k=2)
+    assert opened.results()["run"].to_list() == [str(copy)]
+    assert opened.history(frame="pandas")["step"].max() == 4
+    with pytest.raises(ConfigError, match="use 'polars', 'pandas' or 'arrow'"):
+        opened.recommend([10], frame="numpy")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="exactly one of the two"):
+        opened.recommend()
+    with pytest.raises(DataError, match="--history: 1 item"):
+        opened.recommend([[10], [11]])

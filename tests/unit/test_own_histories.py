@@ -111,3 +111,51 @@ def test_contradicting_options_and_missing_files_are_refused(tmp_path: Path) -> 
     (tmp_path / "x.xlsx").touch()
     with pytest.raises(DataError, match=r"'\.xlsx' is none of"):
         prepare("histories", tmp_path / "d", input=tmp_path / "x.xlsx", **COLUMNS)
+
+
+FRAME = pl.DataFrame(
+    {"who": ["a", "b"] * 3, "what": [1, 1, 2, 2, 3, 3], "when": [datetime(2024, 1, d) for d in range(6, 0, -1)]}
+)
+FRAME_OPTIONS = {**COLUMNS, "time_column": "when", **KEEP_ALL}
+
+
+@pytest.mark.parametrize("kind", ["polars", "lazy", "pandas", "arrow", "categories"])
+def test_a_frame_gives_what_its_parquet_file_gives(tmp_path: Path, kind: str) -> None:
+    frames: dict[str, Any] = {
+        "polars": lambda: FRAME,
+        "lazy": FRAME.lazy,
+        "pandas": FRAME.to_pandas,
+        "arrow": FRAME.to_arrow,
+        "categories": lambda: FRAME.with_columns(pl.col("who").cast(pl.Categorical)),
+    }
+    prepare("histories", tmp_path / "frame", input=frames[kind](), **FRAME_OPTIONS)
+    assert histories_of(tmp_path / "frame") == {"a": ["3", "2", "1"], "b": ["3", "2", "1"]}
+    stamps = np.load(tmp_path / "frame/timestamps.npy")
+    prepare("histories", tmp_path / "frame", input=frames[kind](), **FRAME_OPTIONS)  # the same again: nothing to do
+    FRAME.write_parquet(tmp_path / "raw.parquet")
+    prepare("histories", tmp_path / "file", input=tmp_path / "raw.parquet", **FRAME_OPTIONS)
+    assert np.load(tmp_path / "file/timestamps.npy").tolist() == stamps.tolist()
+    with pytest.raises(DataError, match="holds another dataset"):
+        prepare("histories", tmp_path / "frame", input=FRAME.reverse(), **FRAME_OPTIONS)
+
+
+def test_a_frame_passes_the_checks_of_a_file(tmp_path: Path) -> None:
+    import pandas as pd
+
+    for frame, message in [
+        (pd.DataFrame({"who": ["a", None], "what": [1, 2]}), "input: row 2, column who: missing. Remove such rows."),
+        (pd.DataFrame({"who": ["a", "b"], "what": [1, None]}), "input: column 'what' is Float64, not text or whole"),
+        (pl.DataFrame({"who": ["a"]}), "input: no column 'what'; it has: who"),
+        (
+            pd.DataFrame({"who": ["a", 1], "what": [1, 2]}, dtype=object),
+            "input: row 2, column who: int after str; it cannot",
+        ),
+        (pl.DataFrame({"who": [], "what": []}, schema={"who": pl.String, "what": pl.Int64}), "input: no rows"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            prepare("histories", tmp_path / "d", input=frame, **COLUMNS, **KEEP_ALL)
+    with pytest.raises(ConfigError, match="movielens: `input` is a path, not a frame"):
+        prepare("movielens", tmp_path / "d", input=FRAME)
+    with pytest.raises(ConfigError, match=r"input: none of 6 interactions is left"):
+        prepare("histories", tmp_path / "d", input=FRAME, **COLUMNS, min_item_count=100)
+    assert not (tmp_path / "d").exists()

@@ -1,27 +1,32 @@
 """`recmill evaluate`: the metrics of a run's best or newest checkpoint. Changes nothing in the run directory."""
 
 import logging
+import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 
 from recmill import registry
 from recmill.commands import assemble
-from recmill.commands.options import Fallback, Procs, Verify, Which, dataset_checks, flag
+from recmill.commands.options import Fallback, Procs, Verify, Which, dataset_checks, flag, new_path
 from recmill.config import Config
 from recmill.config.load import metric_problems
 from recmill.config.options import checked_options
 from recmill.config.sections import DenseOptim, OptimSection, RankingProtocol, Section, TablesOptim
+from recmill.data.frames import Kind, converted
+from recmill.data.names import Names
 from recmill.environment import process_environment
 from recmill.errors import ConfigError
+from recmill.files.atomic import new_file
 from recmill.launch.local import is_launched_with, run_job
 from recmill.metrics.binary import Values
-from recmill.metrics.ranking import MAX_RESAMPLES
+from recmill.metrics.ranking import MAX_RESAMPLES, RankingMetrics
 from recmill.observe.run_dir import RunDirectory
 from recmill.schema import Dataset
 from recmill.tables.libraries import import_libraries
 
 if TYPE_CHECKING:
+    from recmill.data.histories import HistorySource
     from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -43,9 +48,29 @@ class Options(Section):
     bootstrap: int = flag(0, "95 % intervals of ranking metrics, from N resamples of the users.", metavar="N")
     procs: Procs = 1
     verify: Verify = None
+    per_user_file: str | None = flag(
+        None, "Parquet file to write: user, item, and by protocol the rank of the item.", "--per-user", metavar="FILE"
+    )
 
 
-def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
+class EvaluateOptions(TypedDict, total=False):
+    """The fields of `Options`, for type checkers."""
+
+    split: Split
+    checkpoint: Literal["newest", "best"] | None
+    fallback: bool
+    protocols: list[str] | None
+    ks: list[int] | None
+    metrics: list[str] | None
+    bootstrap: int
+    procs: int
+    verify: bool | None
+    per_user_file: str | None
+
+
+def evaluate(
+    run: str | Path, *, per_user: bool = False, frame: Kind = "polars", **options: Unpack[EvaluateOptions]
+) -> Any:
     """Return {"auroc": 0.79, "logloss": ...}, the same values for any number of processes, and which checkpoint it was.
 
     The checkpoint is named by "step" and "checkpoint", its path in the run directory. By default it is the one that
@@ -54,8 +79,13 @@ def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
     Options are those of `recmill evaluate --help`, with underscores: evaluate("runs/dlrm", split="val", procs=2);
     `protocols` and `ks` are lists. Sequence models have "popularity/full/ndcg@10", ... as well: what ranking by
     popularity reaches. For them, `bootstrap=N` adds 95 % intervals, from "low/full/ndcg@10" to "high/full/ndcg@10".
+
+    With `per_user`, sequence models return a frame ("polars", "pandas" or "arrow") instead: one row per user, with the
+    held-out item, and "full/rank", ...: its rank by protocol, from 1.
     """
-    checked = checked_options("evaluate", Options, options)
+    if per_user:
+        return _per_user(run, frame, options)
+    checked = checked_options("evaluate", Options, dict(options))
     directory, config = assemble.open_trained_run(run)
     if process_environment().rank == 0:
         log.info("evaluating %s on split %s", run, checked.split)
@@ -63,6 +93,8 @@ def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
     _check_ranking(config, dataset, checked)
     for problem in metric_problems(checked.metrics or [], assemble.model_module(config).TASK):
         raise ConfigError(f"--metrics: {problem}")
+    if checked.per_user_file:
+        checked = checked.model_copy(update={"per_user_file": str(new_path(checked.per_user_file, "--per-user"))})
     section = config.settings.train
     if is_launched_with(checked.procs):
         from recmill.world import joined_world
@@ -78,10 +110,23 @@ def evaluate(run: str | Path, **options: Any) -> dict[str, Any]:
     return run_job("evaluate", arguments, checked.procs)
 
 
+def _per_user(run: str | Path, frame: Kind, options: EvaluateOptions) -> Any:
+    import polars as pl
+
+    if process_environment().is_launched:
+        raise ConfigError("per_user=True is for a program of one process. Use per_user_file under a launcher.")
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "users.parquet"
+        options["per_user_file"] = str(file)
+        evaluate(run, **options)
+        return converted(pl.read_parquet(file), frame)
+
+
 def _check_ranking(config: Config, dataset: Dataset, options: Options) -> None:
     """Raise ConfigError if the run's model cannot be ranked as the options say."""
     if dataset.description.kind != "histories":
-        for name, value in (("protocol", options.protocols), ("k", options.ks), ("bootstrap", options.bootstrap)):
+        ranking = {"protocol": options.protocols, "k": options.ks, "bootstrap": options.bootstrap}
+        for name, value in (ranking | {"per-user": options.per_user_file}).items():
             if value:
                 raise ConfigError(f"--{name} is for sequence models, and '{config.model_name}' is none. Leave it out.")
         return
@@ -107,6 +152,7 @@ def work(world: "World", run: str, options: dict[str, Any]) -> Values:
 def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Dataset, options: Options) -> Values:
     import_libraries(in_own_process=True)
     from recmill.checkpoints.loading import load
+    from recmill.data.histories import HistorySource
     from recmill.launch.watchdog import Heartbeat
     from recmill.training.evaluate import evaluate_split
     from recmill.training.parts import Parts
@@ -124,4 +170,32 @@ def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Datase
         load(found, model)
     parts = Parts(model, assemble.task_module(config), source, world, config.settings.data.prefetch, Heartbeat())
     metrics = assemble.new_metrics(config, source, with_popularity=True, resamples=options.bootstrap)
-    return evaluate_split(parts, options.split, metrics) | assemble.named_in_results(found.position.step)
+    if isinstance(metrics, RankingMetrics):
+        metrics.keeps_ranks = options.per_user_file is not None
+    values = evaluate_split(parts, options.split, metrics) | assemble.named_in_results(found.position.step)
+    if options.per_user_file:
+        assert isinstance(source, HistorySource) and isinstance(metrics, RankingMetrics)
+        _write_users(Path(options.per_user_file), source, metrics, options.split, world)
+    return values
+
+
+def _write_users(file: Path, source: "HistorySource", metrics: RankingMetrics, split: str, world: "World") -> None:
+    """Write the rank of every user's target on rank 0. All ranks take part."""
+    import numpy as np
+    import polars as pl
+
+    parts = world.gather((*source.targets(split), metrics.all_ranks()))
+    if parts is None:
+        return
+    users, items = (np.concatenate([part[column] for part in parts]) for column in (0, 1))
+    ranks = {name: np.concatenate([part[2][name] for part in parts]) + 1 for name in metrics.protocols}
+    names = {what: Names(source.path / f"{what}s.parquet", what).originals for what in ("user", "item")}
+    frame = pl.DataFrame(
+        {
+            "user": names["user"].gather(users).cast(str),
+            "item": names["item"].gather(items - 1).cast(str),
+            **{f"{name}/rank": values for name, values in ranks.items()},
+        }
+    )
+    with new_file(file) as partial:
+        frame[np.argsort(users)].write_parquet(partial)

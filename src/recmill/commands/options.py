@@ -1,11 +1,14 @@
 """How commands declare flags as fields of their Options, and the flags that several of them have."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from recmill.config.options import given_path
 from recmill.data.opening import Checks
 from recmill.environment import process_environment
+from recmill.errors import ConfigError, DataError
 
 Procs = Annotated[PositiveInt, Field(description="Processes on this machine: up to 4 per core, or RECMILL_MAX_PROCS.")]
 Verify = Annotated[
@@ -27,6 +30,16 @@ def dataset_checks(verify: bool | None) -> Checks:
     if verify is False or process_environment().rank:
         return "sizes"
     return "digests" if verify else "once"
+
+
+def new_path(path: str | Path, flag: str) -> Path:
+    """Return the absolute path of a Parquet file to write; raise if it exists or Polars could not write there."""
+    output = given_path(path, flag).absolute()
+    if output.exists():
+        raise DataError(f"{output} exists. Choose another {flag}, or move it away.")
+    if any("\udc80" <= letter <= "\udcff" for letter in str(output)):  # bytes that are no text: Polars needs text
+        raise ConfigError(f"{flag} {output}: this path is not valid UTF-8. Choose another one.")
+    return output
 
 
 def flag(default: Any, help: str, *names: str, metavar: str | None = None) -> Any:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recmill.commands import assemble
-from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag
-from recmill.config.options import given_path
+from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag, new_path
 from recmill.config.sections import Section
 from recmill.data.checks import checked_items
+from recmill.data.frames import Kind, converted
 from recmill.data.names import Names
-from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
+from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.files.atomic import new_file
+from recmill.observe.log import quiet_libraries
 from recmill.observe.progress import Progress
 from recmill.tables.libraries import import_libraries
 
@@ -56,26 +57,24 @@ def recommend(
     checkpoint: str | None = None,
     fallback: bool = False,
     verify: bool | None = None,
-) -> list[dict[str, Any]]:
+    frame: Kind | None = None,
+) -> Any:
     """Return [{"item": original id, "title": ..., "score": ...}, ...], best first, without items of the history.
 
     `history`: original ids or titles of items, oldest first. Or `users`: original ids of users, whose rows have "user"
     and "rank" (from 1) as well. Either may be one text with commas between the names. `checkpoint`, `fallback`,
-    `verify`: as for `evaluate`.
+    `verify`: as for `evaluate`. `frame`: "polars", "pandas" or "arrow" return the same rows as a frame. Who recommends
+    more than once opens the run: `recmill.open_run`.
     """
     if (history is None) == (users is None):
         raise ConfigError("Recommend for a history or for users: give exactly one of the two.")
-    model = _Recommender(run, k, include_seen, checkpoint, fallback, verify)
-    if history is not None:
-        seen = np.array(model.items.find(history, "--history")) + 1
-        model.check_enough_left(seen, "outside this history")
-        return model.best(["given"], [seen]).drop("user", "rank").to_dicts()
-    assert users is not None
-    names = model.users()
-    rows = list(dict.fromkeys(names.find(users, "--users")))
-    for row in rows:
-        model.check_enough_left(model.history(row), f"that user {names.originals[row]} has not seen")
-    return [line for _, frame in model.best_of_users(names.originals, rows) for line in frame.to_dicts()]
+    model = Recommender(run, checkpoint, fallback, verify)
+    if users is not None:
+        best = model.for_users(users, k, include_seen)
+    else:
+        assert history is not None
+        best = model.after([history], k, include_seen).drop("history", "rank")
+    return best.to_dicts() if frame is None else converted(best, frame)
 
 
 def recommend_all(
@@ -95,20 +94,17 @@ def recommend_all(
     import polars as pl
     from polars.io.plugins import register_io_source
 
-    output = given_path(output, "--output").absolute()
-    if output.exists():
-        raise DataError(f"{output} exists. Choose another --output, or move it away.")
-    if any("\udc80" <= letter <= "\udcff" for letter in str(output)):  # bytes that are no text: Polars needs text
-        raise ConfigError(f"--output {output}: this path is not valid UTF-8. Choose another one.")
-    model = _Recommender(run, k, include_seen, checkpoint, fallback, verify)
-    names = model.users().originals
+    output = new_path(output, "--output")
+    model = Recommender(run, checkpoint, fallback, verify)
+    model.check_k(k)
+    names = model.users.originals
     num_rows = 0
     num_short = 0  # users with fewer than K items left
 
     def frames(*_: object) -> Iterator[pl.DataFrame]:
         nonlocal num_rows, num_short
         with Progress("recommending", len(names), "users") as progress:
-            for count, frame in model.best_of_users(names, range(len(names))):
+            for count, frame in model.best_of_users(range(len(names)), k, include_seen):
                 num_rows += frame.height
                 num_short += count - int((frame["rank"] == k).sum())
                 yield frame
@@ -127,18 +123,10 @@ def recommend_all(
     return {"output": str(output), "users": len(names), "rows": num_rows}
 
 
-class _Recommender:
+class Recommender:
     """A run's model on CPU, unsharded. The network is loaded when it is first used, after all arguments are checked."""
 
-    def __init__(
-        self,
-        run: str | Path,
-        k: int,
-        include_seen: bool,
-        which: str | None,
-        fallback: bool,
-        verify: bool | None = None,
-    ) -> None:
+    def __init__(self, run: str | Path, which: str | None, fallback: bool, verify: bool | None = None) -> None:
         assemble.check_which(which)
         self._run, self._config = assemble.open_trained_run(run)
         if assemble.model_module(self._config).KIND != "histories":
@@ -147,8 +135,6 @@ class _Recommender:
             )
         log.info("recommending with the model of %s", self._run.path)
         self._dataset = assemble.open_matching_dataset(self._config, dataset_checks(verify))
-        self._k = k
-        self._include_seen = include_seen
         self._which = which
         self._fallback = fallback
         self._num_items = self._dataset.histories.num_items
@@ -156,52 +142,82 @@ class _Recommender:
         self._offsets = self._dataset.array("offsets.npy")
         self.items = Names(self._dataset.path / "items.parquet", "item")
         self._batch_size = max(1, min(_HISTORIES_AT_ONCE, _SCORES_AT_ONCE // self._num_items))
-        if not 1 <= k <= self._num_items:
-            raise ConfigError(f"--k {k}: there are {self._num_items} items; ask for 1 to {self._num_items}.")
 
+    @cached_property
     def users(self) -> Names:
         return Names(self._dataset.path / "users.parquet", "user")
+
+    def after(self, histories: "Sequence[str | Sequence[str | int]]", k: int, include_seen: bool) -> "pl.DataFrame":
+        """Return columns history (its number, from 0), rank, item, title and score."""
+        import polars as pl
+
+        self.check_k(k)
+        found = [np.array(self.items.find(history, "--history")) + 1 for history in histories]
+        for seen in found:
+            self._check_enough_left(seen, "outside this history", k, include_seen)
+        frames = []
+        for start in range(0, len(found), self._batch_size):
+            frame = self._best(found[start : start + self._batch_size], k, include_seen)
+            frames.append(frame.with_columns(history=pl.col("row") + start))
+        return pl.concat(frames).select("history", "rank", "item", "title", "score")
+
+    def for_users(self, users: str | Sequence[str | int], k: int, include_seen: bool) -> "pl.DataFrame":
+        """Return columns user, rank, item, title and score."""
+        import polars as pl
+
+        self.check_k(k)
+        rows = list(dict.fromkeys(self.users.find(users, "--users")))
+        for row in rows:
+            where = f"that user {self.users.originals[row]} has not seen"
+            self._check_enough_left(self.history(row), where, k, include_seen)
+        return pl.concat([frame for _, frame in self.best_of_users(rows, k, include_seen)])
+
+    def check_k(self, k: int) -> None:
+        if not 1 <= k <= self._num_items:
+            raise ConfigError(f"--k {k}: there are {self._num_items} items; ask for 1 to {self._num_items}.")
 
     def history(self, user: int) -> np.ndarray:
         """Return all items of a user, including those of validation and test."""
         return np.asarray(self._items[self._offsets[user] : self._offsets[user + 1]], dtype=np.int64)
 
-    def check_enough_left(self, seen: np.ndarray, where: str) -> None:
+    def _check_enough_left(self, seen: np.ndarray, where: str, k: int, include_seen: bool) -> None:
         left = self._num_items - len(np.unique(seen))
-        if not self._include_seen and self._k > left:
+        if not include_seen and k > left:
             raise ConfigError(
-                f"--k {self._k}: {left} items are left {where}. Ask for no more, or include seen ones: --include-seen."
+                f"--k {k}: {left} items are left {where}. Ask for no more, or include seen ones: --include-seen."
             )
 
-    def best_of_users(self, names: "pl.Series", rows: Sequence[int]) -> "Iterator[tuple[int, pl.DataFrame]]":
-        """Yield the number of users and their best items, batch by batch."""
+    def best_of_users(self, rows: Sequence[int], k: int, include_seen: bool) -> "Iterator[tuple[int, pl.DataFrame]]":
+        """Yield the number of users and their best items (user, rank, item, title, score), batch by batch."""
         for start in range(0, len(rows), self._batch_size):
             chosen = rows[start : start + self._batch_size]
-            yield len(chosen), self.best(names.gather(list(chosen)), [self.history(row) for row in chosen])
+            best = self._best([self.history(row) for row in chosen], k, include_seen)
+            names = self.users.originals.gather(list(chosen)).gather(best["row"])
+            yield len(chosen), best.insert_column(0, names.cast(str).alias("user")).drop("row")
 
-    def best(self, names: "Sequence[str] | pl.Series", histories: list[np.ndarray]) -> "pl.DataFrame":
-        """Return user, rank, item, title and score of each history's best items; fewer than K if fewer are left."""
-        network = self._network  # imports torch in the fast way
+    def _best(self, histories: list[np.ndarray], k: int, include_seen: bool) -> "pl.DataFrame":
+        """Return row, rank, item, title and score of each history's best items; fewer than K if fewer are left."""
+        network = self.network  # imports torch in the fast way
         import polars as pl
         import torch
 
-        with torch.no_grad():
+        with torch.no_grad(), quiet_libraries():
             scores_BV = network(*self.network_inputs(histories))
         if not bool(torch.isfinite(scores_BV).all()):
             raise CheckpointError(
                 f"{self._checkpoint}: its model gives scores that are not finite numbers. Use another checkpoint, or "
                 "train again with lower learning rates."
             )
-        if not self._include_seen:
+        if not include_seen:
             seen_rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
             scores_BV[torch.from_numpy(seen_rows), torch.from_numpy(np.concatenate(histories) - 1)] = float("-inf")
-        best = scores_BV.topk(self._k)
+        best = scores_BV.topk(k)
         scores_BK = best.values.numpy()
         rows, ranks = np.isfinite(scores_BK).nonzero()
         items = best.indices.numpy()[rows, ranks]  # item ids minus 1
         return pl.DataFrame(
             {
-                "user": pl.Series(names, dtype=pl.String).gather(rows),
+                "row": rows,
                 "rank": (ranks + 1).astype(np.int32),
                 "item": self.items.originals.gather(items),
                 "title": self.items.titles.gather(items),
@@ -219,12 +235,11 @@ class _Recommender:
         return ranking_inputs(items, stops - lengths, stops, assemble.window_rules(self._config), self._num_items)
 
     @cached_property
-    def _network(self) -> "nn.Module":
+    def network(self) -> "nn.Module":
         import_libraries(in_own_process=False)
         import torch
 
         from recmill.checkpoints.loading import load
-        from recmill.observe.log import quiet_libraries
         from recmill.world import World
 
         alone = World(0, 1, 0, 1, torch.device("cpu"))

@@ -48,6 +48,7 @@ class HistorySource:
     ) -> None:
         self._batching = batching
         self._rules = window_rules
+        self.path = dataset.path
         self._num_items = dataset.histories.num_items
         self._items = checked_items(dataset)
         self._offsets = np.asarray(dataset.array("offsets.npy"))
@@ -88,6 +89,12 @@ class HistorySource:
         """Yield every user once. In the test split, histories include the validation item."""
         for share in self._batching.shares(split, self._num_users(split)):
             yield self._ranking_batch(split, share)
+
+    def targets(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return this rank's users of `eval_batches`, in order, and the item of each that is to be ranked."""
+        shares = self._batching.shares(split, self._num_users(split))
+        users = np.concatenate([np.empty(0, np.int64), *(share.positions[: share.num_real] for share in shares)])
+        return users, np.asarray(self._items[self._offsets[users + 1] - (1 if split == "test" else 2)])
 
     def train_counts(self) -> np.ndarray:
         """Return how often items 1, 2, ... occur in histories, without the held-out items at their ends."""

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,7 @@ class Names:
 
     def find(self, names: str | Sequence[str | int], flag: str) -> list[int]:
         """Return the row of each name (an original id or a title). A string is split at commas outside of names."""
-        rows: dict[str, list[int]] = {}
-        for row, title in enumerate(self.titles.to_list()):
-            rows.setdefault(title, []).append(row)
-        rows |= {name: [row] for row, name in enumerate(self.originals.to_list())}
+        rows = self._rows
         wanted = list(_parts(names, rows)) if isinstance(names, str) else [str(name) for name in names]
         if not wanted:
             raise DataError(f"{flag} is empty: name at least one {self._what}.")
@@ -43,6 +41,14 @@ class Names:
                 fact = f"{name!r} is the title of {len(rows[name])} {self._what}s"
                 raise DataError(f"{flag}: {fact}. Use the id of one: {ids}{' ...' * (len(rows[name]) > _MAX_LISTED)}.")
         return [rows[name][0] for name in wanted]
+
+    @cached_property
+    def _rows(self) -> dict[str, list[int]]:
+        """The rows of each name: one of an original id, perhaps several of a title."""
+        rows: dict[str, list[int]] = {}
+        for row, title in enumerate(self.titles.to_list()):
+            rows.setdefault(title, []).append(row)
+        return rows | {name: [row] for row, name in enumerate(self.originals.to_list())}
 
     def _unknown(self, missing: list[str], known: dict[str, list[int]], flag: str) -> str:
         columns = "column original_id" if self.titles is self.originals else "columns original_id and title"

@@ -1,10 +1,13 @@
 """What a dataset module provides; `recmill prepare` uses nothing else of it."""
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from recmill.config import Section
 from recmill.datasets.writing import Work
 from recmill.schema import Description
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 class DatasetPlan(Protocol):
@@ -29,3 +32,10 @@ class DatasetModule(Protocol):
 
     def write(self, plan: Any, work: Work) -> Description:
         """Write the dataset of `plan` (this module's plan) to `work.data`, dataset.json last."""
+
+
+class FrameModule(Protocol):
+    """What a dataset module provides as well, if `input` may be a frame."""
+
+    def plan_frame(self, options: Any, frame: "pl.DataFrame") -> DatasetPlan:
+        """Check `options` and the frame, which is read instead of `options.input`."""

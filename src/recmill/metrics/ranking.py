@@ -36,6 +36,8 @@ class RankingMetrics:
     The bootstrap draws `resamples` times for confidence intervals; 0: there are none.
     """
 
+    keeps_ranks = False  # for `all_ranks`
+
     def __init__(
         self,
         protocols: list[str],
@@ -53,12 +55,19 @@ class RankingMetrics:
         ranks = np.arange(max(ks) + 1)  # the last one stands for all worse ranks
         gains = {"hr": np.ones(len(ranks)), "ndcg": 1.0 / np.log2(ranks + 2.0), "mrr": 1.0 / (ranks + 1.0)}
         self._gains = {f"{name}@{k}": gain * (ranks < k) for name, gain in gains.items() for k in ks}
+        self._ranks: dict[str, list[np.ndarray]] = {protocol: [] for protocol in protocols}
 
     def update(self, protocol: str, ranks: np.ndarray) -> None:
         self._own[protocol].update(ranks)
+        if self.keeps_ranks:
+            self._ranks[protocol].append(ranks.astype(np.int32))
         users_by_rank = self._users_by_rank[protocol]
         last = len(users_by_rank) - 1
         users_by_rank += np.bincount(np.minimum(ranks, last), minlength=last + 1)
+
+    def all_ranks(self) -> dict[str, np.ndarray]:
+        """Return this process's ranks (0: best) by protocol, in the order of its users."""
+        return {protocol: np.concatenate([np.empty(0, np.int32), *ranks]) for protocol, ranks in self._ranks.items()}
 
     def compute(self, world: "World | None") -> Values:
         """Return the metrics by name. All ranks of `world` take part and get the same values.

@@ -68,11 +68,12 @@ class InteractionsPlan:
     conditions: dict[str, pl.Expr] = field(default_factory=dict)
     titles: Callable[[], pl.DataFrame] | None = None
     has_time: bool = True
+    frame_digest: str | None = None  # of a frame that is read instead of files
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
         files = {path.name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}" for path in self.files}
-        return {**self.options.model_dump(exclude=_PATH_OPTIONS), "files": files}
+        return {**self.options.model_dump(exclude=_PATH_OPTIONS), "files": files, **self._frame}
 
     @property
     def chosen_filters(self) -> set[str]:
@@ -82,7 +83,12 @@ class InteractionsPlan:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        return {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns] for path in self.files}
+        files = {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns] for path in self.files}
+        return {**files, **self._frame}
+
+    @property
+    def _frame(self) -> dict[str, str]:
+        return {"frame": self.frame_digest} if self.frame_digest else {}
 
 
 def write(plan: InteractionsPlan, work: Work) -> Description:
@@ -102,7 +108,8 @@ def write(plan: InteractionsPlan, work: Work) -> Description:
     notes += kept.filter(plan)
     if not kept.interactions:
         steps = "".join(f"\n  {note}" for note in notes)
-        text = f"{plan.files[0]}: none of {read['rows']:,} interactions is left:{steps}\nRelax the filters."
+        source = "input" if plan.frame_digest else plan.files[0]
+        text = f"{source}: none of {read['rows']:,} interactions is left:{steps}\nRelax the filters."
         raise ConfigError(text) if plan.chosen_filters else DataError(text)
     _write_arrays(work.data, buckets, kept, plan.has_time)
     user_table = _kept_ids(users, kept.users, first_id=0)

@@ -4,10 +4,12 @@ Filters apply in this order: rating, repeated items, items, users, k-core.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import polars as pl
+import xxhash
 from pydantic import NonNegativeInt, model_validator
 
 from recmill.config.sections import key
@@ -17,7 +19,7 @@ from recmill.datasets.histories import delimited
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
 from recmill.errors import DataError
 
-__all__ = ["Options", "plan", "write"]
+__all__ = ["Options", "plan", "plan_frame", "write"]
 
 _BATCH_ROWS = 1 << 19
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -44,18 +46,35 @@ class Options(Filters):
 
 def plan(options: Options) -> InteractionsPlan:
     path = Path(options.input)
-    names = ("user", "item", "rating", "time")
-    columns = {name: column for name in names if (column := getattr(options, f"{name}_column")) is not None}
-    rows, read = _reader(path, "--input", columns)
-    files, titles = [path], None
+    return _plan(options, [path], *_reader(path, "--input", _columns(options)))
+
+
+def plan_frame(options: Options, frame: pl.DataFrame) -> InteractionsPlan:
+    """Plan to read a frame instead of the file `options.input`, with the same checks."""
+    columns = _columns(options)
+    read = partial(_read_selected, "input", columns, _select("input", frame.lazy(), columns))
+    digest = xxhash.xxh3_128_hexdigest(frame.select(columns.values()).hash_rows(seed=0).to_numpy().data)
+    return replace(_plan(options, [], frame.height, read), frame_digest=digest)
+
+
+def _plan(
+    options: Options, files: list[Path], rows: int, read: Callable[[], Iterator[pl.DataFrame]]
+) -> InteractionsPlan:
+    titles = None
     if options.titles and options.title_column:
-        files.append(Path(options.titles))
-        _, read_titles = _reader(files[1], "--titles", {"item": options.item_column, "title": options.title_column})
-        titles = partial(_titles, read_titles)
+        files = [*files, Path(options.titles)]
+        columns = {"item": options.item_column, "title": options.title_column}
+        titles = partial(_titles, _reader(files[-1], "--titles", columns)[1])
     has_time = options.time_column is not None
     return InteractionsPlan(
         "histories", options, files, rows, read, options.min_user_count, titles=titles, has_time=has_time
     )
+
+
+def _columns(options: Options) -> dict[str, str]:
+    """Return the column of users, items, ratings and times, as far as they are given."""
+    names = ("user", "item", "rating", "time")
+    return {name: column for name in names if (column := getattr(options, f"{name}_column")) is not None}
 
 
 def _reader(path: Path, option: str, columns: dict[str, str]) -> tuple[int, Callable[[], Iterator[pl.DataFrame]]]:
@@ -67,9 +86,9 @@ def _reader(path: Path, option: str, columns: dict[str, str]) -> tuple[int, Call
         raise DataError(f"{path}: '{suffix}' is none of .csv, .tsv, .parquet (.gz and .zst after the first two).")
     if suffix == ".parquet":
         with reading(path, "Get it again."):
-            selected = _select_parquet(path, columns)
+            selected = _select(str(path), pl.scan_parquet(path), columns)
             rows = selected.select(pl.len()).collect().item()
-        return rows, partial(_read_parquet, path, columns, selected)
+        return rows, partial(_read_selected, str(path), columns, selected)
     return forecast_rows(path), partial(_read_text, delimited.Table(path, _SEPARATORS[suffix]), columns)
 
 
@@ -85,12 +104,12 @@ def _read_text(table: delimited.Table, columns: dict[str, str]) -> Iterator[pl.D
     return table.rows(*(delimited.Field(name, column, kinds[name]) for name, column in columns.items()))
 
 
-def _select_parquet(path: Path, columns: dict[str, str]) -> pl.LazyFrame:
-    schema = pl.read_parquet_schema(path)
-    return pl.scan_parquet(path).select(_parquet_column(path, schema, *names) for names in columns.items())
+def _select(path: str, frame: pl.LazyFrame, columns: dict[str, str]) -> pl.LazyFrame:
+    schema = frame.collect_schema()
+    return frame.select(_typed_column(path, schema, *names) for names in columns.items())
 
 
-def _parquet_column(path: Path, schema: dict[str, pl.DataType], name: str, column: str) -> pl.Expr:
+def _typed_column(path: str, schema: pl.Schema, name: str, column: str) -> pl.Expr:
     """Select `column` as `name`, in the type that text would be read as."""
     if column not in schema:
         raise DataError(f"{path}: no column '{column}'; it has: {', '.join(schema)}.")
@@ -109,17 +128,17 @@ def _parquet_column(path: Path, schema: dict[str, pl.DataType], name: str, colum
     raise DataError(f"{path}: column '{column}' is {dtype}, not {expected}.")
 
 
-def _check_values(path: Path, batch: pl.DataFrame, columns: dict[str, str], rows_before: int) -> None:
+def _check_values(path: str, batch: pl.DataFrame, columns: dict[str, str], rows_before: int) -> None:
     for name, column in columns.items():
         is_bad = batch[name].is_null() if name != "rating" else ~batch[name].is_finite().fill_null(False)
         if is_bad.any():
             row = rows_before + int(is_bad.arg_true()[0]) + 1
             value = batch[name].filter(is_bad)[0]
             fact = "missing" if value is None else f"{value} is not a number"
-            raise DataError(f"{path}: row {row:,}, column {column}: {fact}. Remove such rows from the file.")
+            raise DataError(f"{path}: row {row:,}, column {column}: {fact}. Remove such rows.")
 
 
-def _read_parquet(path: Path, columns: dict[str, str], selected: pl.LazyFrame) -> Iterator[pl.DataFrame]:
+def _read_selected(path: str, columns: dict[str, str], selected: pl.LazyFrame) -> Iterator[pl.DataFrame]:
     done = 0
     try:
         for batch in selected.collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True):
@@ -127,6 +146,6 @@ def _read_parquet(path: Path, columns: dict[str, str], selected: pl.LazyFrame) -
             done += batch.height
             yield batch
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise DataError(f"{path}: after row {done:,}: {str(error).splitlines()[0]}. Is the file complete?") from None
+        raise DataError(f"{path}: after row {done:,}: {str(error).splitlines()[0]}. Is it complete?") from None
     if not done:
         raise DataError(f"{path}: no rows.")

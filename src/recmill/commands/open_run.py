@@ -1,0 +1,76 @@
+"""`recmill.open_run`: a trained run that stays in memory, for programs and notebooks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+import recmill
+from recmill.commands import assemble
+from recmill.commands.evaluate import EvaluateOptions
+from recmill.commands.recommend import Recommender
+from recmill.data.frames import Kind, converted
+from recmill.errors import ConfigError
+
+
+class Run:
+    """A run whose model is loaded. It stays as it was when it was opened: what is trained later needs a new one."""
+
+    def __init__(self, path: Path, recommender: Recommender | None) -> None:
+        self.path = path
+        self._recommender = recommender
+
+    def recommend(
+        self,
+        histories: str | Sequence[str | int] | Sequence[Sequence[str | int]] | None = None,
+        *,
+        users: str | Sequence[str | int] | None = None,
+        k: int = 10,
+        include_seen: bool = False,
+        frame: Kind = "polars",
+    ) -> Any:
+        """Return a frame with the K items that the model ranks first: rank (from 1), item, title and score.
+
+        `histories`: original ids or titles of items, oldest first, or a list of several such histories; column
+        "history" has its number, from 0. Or `users`: original ids of users of the dataset, in column "user".
+        """
+        if self._recommender is None:
+            raise ConfigError(f"{self.path}: its model is no sequence model, so it has nothing to recommend.")
+        if (histories is None) == (users is None):
+            raise ConfigError("Recommend for histories or for users: give exactly one of the two.")
+        if users is not None:
+            return converted(self._recommender.for_users(users, k, include_seen), frame)
+        assert histories is not None
+        is_one = isinstance(histories, str) or not any(isinstance(part, list | tuple) for part in histories)
+        several: Any = [histories] if is_one else histories
+        return converted(self._recommender.after(several, k, include_seen), frame)
+
+    def evaluate(self, *, per_user: bool = False, frame: Kind = "polars", **options: Unpack[EvaluateOptions]) -> Any:
+        """Evaluate the run as `recmill.evaluate` does, in processes of their own."""
+        return recmill.evaluate(self.path, per_user=per_user, frame=frame, **options)
+
+    def results(self, frame: Kind = "polars") -> Any:
+        """Return one row: state, best step, test metrics. See `recmill.results`."""
+        return converted(recmill.results(self.path), frame)
+
+    def history(self, frame: Kind = "polars") -> Any:
+        """Return the learning curve. See `recmill.history`."""
+        return converted(recmill.history(self.path), frame)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+
+def open_run(
+    path: str | Path, *, checkpoint: str | None = None, fallback: bool = False, verify: bool | None = None
+) -> Run:
+    """Load the model of a run, so that each call of `recommend` takes milliseconds.
+
+    `checkpoint`, `fallback` and `verify`: as for `recmill evaluate`.
+    """
+    run, config = assemble.open_trained_run(path)
+    if assemble.model_module(config).KIND != "histories":
+        return Run(run.path, None)
+    recommender = Recommender(path, checkpoint, fallback, verify)
+    first_item = [recommender.items.originals[0]]
+    recommender.after([first_item], 1, include_seen=True)  # loads the network and what its first call needs
+    return Run(run.path, recommender)
