@@ -1,0 +1,25 @@
+"""The notebook of the docs runs, and still prints what is stored in it."""
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
+
+
+def kinds_of_output(notebook: Any) -> list[list[str]]:
+    """Return for each code cell what it shows: text, tables, pictures. What workers log is not kept."""
+    shown = [[o for o in cell.outputs if o.get("name") != "stderr"] for cell in notebook.cells if "outputs" in cell]
+    return [[kind for output in cell for kind in sorted(output.get("data", {"text": ""}))] for cell in shown]
+
+
+def test_the_notebook_runs_and_shows_what_is_stored_in_it(tmp_path: Path) -> None:
+    stored = nbformat.read(NOTEBOOK, as_version=4)
+    fresh = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(
+        fresh, timeout=200, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()  # raises if a cell fails
+    assert kinds_of_output(fresh) == kinds_of_output(stored)
+    assert any("image/svg+xml" in kinds for kinds in kinds_of_output(stored))
