@@ -1,13 +1,14 @@
 """The flags of a command are the keyword arguments of its Python function, with the same defaults."""
 
 import inspect
+import re
 import typing
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from recmill.commands import evaluate, recommend, train
+from recmill.commands import adopt, audit, download, evaluate, recommend, split, train
 from recmill.commands.options import dataset_checks
 from recmill.config import Section
 
@@ -40,10 +41,21 @@ def test_options_have_the_names_and_defaults_of_the_keyword_arguments(
     assert all(field.description for field in options.model_fields.values())
 
 
-def test_type_checkers_know_the_options_of_evaluate() -> None:
-    declared = typing.get_type_hints(evaluate.EvaluateOptions)
-    accepted = {name: field.annotation for name, field in evaluate.Options.model_fields.items()}
-    assert declared == accepted
+@pytest.mark.parametrize(
+    ("declared", "options"),
+    [
+        (adopt.AdoptOptions, adopt.Options),
+        (audit.AuditOptions, audit.Options),
+        (download.DownloadOptions, download.Options),
+        (evaluate.EvaluateOptions, evaluate.Options),
+        (split.SplitOptions, split.Options),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_type_checkers_know_the_options_of_a_command(declared: type, options: type[Section]) -> None:
+    types = {name: str(field.annotation) for name, field in options.model_fields.items()}
+    without_limits = {name: re.sub(r"typing.Annotated\[(\w+), [^]]*\]", r"\1", text) for name, text in types.items()}
+    assert {name: str(kind) for name, kind in typing.get_type_hints(declared).items()} == without_limits
 
 
 def test_only_rank_0_reads_the_files_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:

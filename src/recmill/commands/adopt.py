@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 from pydantic import Field, PositiveInt
@@ -61,12 +61,21 @@ class Options(Section):
         return {**self.model_dump(), "last_day": self.last_day or "val-first"}
 
 
-def adopt(path: str | Path, **options: Any) -> dict[str, Any]:
+class AdoptOptions(TypedDict, total=False):
+    """The fields of `Options`, for type checkers."""
+
+    last_day: Literal["val-first", "test-first", "none"] | None
+    val_fraction: float | None
+    table_size: list[int] | None
+    dense_transform: str | None
+
+
+def adopt(path: str | Path, **options: Unpack[AdoptOptions]) -> dict[str, Any]:
     """Describe the files in `path` and return the description. Only `dataset.json` is written.
 
     Options are those of `recmill adopt --help`, with underscores: adopt("d", last_day="none", table_size=[1000]).
     """
-    checked: Options = checked_options("adopt", Options, options)
+    checked: Options = checked_options("adopt", Options, dict(options))
     path = given_path(path, "DIRECTORY")
     if not path.is_dir():
         raise DataError(f"{path}: no such directory. Give the one that holds day_0_dense.npy or train_dense.npy.")

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict, Unpack
 
 import numpy as np
 from pydantic import Field
@@ -88,12 +88,19 @@ class AuditReport:
         return sum(finding.kind == "failure" for finding in self.findings)
 
 
-def audit(path: str | Path, **options: Any) -> AuditReport:
+class AuditOptions(TypedDict, total=False):
+    """The fields of `Options`, for type checkers."""
+
+    memory_budget: str
+    verify: bool | None
+
+
+def audit(path: str | Path, **options: Unpack[AuditOptions]) -> AuditReport:
     """Read a click log and report what is wrong with it. With a small memory budget it is read several times.
 
     Options are those of `recmill audit --help`, with underscores: audit("d", memory_budget="500MB").
     """
-    checked: Options = checked_options("audit", Options, options)
+    checked: Options = checked_options("audit", Options, dict(options))
     dataset = open_dataset(given_path(path, "DATASET"), dataset_checks(checked.verify))
     description = dataset.description
     if not isinstance(description, ClicksDescription):

@@ -16,7 +16,7 @@ import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict, Unpack
 
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section, key
@@ -75,13 +75,20 @@ class Options(Section):
     url: str | None = key(None, "Another address of the same file, such as a mirror; its checksum must be the same.")
 
 
-def download(name: str, output: str | Path, **options: Any) -> Path:
+class DownloadOptions(TypedDict, total=False):
+    """The fields of `Options`, for type checkers."""
+
+    variant: str | None
+    url: str | None
+
+
+def download(name: str, output: str | Path, **options: Unpack[DownloadOptions]) -> Path:
     """Download public data and return its path: output/VARIANT/ for an archive, output/FILE otherwise.
 
     Options are the fields of `Options`. Data that is already there is kept. An interrupted call, repeated, continues
     the partial file if the server confirms that its file is still the same.
     """
-    checked = checked_options("download", Options, options)
+    checked = checked_options("download", Options, dict(options))
     if name not in SOURCES:
         raise ConfigError(unknown("download", name, SOURCES))
     variant = checked.variant or next(iter(SOURCES[name]))

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict, Unpack
 
 import numpy as np
 from pydantic import PositiveInt
@@ -26,12 +26,19 @@ class Options(Section):
     days: PositiveInt = key(24, "Number of slices: day_0, day_1, ...; the rest of the log is left out.")
 
 
-def split(input: str | Path, output: str | Path, **options: Any) -> dict[str, Any]:
+class SplitOptions(TypedDict, total=False):
+    """The fields of `Options`, for type checkers."""
+
+    lines: int
+    days: int
+
+
+def split(input: str | Path, output: str | Path, **options: Unpack[SplitOptions]) -> dict[str, Any]:
     """Write the first `days` slices of `lines` lines each to output/day_0, output/day_1, ...; the last may be shorter.
 
     Returns input, days, the total number of lines, and whether the rest of the log was left out.
     """
-    checked = checked_options("split", Options, options)
+    checked = checked_options("split", Options, dict(options))
     input = given_path(input, "--input")
     output = given_path(output, "--output").absolute()
     if not input.is_file():
