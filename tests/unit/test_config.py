@@ -60,6 +60,7 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
         ({**GOOD, "optim": {"dense": {"lr": "fast"}}}, "should be a valid number, got 'fast'"),
         ({**GOOD, "optim": {"dense": {"lr": float("inf")}}}, "'optim.dense.lr': should be a finite number"),
         ({**GOOD, "train": {"seed": 2**64}}, "'train.seed': should be less than"),
+        ({**GOOD, "train": {"hang_seconds": 1e-320}}, "'train.hang_seconds': should be greater than or equal to 1"),
         ({**GOOD, "train": {"hang_seconds": 2**63}}, "'train.hang_seconds': should be less than or equal to 1"),
         ({**GOOD, "train": {"join_seconds": 1e300}}, "'train.join_seconds': should be less than or equal to 1"),
         ({**GOOD, "train": {"seed": True}}, "'train.seed': should be a valid integer, got True"),

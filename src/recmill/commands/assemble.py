@@ -251,7 +251,7 @@ def open_start(text: str | Path) -> tuple[RunDirectory, str]:
 
 def not_kept(run: RunDirectory, which: str) -> CheckpointError:
     return CheckpointError(
-        f"{run.path}: no {which} checkpoint. Only a run with checkpoint.keep_best = true keeps the best one; "
+        f"{run.checkpoints}: no {which} checkpoint. Only a run with checkpoint.keep_best = true keeps the best one; "
         "use the newest."
     )
 

@@ -284,8 +284,8 @@ class TrainSection(Section):
     join_seconds: MayChange[PositiveFloat] = key(
         600.0, "How long a process waits for the others of its job to start.", le=_MAX_SECONDS
     )
-    hang_seconds: MayChange[PositiveFloat] = key(
-        1800.0, "A process without progress for this long counts as hung.", le=_MAX_SECONDS
+    hang_seconds: MayChange[float] = key(
+        1800.0, "A process without progress for this long counts as hung.", ge=1.0, le=_MAX_SECONDS
     )
 
     def contradictions(self) -> list[str]:
