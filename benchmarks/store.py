@@ -286,7 +286,7 @@ CONTENDERS: dict[str, tuple[type[Any], float, bool]] = {
     "cached_ssd_4x": (CachedSsd, 4, True),
     "cached_ssd_16x": (CachedSsd, 16, True),
     "cached_ssd_first": (CachedSsd, 4, False),
-    "cached_ssd_fits": (CachedSsd, 0.7, True),
+    "cached_ssd_fits": (CachedSsd, 0.6, True),
     "mmap_4x": (Mapped, 4, True),
     "lmdb_4x": (Lmdb, 4, True),
     "rocksdb_4x": (RocksDb, 4, True),
