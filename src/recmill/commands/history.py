@@ -2,23 +2,22 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recmill.config.options import given_path
+from recmill.data.frames import Kind, converted
 from recmill.errors import CheckpointError
 from recmill.observe.run_dir import RunDirectory
-
-if TYPE_CHECKING:
-    import polars as pl
 
 _INTEGERS = ("step", "epoch")
 
 
-def history(run: str | Path) -> "pl.DataFrame":
+def history(run: str | Path, frame: Kind = "polars") -> Any:
     """Return what a run has reported so far, also while it trains: one row per line of its metrics.jsonl.
 
     Columns: step, epoch, split ("train", "val" or "test"), time (seconds since 1970), the loss, speed and learning
-    rates of training, and the metrics of each split. Values that a row does not have are null.
+    rates of training, and the metrics of each split. Values that a row does not have are null. `frame`: "polars",
+    "pandas" or "arrow".
     """
     import polars as pl
 
@@ -33,7 +32,7 @@ def history(run: str | Path) -> "pl.DataFrame":
             kind = pl.Int64 if name in _INTEGERS else pl.Float64
             columns[name] = pl.Series([number(line.get(name)) for line in lines], dtype=kind, strict=False)
     split = pl.Series("split", [line.get("split") for line in lines], dtype=pl.String)
-    return pl.DataFrame(columns).insert_column(len(_INTEGERS), split)
+    return converted(pl.DataFrame(columns).insert_column(len(_INTEGERS), split), frame)
 
 
 def number(value: Any) -> float | int | None:

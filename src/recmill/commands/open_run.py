@@ -50,11 +50,11 @@ class Run:
 
     def results(self, frame: Kind = "polars") -> Any:
         """Return one row: state, best step, test metrics. See `recmill.results`."""
-        return converted(recmill.results(self.path), frame)
+        return recmill.results(self.path, frame=frame)
 
     def history(self, frame: Kind = "polars") -> Any:
         """Return the learning curve. See `recmill.history`."""
-        return converted(recmill.history(self.path), frame)
+        return recmill.history(self.path, frame=frame)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

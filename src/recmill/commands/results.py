@@ -5,20 +5,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import harmonic_mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recmill.commands import assemble
 from recmill.commands.history import number
 from recmill.config import Config, load_config
 from recmill.config.options import given_path
+from recmill.data.frames import Kind, converted
 from recmill.data.names import Names
 from recmill.data.opening import open_dataset
 from recmill.errors import CheckpointError, DataError
 from recmill.metrics.binary import Values
 from recmill.observe.run_dir import RunDirectory
-
-if TYPE_CHECKING:
-    import polars as pl
 
 _STOPPED = ("preempted", "interrupted")
 
@@ -43,8 +41,11 @@ class RunReport:
     reachable: dict[str, float] = field(default_factory=dict)  # the best that any model can reach; of synthetic data
 
 
-def results(*runs: str | Path) -> "pl.DataFrame":
-    """Return one row per run: state, model, best step, test metrics, what popularity reaches and what is reachable."""
+def results(*runs: str | Path, frame: Kind = "polars") -> Any:
+    """Return one row per run: state, model, best step, test metrics, what popularity reaches and what is reachable.
+
+    `frame`: "polars", "pandas" or "arrow".
+    """
     import polars as pl
 
     rows = []
@@ -53,7 +54,7 @@ def results(*runs: str | Path) -> "pl.DataFrame":
         groups = [("", facts.pop("values")), *((f"{name}/", facts.pop(name)) for name in ("popularity", "reachable"))]
         metrics = {f"{prefix}{name}": number(value) for prefix, values in groups for name, value in values.items()}
         rows.append(facts | metrics)
-    return pl.DataFrame(rows, infer_schema_length=None)
+    return converted(pl.DataFrame(rows, infer_schema_length=None), frame)
 
 
 def deltas(reports: Sequence[RunReport]) -> list[dict[str, float]]:
