@@ -230,7 +230,8 @@ def test_a_preempted_slurm_job_is_requeued_unless_somebody_cancelled_it(
 ) -> None:
     program(run.parent, monkeypatch, "squeue", squeue)
     program(run.parent, monkeypatch, "scontrol", "")
+    note(run)
     if is_cancelled:
         (run / "jobs" / "7.cancelled").touch()
-    assert finish(run, 75, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts).returncode == 75
+    assert finish(run, 75, SLURM_RESTART_COUNT=restarts).returncode == 75
     assert (run.parent / "scontrol.calls").exists() == is_requeued

@@ -10,7 +10,7 @@ from typing import Any
 
 from recmill.errors import UserError
 from recmill.files.timestamps import utc_now
-from recmill.jobs.records import is_cancel_requested, write_job_end
+from recmill.jobs.records import is_cancel_requested, read_jobs, write_job_end
 from recmill.launch.failures import collected_error
 from recmill.observe.run_dir import RunDirectory
 
@@ -33,7 +33,8 @@ def main() -> int:
     facts = {"code": code, "state": state, "step": status.get("step", 0), "reason": reason, "restarts": restarts}
     write_job_end(jobs, job_id, {**facts, "at": utc_now()})
     _say(f"recmill: job {job_id}: {state} at step {facts['step']:,}" + (f": {reason}" if state == "failed" else ""))
-    if state == "preempted" and "SLURM_JOB_ID" in os.environ and not is_cancel_requested(jobs, job_id):
+    is_slurm_job = any(record.launcher == "slurm" and record.id == job_id for record in read_jobs(jobs))
+    if state == "preempted" and is_slurm_job and not is_cancel_requested(jobs, job_id):
         _requeue(job_id, restarts)
     return {"done": 0, "preempted": _PREEMPTED}.get(state, code or 1)
 
