@@ -9,7 +9,8 @@ from torch import nn
 
 from recmill.checkpoints.format import Checkpoint, Origin, Position, choose, verify
 from recmill.checkpoints.incremental import apply_changes, has_table_rows
-from recmill.checkpoints.safe_reader import SafeReader
+from recmill.checkpoints.loading import read_row_files
+from recmill.checkpoints.safe_reader import SafeReader, described_tensors
 from recmill.checkpoints.saver import Saver
 from recmill.commands.checkpoint import list_checkpoints
 from recmill.config.sections import CheckpointSection
@@ -71,9 +72,15 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         return state
 
     own = read(checkpoint.path)
+    in_files = {
+        key: torch.empty(description.size)
+        for key, description in described_tensors(checkpoint).items()
+        if key in {key for _, file in checkpoint.row_files for t in file.tables for key in (t.key, t.state_key)}
+    }
+    read_row_files(checkpoint, in_files)
     if not checkpoint.base:
-        return own
-    tensors = {key: value for key, value in read(checkpoint.base).items() if has_table_rows(key, value)}
+        return own | in_files
+    tensors = in_files | {key: value for key, value in read(checkpoint.base).items() if has_table_rows(key, value)}
     tensors |= {key: value for key, value in own.items() if key.startswith(("model.", "optim."))}
     apply_changes(checkpoint, tensors)
     return tensors

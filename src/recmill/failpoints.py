@@ -28,6 +28,7 @@ POINTS = {
     "ckpt.begin": "a save is due, nothing is copied",
     "ckpt.copied": "the copy is made, nothing is written",
     "ckpt.shards": "the directory exists, no shard is written",
+    "ckpt.rows": "a chunk of the rows of cached tables is written",
     "ckpt.written": "this rank's shards are written",
     "ckpt.sync": "state.json or the manifest is being synced",
     "ckpt.before_manifest": "everything but the manifest is written",

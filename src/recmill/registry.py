@@ -33,7 +33,6 @@ DATASETS = {
     "random-clicks": "recmill.datasets.synthetic.random_clicks",
     "random-histories": "recmill.datasets.synthetic.random_histories",
 }
-STORES = {"device_mem": "recmill.tables.stores.device_mem"}
 METRICS: dict[str, str] = {}  # the metrics of a task itself are no plug-ins:
 METRIC_NAMES = ("auroc", "logloss", "normalised_entropy", "calibration", "rows", "users")
 TASKS = {"ctr": "recmill.tasks.ctr", "next_item": "recmill.tasks.next_item"}

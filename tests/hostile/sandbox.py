@@ -245,7 +245,7 @@ def load_everything() -> None:
 
     for module in ("cli", "training.loop", *(f"commands.{command}" for command in _COMMANDS)):
         importlib.import_module(f"recmill.{module}")
-    for names in (registry.MODELS, registry.DATASETS, registry.TASKS, registry.STORES):
+    for names in (registry.MODELS, registry.DATASETS, registry.TASKS):
         for name in names:
             registry.load(names, name, "plug-in")
 

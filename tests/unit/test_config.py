@@ -47,7 +47,13 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
     ("values", "expected"),
     [
         ({"model": {"name": "dlrm"}}, "'data.path' is missing. Directory of the prepared dataset"),
-        ({**GOOD, "tables": {"store": "device_men"}}, "unknown store 'device_men'. Did you mean 'device_mem'?"),
+        ({**GOOD, "tables": {"store": "device_men"}}, "unknown value 'device_men'. Did you mean 'device_mem'?"),
+        ({**GOOD, "tables": {"stores": {"C1": "ssd"}}}, "'tables.stores.C1': unknown value 'ssd'"),
+        ({**GOOD, "tables": {"path": "/ssd"}}, "tables.path has no meaning without a table in 'cached_ssd'"),
+        (
+            {**GOOD, "tables": {"cache_memory_budget_mb": 9}},
+            "tables.cache_memory_budget_mb has no meaning for tables.store = 'device_mem'",
+        ),
         ({**GOOD, "sharding": {"default": "rowwise"}}, "unknown value 'rowwise'. Did you mean 'row_wise'?"),
         (
             {**GOOD, "sharding": {"tables": {"C1": "rowwise"}}},
@@ -360,3 +366,36 @@ def test_the_fingerprint_of_a_config_stays_the_same_from_version_to_version() ->
     """Checkpoints hold it: another value would refuse to resume them."""
     assert fingerprint(load_config(GOOD)) == "1eb0dc88389baf6d"
     assert fingerprint(load_config(GOOD, ["train.seed=3"])) == "2ef9a1c628ebcbf1"
+
+
+def test_all_that_cached_ssd_cannot_do_is_reported_at_once() -> None:
+    text = problem(
+        {
+            "data": {"path": "d"},
+            "model": {"name": "sasrec", "head": "tied"},
+            "tables": {"store": "cached_ssd"},
+            "sharding": {"default": "column_wise", "tables": {"item": "data_parallel"}},
+            "train": {"device": "cuda", "kernels": "torch"},
+            "optim": {"tables": {"name": "adam"}},
+            "checkpoint": {"full_every": 2, "row_bits": 8},
+        }
+    )
+    for fact in (
+        "tables.store = 'cached_ssd' needs tables.cache_memory_budget_mb",
+        "sharding.default = 'column_wise' with tables.store = 'cached_ssd'",
+        "sharding.tables.item = 'data_parallel' with tables.store = 'cached_ssd'",
+        "train.device = 'cuda': it would need FBGEMM's SSD operators, which no published FBGEMM has",
+        "train.kernels = 'torch': the cache is one of our own kernels",
+        "optim.tables.name = 'adam': FBGEMM has no fused Adam on CPU",
+        "checkpoint.row_bits = 8: cached rows are saved exactly",
+        "model.head = 'tied' with tables.store = 'cached_ssd': it needs all rows",
+    ):
+        assert fact in text
+    in_memory = {"tables": {"item": "data_parallel"}}
+    load_config(
+        {
+            **GOOD,
+            "tables": {"store": "cached_ssd", "cache_memory_budget_mb": 9, "stores": {"item": "device_mem"}},
+            "sharding": in_memory,
+        }
+    )

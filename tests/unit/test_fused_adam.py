@@ -59,7 +59,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def parts(world: World, kind: str) -> tuple[Any, CombinedOptimizer]:
     network = ClickNetwork(TABLES, DenseLayers(3, [4], [4]), DotInteraction(3, 4), torch.device("meta"))
     types = {table.name: kind for table in TABLES}
-    request = Request(TABLES, types, "adam", ["fused", "dense"], 2, {table.feature: 1 for table in TABLES})
+    request = Request(TABLES, types, "adam", 2, {table.feature: 1 for table in TABLES})
     model = shard(network, request, SETTINGS.tables, world)
     return model, build_optimizer(model, SETTINGS)
 

@@ -27,7 +27,7 @@ from recmill.tables.placement import (
     placements,
 )
 from recmill.tables.sharding import make_sharders
-from recmill.tables.spec import TableSpec
+from recmill.tables.spec import Stores, TableSpec
 
 META = torch.device("meta")
 # Rows of MLPerf's DLRM (mlcommons/training, recommendation_v2): at most 40 million each.
@@ -40,7 +40,7 @@ def placed(
 ) -> dict[str, Placed]:
     tables = [TableSpec(f"t{i}", f"f{i}", count, dim, 0.1) for i, count in enumerate(rows)]
     named = {t.name: types if isinstance(types, str) else types.get(t.name, "auto") for t in tables}
-    request = Request(tables, named, optimizer, ["fused", "dense"], 8192, {t.feature: 1 for t in tables})
+    request = Request(tables, named, optimizer, 8192, {t.feature: 1 for t in tables})
     network = ClickNetwork(tables, DenseLayers(13, [512, dim], [64]), DotInteraction(len(tables) + 1, dim), META)
     plan = make_plan(network, make_sharders(TablesOptim(name=optimizer)), request, machines)  # type: ignore[arg-type]
     return {p.table: p for p in placements(plan, tables, optimizer)}
@@ -91,7 +91,7 @@ def test_every_sharding_type_is_planned_for_gpus_with_fused_kernels(kind: str, k
     """2 machines of 2 GPUs, on a machine that has none."""
     table = TableSpec("t", "f", 2000, 16, 0.1)
     network = ClickNetwork([table], DenseLayers(3, [16], [4]), DotInteraction(2, 16), META)
-    request = Request([table], {"t": kind}, "adam" if kind == "table_wise" else "sgd", ["fused", "dense"], 8, {"f": 1})
+    request = Request([table], {"t": kind}, "adam" if kind == "table_wise" else "sgd", 8, {"f": 1})
     sharders = make_sharders(TablesOptim(name="adam" if kind == "table_wise" else "sgd"))
     plan = make_plan(network, sharders, request, Machines(4, 2, "cuda", 10**9))
     found = plan.plan["tables"]["t"]
@@ -127,7 +127,7 @@ def test_what_a_gpu_holds_beside_its_tables(gpus: int, per_machine: int, nccl: i
     machines = Machines(gpus, per_machine, "cuda", 80 * 10**9)
     table = TableSpec("t", "f", 1_000_000, 16, 0.1)
     network = ClickNetwork([table], DenseLayers(13, [512, 16], [64]), DotInteraction(2, 16), META)
-    request = Request([table], {"t": "auto"}, "adagrad", ["fused", "dense"], 8192, {"f": 1}, dense_state=2)
+    request = Request([table], {"t": "auto"}, "adagrad", 8192, {"f": 1}, dense_state=2)
     assert bytes_beside_tables(network, request, machines) == 4 * 4 * DENSE + nccl
     assert bytes_beside_tables(network, request, replace(machines, device_type="cpu")) == 0
     head = 10_000_000 * 128
@@ -179,7 +179,7 @@ def test_too_large_tables_are_refused_with_both_numbers() -> None:
 def test_a_table_of_sequences_allows_fewer_sharding_types() -> None:
     table = TableSpec("item", "item", 202, 16, 0.05)
     network = ItemTransformer(table, 200, TransformerShape(10, 1, 2, 0.0), META, "linear", Loss())
-    request = Request([table], {"item": "grid"}, "sgd", ["fused"], 8, {"item": 10})
+    request = Request([table], {"item": "grid"}, "sgd", 8, {"item": 10})
     with pytest.raises(ConfigError, match="sharding 'grid' of table 'item': TorchRec cannot shard a table of"):
         make_plan(network, make_sharders(TablesOptim(name="sgd")), request, Machines(2, 2, "cpu", 10**10))
 
@@ -215,3 +215,20 @@ def test_the_page_of_memory_has_the_numbers_of_the_planner() -> None:
     with pytest.raises(ResourceError) as refused:
         placed(MLPERF, 128, Machines(2, 2, "cpu", 32 * 10**9), optimizer="rowwise_adagrad")
     assert f"```\n{refused.value}\n```" in page
+
+
+def test_tables_in_cached_host_mem_take_the_budget_of_a_gpu_and_the_state_of_their_rows() -> None:
+    """100 M rows of 128: 51 GB. The caches of 8 GPUs with 2 GiB each hold a third of it."""
+    table = TableSpec("t", "f", 10**8, 128, 0.1)
+    stores = Stores({"t": "cached_host_mem"}, budget_bytes=2 << 30)
+    request = Request([table], {"t": "row_wise"}, "rowwise_adagrad", 1024, {"f": 1}, stores=stores)
+    network = ClickNetwork([table], DenseLayers(1, [128], [8]), DotInteraction(2, 128), META)
+    sharders = make_sharders(TablesOptim(name="rowwise_adagrad"))
+    plan = make_plan(network, sharders, request, Machines(8, 8, "cuda", 4 * 10**9))
+    (sharding,) = (sharding for module in plan.plan.values() for sharding in module.values())
+    assert sharding.compute_kernel == "fused_uvm_caching"
+    assert sharding.cache_params.load_factor == pytest.approx(8 * (2 << 30) / (4 * 128 * 10**8))
+    with pytest.raises(ResourceError, match="The tables do not fit"):  # 2.1 GB of cache and 0.4 GB of state
+        make_plan(network, sharders, request, Machines(8, 8, "cuda", 2 * 10**9))
+    on_cpu = make_plan(network, sharders, request, Machines(8, 8, "cpu", 8 * 10**9))
+    assert {sharding.compute_kernel for module in on_cpu.plan.values() for sharding in module.values()} == {"fused"}

@@ -104,9 +104,9 @@ def test_a_name_that_is_no_path_of_a_module_is_unknown(name: str, folder: Path) 
 
 
 def test_only_models_datasets_and_metrics_may_be_modules(folder: Path) -> None:
-    (folder / "my_models" / "store.py").write_text("COMPUTE_KERNELS = []")
-    with pytest.raises(ConfigError, match=r"unknown store 'my_models\.store'"):
-        registry.load(registry.STORES, "my_models.store", "store")
+    (folder / "my_models" / "task.py").write_text("")
+    with pytest.raises(ConfigError, match=r"unknown task 'my_models\.task'"):
+        registry.load(registry.TASKS, "my_models.task", "task")
 
 
 def install(folder: Path, **entry_points: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Network(nn.Module):
 
 def sharded(world: World, with_kernels: bool = False, **types: str) -> Any:
     tables = [TableSpec(name, feature, 5, 4, 0.1) for name, feature in FEATURES.items()]
-    request = Request(tables, TYPES | types, "adagrad", ["fused", "dense"], 2, {"a": 2, "b": 2})
+    request = Request(tables, TYPES | types, "adagrad", 2, {"a": 2, "b": 2})
     library = load_library() if with_kernels else None
     return shard(Network(), request, TablesOptim(name="adagrad"), world, library).module
 
@@ -116,7 +116,7 @@ def test_the_table_of_a_key(key: str, table: str | None) -> None:
 def test_our_lookups_change_no_key_of_a_model_or_its_optimizer(world: World) -> None:
     """TorchRec's keys: checkpoints on disk have them."""
     tables = [TableSpec(name, feature, 5, 4, 0.1) for name, feature in FEATURES.items()]
-    request = Request(tables, TYPES, "adagrad", ["fused", "dense"], 2, {"a": 2, "b": 2})
+    request = Request(tables, TYPES, "adagrad", 2, {"a": 2, "b": 2})
     model = shard(Network(), request, TablesOptim(name="adagrad"), world, load_library())
     weights = [f"bags.embedding_bags.{name}.weight" for name in ("bag", "bag_copy")]
     weights += [f"rows.embeddings.{name}.weight" for name in ("rows", "rows_copy")]

@@ -34,7 +34,7 @@ OnBlock = Callable[[], None]  # called regularly while files are read, so that r
 
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
-_FORMAT = 2
+_FORMATS = 2, 3  # 3: with row files
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _STEP_NAME = re.compile(r"step-\d+")
 
@@ -111,6 +111,32 @@ class RowChange:
 
 
 @dataclass(frozen=True)
+class SavedTable:
+    """A table of which only rows that are not first values are saved."""
+
+    __pydantic_config__ = _STRICT
+
+    name: str
+    key: str  # of its rows, as of a complete tensor
+    state_key: str  # of their optimizer state; empty if it has none
+    rows: PositiveInt
+    bound: NonNegativeFloat  # of first values
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file with rows of tables; `row_files` reads it."""
+
+    __pydantic_config__ = _STRICT
+
+    name: str
+    tables: list[SavedTable]
+    dim: PositiveInt
+    state_columns: NonNegativeInt
+    chunks: list[NonNegativeInt]  # number of rows in each
+
+
+@dataclass(frozen=True)
 class State:
     """Everything in a checkpoint that is not a tensor."""
 
@@ -122,6 +148,7 @@ class State:
     base: str | None = None  # name of the full checkpoint that `changes` apply to
     base_manifest: str = ""  # digest of its manifest
     changes: list[RowChange] = field(default_factory=list)
+    row_files: list[RowFile] = field(default_factory=list)
 
 
 _AS_STATE = TypeAdapter(State)
@@ -144,6 +171,12 @@ class Checkpoint:
     @property
     def base(self) -> Path | None:
         return self.path.parent / self.state.base if self.state.base else None
+
+    @property
+    def row_files(self) -> list[tuple[Path, RowFile]]:
+        """The row files of the base and then its own, which replace rows of the base."""
+        own = [(self.path, file) for file in self.state.row_files]
+        return [*read(self.base).row_files, *own] if self.base else own
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -190,7 +223,7 @@ def commit(partial: Path, state: State, files: dict[str, FileFacts]) -> Path:
     write_synced(partial / STATE, json.dumps(asdict(state), indent=1), lambda: reach("ckpt.sync", step))
     files = {**files, STATE: file_facts(partial / STATE)}
     reach("ckpt.before_manifest", step)
-    manifest = {"format": _FORMAT, "files": dict(sorted(files.items()))}
+    manifest = {"format": _FORMATS[bool(state.row_files)], "files": dict(sorted(files.items()))}
     write_synced(partial / MANIFEST, json.dumps(manifest, indent=1), lambda: reach("ckpt.sync", step))
     sync_directory(partial)
     reach("ckpt.before_rename", step)
@@ -407,10 +440,10 @@ def _verify_files(path: Path, digests: bool, on_block: OnBlock) -> None:
     manifest = path / MANIFEST
     try:
         content = read_json(manifest)
-        if content["format"] != _FORMAT:
+        if content["format"] not in _FORMATS:
             raise CheckpointError(
-                f"{manifest}: format {content['format']!r}, but this version of recmill reads {_FORMAT}. Use the "
-                "version that wrote it."
+                f"{manifest}: format {content['format']!r}, but this version of recmill reads "
+                f"{' and '.join(map(str, _FORMATS))}. Use the version that wrote it."
             )
         listed = {name: (int(facts["bytes"]), str(facts["xxh3"])) for name, facts in content["files"].items()}
     except FileNotFoundError as error:

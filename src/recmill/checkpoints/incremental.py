@@ -70,29 +70,35 @@ def collect_changes(
 
 def apply_changes(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
     """Write the changed rows of an incremental checkpoint into the shards that this process holds."""
-    described = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
     for change in checkpoint.state.changes:
         if change.key not in state:
             continue  # an optimizer state, when only weights are loaded
-        if missing := [key for key in (change.ids, change.values) if key not in described]:
-            raise CheckpointError(
-                f"{checkpoint.path / '.metadata'}: does not describe {missing[0]}, which state.json names. Restore the "
-                "checkpoint from an intact copy, or use another one."
-            )
-        tensors = {
-            key: torch.empty(described[key].size, dtype=described[key].properties.dtype)
-            for key in (change.ids, change.values)
-        }
-        read_into(tensors, checkpoint.path, alone=True)
-        rows = tensors[change.values]
-        if change.bits == 8:
-            rows = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(rows)
+        ids, rows = changed_rows(checkpoint, change)
         for shard in local_shards(state[change.key]):
-            _write_rows(shard, tensors[change.ids], rows, change.column)
+            write_rows(shard, ids, rows, change.column)
+
+
+def changed_rows(checkpoint: Checkpoint, change: RowChange) -> tuple[Tensor, Tensor]:
+    """Return the numbers of changed rows, and the rows."""
+    described = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
+    if missing := [key for key in (change.ids, change.values) if key not in described]:
+        raise CheckpointError(
+            f"{checkpoint.path / '.metadata'}: does not describe {missing[0]}, which state.json names. Restore the "
+            "checkpoint from an intact copy, or use another one."
+        )
+    tensors = {
+        key: torch.empty(described[key].size, dtype=described[key].properties.dtype)
+        for key in (change.ids, change.values)
+    }
+    read_into(tensors, checkpoint.path, alone=True)
+    rows = tensors[change.values]
+    if change.bits == 8:
+        rows = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(rows)
+    return tensors[change.ids], rows
 
 
 @torch.no_grad()
-def _write_rows(shard: LocalShard, ids: Tensor, rows: Tensor, column: int) -> None:
+def write_rows(shard: LocalShard, ids: Tensor, rows: Tensor, column: int) -> None:
     """Write the part of `rows` that belongs to this shard. `column` is their first column in the complete tensor."""
     values = shard.values
     is_here = (ids >= shard.row) & (ids < shard.row + len(values))

@@ -6,14 +6,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recmill.checkpoints.format import Checkpoint, OnBlock, choose, committed, set_aside
-from recmill.checkpoints.incremental import apply_changes, has_table_rows
+from recmill import rng
+from recmill.checkpoints.cached_loading import load_into_caches
+from recmill.checkpoints.format import Checkpoint, OnBlock, SavedTable, choose, committed, set_aside
+from recmill.checkpoints.incremental import apply_changes, has_table_rows, write_rows
+from recmill.checkpoints.row_files import saved_rows
 from recmill.checkpoints.safe_reader import described_tensors, read_into
 from recmill.errors import CheckpointError, UserError
+from recmill.tables.first_values import fill_shard
+from recmill.tables.spec import TableSpec
+from recmill.tables.table_lookup import cached_tables
 from recmill.tables.torchrec_internals import flat_state, local_shards, table_of
 from recmill.world import World
 
@@ -76,7 +83,8 @@ def load(
         if optimizer is not None and any(key.startswith("optim.state.dense.") for key in saved):
             _create_dense_state(optimizer)
         state = state_of(model, optimizer)
-        ours = _on_any_rank({key: tuple(value.size()) for key, value in state.items()})
+        in_caches = saved_tables(model, state)
+        ours = _on_any_rank({key: tuple(value.size()) for key, value in state.items()} | _sizes_of(in_caches, state))
         if optimizer is None:
             saved = {key: size for key, size in saved.items() if key.startswith("model.")}
         fitting = {key: value for key, value in state.items() if saved.get(key) == ours[key]}
@@ -90,20 +98,69 @@ def load(
             fitting = _without_orphaned_states(fitting)
             if optimizer is not None:
                 _reset_dense_state(optimizer, fitting)
-        _read(checkpoint, fitting)
+        in_caches = saved_tables(model, fitting)
+        keys = {table.name: (table.key, table.state_key) for table in in_caches}
+        load_into_caches(checkpoint, cached_tables(model), keys)
+        _read(checkpoint, without_tables(fitting, in_caches))
+
+
+def saved_tables(model: nn.Module, state: dict[str, Tensor]) -> list[SavedTable]:
+    """Describe all cached tables whose rows are among `state`; there they have the sizes of caches."""
+    rows = {table_of(key): key for key, value in state.items() if key.startswith("model.") and value.dim()}
+    states = {table_of(key): key for key, value in state.items() if key.startswith("optim.") and value.dim()}
+    specs: list[TableSpec] = getattr(model, "cached_specs", [])
+    return [
+        SavedTable(spec.name, rows[spec.name], states.get(spec.name, ""), spec.rows, spec.init_bound)
+        for spec in specs
+        if spec.name in rows
+    ]
+
+
+def without_tables(state: dict[str, Tensor], tables: list[SavedTable]) -> dict[str, Tensor]:
+    keys = {key for table in tables for key in (table.key, table.state_key)}
+    return {key: value for key, value in state.items() if key not in keys}
+
+
+def _sizes_of(tables: list[SavedTable], state: dict[str, Tensor]) -> Sizes:
+    """Return the sizes of cached tables and their states."""
+    return {
+        key: (table.rows, *state[key].size()[1:]) for table in tables for key in (table.key, table.state_key) if key
+    }
 
 
 def _read(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
     alone = not dist.is_initialized()
     # Not those without a shard here: torch asks CUDA for their device if the group has a backend for it.
     state = {key: value for key, value in state.items() if any(local_shards(value))}
+    in_row_files = read_row_files(checkpoint, state)
     in_base = {key: value for key, value in state.items() if checkpoint.base and has_table_rows(key, value)}
-    read_into({key: value for key, value in state.items() if key not in in_base}, checkpoint.path, alone)
+    own = {key: value for key, value in state.items() if key not in in_base and key not in in_row_files}
+    read_into(own, checkpoint.path, alone)
     if checkpoint.base:
-        read_into(in_base, checkpoint.base, alone)
+        read_into({key: value for key, value in in_base.items() if key not in in_row_files}, checkpoint.base, alone)
         apply_changes(checkpoint, state)
     if not alone:
         dist.barrier()  # rank 0 holds the checkpoint until every rank has read it
+
+
+def read_row_files(checkpoint: Checkpoint, state: dict[str, Tensor]) -> set[str]:
+    """Read tables of which only rows that are not first values are saved. Return the keys of their tensors."""
+    found: set[str] = set()
+    for _, file in checkpoint.row_files:
+        for table in file.tables:
+            stream = rng.stream_key(checkpoint.state.origin.seed, "table", table.name)
+            for shard in local_shards(state[table.key]) if table.key in state.keys() - found else []:
+                fill_shard(shard, stream, file.dim, table.bound)
+            for shard in local_shards(state[table.state_key]) if table.state_key in state.keys() - found else []:
+                shard.values.zero_()
+            found |= {table.key, table.state_key}
+    for directory, file in checkpoint.row_files:
+        for table, rows, weights, states in saved_rows(directory, file):
+            for key, values in ((table.key, weights), (table.state_key, states)):
+                for shard in local_shards(state[key]) if key in state else []:
+                    of_rows = values[:, 0] if shard.values.dim() == 1 else values
+                    write_rows(shard, torch.from_numpy(rows), torch.from_numpy(of_rows), column=0)
+    return found
 
 
 def _on_any_rank(sizes: Sizes) -> Sizes:

@@ -11,8 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from recmill.checkpoints.format import Checkpoint
@@ -99,7 +107,39 @@ def described_tensors(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.base:
         base = SafeReader(checkpoint.base).read_metadata().state_dict_metadata
         tensors |= {key: tensor for key, tensor in base.items() if table_of(key) and tensor.size}
+    for _, file in checkpoint.row_files:
+        for table in file.tables:
+            tensors[table.key] = _described([table.rows, file.dim])
+            if table.state_key:
+                is_per_row = file.state_columns == 1
+                tensors[table.state_key] = _described([table.rows] if is_per_row else [table.rows, file.state_columns])
     return tensors
+
+
+def _described(size: list[int]) -> TensorStorageMetadata:
+    return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), chunks=[])
+
+
+def read_rows(reader: SafeReader, metadata: Metadata, key: str, first: int, count: int) -> torch.Tensor:
+    """Return rows of a stored tensor."""
+    described = metadata.state_dict_metadata[key]
+    size = torch.Size([count, *described.size[1:]])
+    rows = torch.empty(size, dtype=described.properties.dtype)
+    chunk = ChunkStorageMetadata(torch.Size([first, *[0] * (len(size) - 1)]), size)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(LoadPlan(create_read_items_for_chunk_list(key, described, [chunk])), _Rows(rows))
+    return rows
+
+
+class _Rows(dcp.DefaultLoadPlanner):
+    """Reads into one tensor."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._rows
 
 
 def read_into(state: dict[str, Any], path: Path, alone: bool) -> None:

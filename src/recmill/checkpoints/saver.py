@@ -23,9 +23,10 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.checkpoints import format as on_disk
 from recmill.checkpoints.chunks import ChunkedPlanner
-from recmill.checkpoints.format import FileFacts, Origin, Position, RowChange, State
+from recmill.checkpoints.format import FileFacts, Origin, Position, RowChange, RowFile, SavedTable, State
 from recmill.checkpoints.incremental import TouchedRows, collect_changes, has_table_rows, quantize_rows
-from recmill.checkpoints.loading import state_of
+from recmill.checkpoints.loading import saved_tables, state_of, without_tables
+from recmill.checkpoints.row_files import NotFiniteError, write_row_file
 from recmill.config.sections import CheckpointSection
 from recmill.errors import ResourceError, UserError, as_user_error, remedy_for
 from recmill.failpoints import reach
@@ -33,6 +34,9 @@ from recmill.files.digests import digest
 from recmill.files.timestamps import utc_now
 from recmill.hardware.memory import available_memory_bytes
 from recmill.launch.watchdog import Heartbeat
+from recmill.tables.cached_tables import CachedTables
+from recmill.tables.stores.row_cache import Snapshot
+from recmill.tables.table_lookup import cached_tables
 from recmill.tables.torchrec_internals import copy_to_cpu, is_sharded, local_shards
 from recmill.world import World, use_device
 
@@ -62,6 +66,8 @@ class _Save:
     rows: dict[str, Tensor] = field(default_factory=dict)  # copies of changed rows, and their ids
     changes: list[RowChange] = field(default_factory=list)
     base: _Base | None = None
+    snapshots: list[tuple[CachedTables, Snapshot]] = field(default_factory=list)
+    tables: list[SavedTable] = field(default_factory=list)  # that are cached
     stall_seconds: float | None = None  # how long training waited for the copy; None: it waits until the end
     bytes: int = 0  # over all ranks
     free_bytes: int | None = None  # when it began
@@ -89,6 +95,8 @@ class Saver:
         self._touched = TouchedRows(self.model, self.optimizer) if self.section.full_every > 1 else None
         self._base: _Base | None = None  # the last full checkpoint of this process
         self._saves_since_full = 0
+        self._caches = cached_tables(self.model)
+        self._positions = [0] * len(self._caches)  # of the caches, at the last full checkpoint
         self._buffers: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._partial = self.directory  # where the thread writes
@@ -134,7 +142,9 @@ class Saver:
     def _new_save(self, position: Position) -> _Save:
         """Gather what to save: changed rows if a full checkpoint of this process is recent enough, else everything."""
         partial = on_disk.partial_path(self.directory, position.step)
-        save = _Save(position, partial, time.monotonic(), state_of(self.model, self.optimizer))
+        state = state_of(self.model, self.optimizer)
+        in_caches = saved_tables(self.model, state)
+        save = _Save(position, partial, time.monotonic(), without_tables(state, in_caches), tables=in_caches)
         if self._touched and self._base and self._saves_since_full < self.section.full_every:
             bits = self.section.row_bits
             save.rows, save.changes = collect_changes(save.tensors, self._touched, self.world.rank, bits)
@@ -142,6 +152,9 @@ class Saver:
             save.base = self._base
         elif self._touched:
             self._touched.clear()
+        for cached, since in zip(self._caches, self._positions, strict=True):
+            cached.release()
+            save.snapshots.append((cached, cached.cache.snapshot(since if save.base else 0)))
         return save
 
     def _wait(self) -> None:
@@ -192,17 +205,22 @@ class Saver:
             save.bytes = sum(self._on_all_ranks(save, lambda: self._bytes_to_write(save)))
             save.free_bytes, *_ = self._on_all_ranks(save, lambda: self._begin(save))
             self._write_shards(save)
+            row_files = [file for own in self._on_all_ranks(save, lambda: self._write_rows(save)) for file in own]
             files = self._on_all_ranks(save, lambda: self._file_facts(save))
             changes_by_rank = self._on_all_ranks(save, lambda: save.changes)
             changes = [change for own in changes_by_rank for change in own]
-            committed, *_ = self._on_all_ranks(save, lambda: self._commit(save, changes, files))
+            committed, *_ = self._on_all_ranks(save, lambda: self._commit(save, changes, files, row_files))
             assert committed is not None  # it is rank 0's
             self.committed_step = save.position.step
+            if not save.base:
+                self._positions = [snapshot.position for _, snapshot in save.snapshots]
             self._base = save.base or committed
             self._saves_since_full = self._saves_since_full + 1 if save.base else 1
         except BaseException as error:  # noqa: BLE001 - raised by handle_failure() or finish(), in the main thread
             if self.world.is_main:
                 shutil.rmtree(save.partial, ignore_errors=True)  # free the space
+            for _, snapshot in save.snapshots:
+                snapshot.close()
             self._base = None  # marks of touched rows may be lost: the next checkpoint must be full
             self._error = self._as_save_error(error, save)
 
@@ -239,11 +257,14 @@ class Saver:
     def _check_finite(self, save: _Save) -> None:
         for key, value in save.tensors.items():
             if not all(is_finite(shard.values) for shard in local_shards(value)):
-                raise UserError(
-                    f"After step {save.position.step:,} {key.removeprefix('model.')} holds values that are not finite "
-                    f"numbers (on rank {self.world.rank}). It was not saved: the checkpoints on disk are older. "
-                    "Train again with lower optim.dense.lr and optim.tables.lr."
-                )
+                raise self._not_finite(key, save)
+
+    def _not_finite(self, key: str, save: _Save) -> UserError:
+        return UserError(
+            f"After step {save.position.step:,} {key.removeprefix('model.')} holds values that are not finite "
+            f"numbers (on rank {self.world.rank}). It was not saved: the checkpoints on disk are older. "
+            "Train again with lower optim.dense.lr and optim.tables.lr."
+        )
 
     def _bytes_to_write(self, save: _Save) -> int:
         """Quantize rows where the config says so, and return the bytes that this rank writes."""
@@ -252,7 +273,9 @@ class Saver:
                 save.tensors[change.values] = quantize_rows(save.tensors[change.values])
         is_main = self.world.is_main  # rank 0 writes the tensors that all ranks hold
         own = [value for key, value in save.tensors.items() if is_main or is_sharded(value) or key in save.rows]
-        return _local_bytes(own)
+        caches = [cached.cache for cached in self._caches]
+        in_caches = sum(cache.counters().trained_rows * cache.layout.record_bytes for cache in caches)
+        return _local_bytes(own) + in_caches  # an incremental checkpoint has fewer of these
 
     def _begin(self, save: _Save) -> int | None:
         """Create the directory on rank 0, and return the bytes that are free there."""
@@ -284,6 +307,20 @@ class Saver:
         except dcp.CheckpointException as error:  # the same on all ranks
             raise next((failure for failure, _ in error.failures.values()), RuntimeError(str(error))) from error
 
+    def _write_rows(self, save: _Save) -> list[RowFile]:
+        """Write this rank's rows of cached tables."""
+        written = []
+        for number, (cached, snapshot) in enumerate(save.snapshots):
+            by_name = {table.name: table for table in save.tables}
+            tables = [by_name[name] for name in cached.names]
+            path = save.partial / f"__{self.world.rank}_{number}.rows"
+            try:
+                written.append(write_row_file(path, cached, snapshot, tables, save.position.step))
+            except NotFiniteError as error:
+                raise self._not_finite(str(error), save) from error
+            self._beat()
+        return written
+
     def _file_facts(self, save: _Save) -> dict[str, FileFacts]:
         """Read back what this rank wrote."""
         reach("ckpt.written", save.position.step)
@@ -296,13 +333,15 @@ class Saver:
         if self._is_waited_for:  # otherwise training sends the heartbeats
             self.heartbeat.beat("waiting for a checkpoint to be written")
 
-    def _commit(self, save: _Save, changes: list[RowChange], files: list[dict[str, FileFacts]]) -> _Base | None:
+    def _commit(
+        self, save: _Save, changes: list[RowChange], files: list[dict[str, FileFacts]], row_files: list[RowFile]
+    ) -> _Base | None:
         """Commit on rank 0, and return the checkpoint as a base of later ones."""
         if not self.world.is_main:
             return None
         step = save.position.step
         base, base_manifest = save.base or (None, "")
-        state = State(save.position, self.origin, utc_now(), base, base_manifest, changes)
+        state = State(save.position, self.origin, utc_now(), base, base_manifest, changes, row_files)
         all_files = {file: facts for own in files for file, facts in own.items()}
         final = on_disk.commit(save.partial, state, all_files)
         try:

@@ -11,6 +11,7 @@ from recmill import registry
 from recmill.checkpoints.format import best_path, committed, lost_error, step_of, step_path
 from recmill.config import Config, fingerprint, load_config
 from recmill.config.options import given_path
+from recmill.config.sections import SSD_ON_CUDA
 from recmill.data.opening import Checks, open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -19,7 +20,7 @@ from recmill.metrics.binary import Values
 from recmill.observe.run_dir import RunDirectory
 from recmill.protocols import Metrics, ModelModule, SequenceModelModule, TaskModule
 from recmill.schema import SPLITS, ClicksDescription, Dataset
-from recmill.tables.spec import TableSpec
+from recmill.tables.spec import Stores, TableSpec
 
 if TYPE_CHECKING:
     from recmill.checkpoints.format import Checkpoint
@@ -144,8 +145,11 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
     )
 
 
-def build_sharded(config: Config, dataset: Dataset, world: "World") -> "DistributedModelParallel":
-    """Build the model with its tables sharded over the ranks, before their rows have values. All ranks take part."""
+def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = Path()) -> "DistributedModelParallel":
+    """Build the model with its tables sharded over the ranks, before their rows have values. All ranks take part.
+
+    Rows of cached tables are kept in the directory `run`, unless the config names another one.
+    """
     import torch
 
     from recmill.kernels.library import load_library
@@ -163,14 +167,42 @@ def build_sharded(config: Config, dataset: Dataset, world: "World") -> "Distribu
         tables=tables,
         types={table.name: settings.sharding.type_of(table.name, table.feature) for table in tables},
         optimizer=settings.optim.tables.name,
-        compute_kernels=registry.load(registry.STORES, settings.tables.store, "store").COMPUTE_KERNELS,
         batch_size_per_rank=-(-settings.train.global_batch_size // world.size),
         ids_per_row=_ids_per_row(config, dataset, tables),
         dense_state=DENSE_STATE[settings.optim.dense.name],
         catalogue=_catalogue(config, dataset),
+        stores=_stores(config, tables, run, world),
     )
     kernels = load_library() if settings.train.kernels == "auto" and world.device.type == "cpu" else None
+    if request.stores.in_files and kernels is None:
+        raise ResourceError("tables.store = 'cached_ssd' needs our C++ kernels, which cannot be used here: see above.")
     return shard(network, request, settings.optim.tables, world, kernels)
+
+
+def _stores(config: Config, tables: list[TableSpec], run: Path, world: "World") -> Stores:
+    """Return where the rows of each table live. Raise ConfigError for what this device does not have."""
+    from recmill.tables.stores.row_file import check_row_directory
+
+    section = config.settings.tables
+    by_table = {table.name: str(section.store_of(table.name, table.feature)) for table in tables}
+    on_gpu = world.device.type == "cuda"
+    if on_gpu and "cached_ssd" in by_table.values():
+        raise ConfigError(f"tables.store = 'cached_ssd' on CUDA: {SSD_ON_CUDA}")
+    if on_gpu and "cached_host_mem" in by_table.values() and not section.cache_memory_budget_mb:
+        raise ConfigError(
+            "tables.store = 'cached_host_mem' on CUDA needs tables.cache_memory_budget_mb, the memory of each GPU for "
+            "its cache. Set it."
+        )
+    directory = Path(section.path) if section.path else run
+    if "cached_ssd" in by_table.values():
+        check_row_directory(directory)
+    return Stores(
+        by_table=by_table,
+        budget_bytes=section.cache_memory_budget_mb << 20,
+        directory=directory,
+        disk_budget_bytes=int(section.disk_budget_gb * (1 << 30)),
+        seed=config.settings.train.seed,
+    )
 
 
 def _ids_per_row(config: Config, dataset: Dataset, tables: list[TableSpec]) -> dict[str, int]:

@@ -166,7 +166,7 @@ def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Datase
         stateless = OptimSection(dense=DenseOptim(name="sgd"), tables=TablesOptim(name="sgd"))
         config = replace(config, settings=config.settings.model_copy(update={"eval": section, "optim": stateless}))
         source = assemble.build_source(config, dataset, world.rank, world.size)
-        model = assemble.build_sharded(config, dataset, world)
+        model = assemble.build_sharded(config, dataset, world, run.path)
         load(found, model)
     parts = Parts(model, assemble.task_module(config), source, world, config.settings.data.prefetch, Heartbeat())
     metrics = assemble.new_metrics(config, source, with_popularity=True, resamples=options.bootstrap)

@@ -242,14 +242,15 @@ def _train(
     steps = run_steps(settings, source.batches_per_epoch)
     tables = assemble.table_specs(config, dataset)
     _wait_for_kernels(compiling, stop, heartbeat)
-    model = assemble.build_sharded(config, dataset, world)
+    model = assemble.build_sharded(config, dataset, world, run.path)
     optimizer = build_optimizer(model, settings.optim)
     parts = Parts(model, assemble.task_module(config), source, world, settings.data.prefetch, heartbeat)
-    placed = placements(model.plan, tables, settings.optim.tables.name)
+    placed = placements(model.plan, tables, settings.optim.tables.name, model.cache_bytes)
     if world.is_main:
         _log_facts(parts, config, dataset, tables, steps)
         all_tables, largest = ("\n".join(table_lines(as_rows(placed, world.size, n))) for n in (None, 5))
         log.info("%s", all_tables, extra={"console": largest})
+        _log_stores(model, config, world)
 
     # Find the checkpoint to start from
     heartbeat.beat("loading")
@@ -474,6 +475,22 @@ def _log_values(at: "Position", split: str, values: Values, console: str) -> Non
     log.info("step %s  %s  %s", f"{at.step:,}", split, "  ".join(shown), extra={"console": console})
 
 
+def _log_stores(model: Any, config: Config, world: "World") -> None:
+    """Say what is kept where, if not all rows are in the device's memory."""
+    from recmill.tables.table_lookup import cached_tables
+
+    if "cached_host_mem" in config.settings.tables.requested_stores().values() and world.device.type == "cpu":
+        log.info("tables.store = 'cached_host_mem': on CPU this is device_mem, for the device's memory is the host's")
+    for cached in cached_tables(model):
+        cache, layout = cached.cache, cached.cache.layout
+        log.info(
+            f"cached_ssd: {layout.rows:,} rows, {layout.rows * layout.value_bytes / 1e6:,.1f} MB with their state, in "
+            f"{cache.file.directory}; {cache.plan.slots:,} of them in a cache of "
+            f"{cache.plan.memory_bytes / 1e6:,.1f} MB, {cache.plan.index_bytes / 1e6:,.1f} MB of it for the index; "
+            f"read with {cache.engine}{'' if cache.file.is_direct else ', not O_DIRECT: the page cache is used too'}"
+        )
+
+
 def _write_frequencies(run: RunDirectory, source: BatchSource, at: "Position", world: "World") -> None:
     """Write how often each id was trained on, by feature, before and after multi-hot ids were added."""
     import numpy as np
@@ -490,7 +507,10 @@ def with_absolute_path(config: Config) -> Config:
     """Make the data path absolute, so that the saved config means the same in any working directory."""
     data = config.settings.data
     data = data.model_copy(update={"path": str(Path(data.path).absolute())})
-    return replace(config, settings=config.settings.model_copy(update={"data": data}))
+    tables = config.settings.tables
+    if tables.path:
+        tables = tables.model_copy(update={"path": str(Path(tables.path).absolute())})
+    return replace(config, settings=config.settings.model_copy(update={"data": data, "tables": tables}))
 
 
 def _saved_config(run: RunDirectory) -> Config | None:

@@ -6,7 +6,6 @@ from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -18,8 +17,6 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from recmill import registry
-
 T = TypeVar("T")
 MAY_CHANGE = "may change on resume"
 _MAX_SECONDS = 1e8  # three years
@@ -28,6 +25,10 @@ MayChange = Annotated[T, MAY_CHANGE]  # a key or section that may change when a 
 ADAM_ON_CPU = (
     "optim.tables.name = 'adam' on CPU: FBGEMM has no fused Adam there. "
     "Use 'rowwise_adagrad' or 'adagrad', or sharding.mode = 'ddp'."
+)
+SSD_ON_CUDA = (
+    "it would need FBGEMM's SSD operators, which no published FBGEMM has (pytorch/FBGEMM#5666). "
+    "Use 'cached_host_mem', or train on CPU."
 )
 
 
@@ -119,14 +120,44 @@ class DataSection(Section):
     multi_hot: MultiHotSection = MultiHotSection()
 
 
-def _known_store(name: str) -> str:
-    if name not in registry.STORES:
-        raise ValueError(f"'tables.store': {registry.unknown('store', name, registry.STORES)}")
-    return name
+Store = Literal["device_mem", "cached_host_mem", "cached_ssd"]
 
 
 class TablesSection(Section):
-    store: Annotated[str, AfterValidator(_known_store)] = key("device_mem", "Where table rows live.")
+    store: Store = key(
+        "device_mem", "Where table rows live: in the device's memory, or in host memory or a file behind a cache."
+    )
+    cache_memory_budget_mb: NonNegativeInt = key(
+        0, "Memory of each process for cached tables, in MiB: of its GPU (cached_host_mem) or host (cached_ssd)."
+    )
+    path: str = key("", "Directory on a local SSD for the rows of cached_ssd; empty: the run directory.")
+    disk_budget_gb: float = key(0.0, "Most disk space of cached_ssd for each process, in GiB; 0: no limit.", ge=0.0)
+    stores: dict[str, Store] = key({}, "Stores of single tables, by table or feature name.")
+
+    def store_of(self, table: str, feature: str) -> Store:
+        return self.stores.get(table, self.stores.get(feature, self.store))
+
+    def requested_stores(self) -> dict[str, Store]:
+        """Return the stores by the config key that requests them."""
+        return {"tables.store": self.store, **{f"tables.stores.{name}": store for name, store in self.stores.items()}}
+
+    def contradictions(self) -> list[str]:
+        requested = self.requested_stores()
+        problems = []
+        cached = [key for key, store in requested.items() if store == "cached_ssd"]
+        if cached and not self.cache_memory_budget_mb:
+            problems.append(
+                f"{cached[0]} = 'cached_ssd' needs tables.cache_memory_budget_mb, the memory for its cache. Set it."
+            )
+        if set(requested.values()) == {"device_mem"} and self.cache_memory_budget_mb:
+            problems.append("tables.cache_memory_budget_mb has no meaning for tables.store = 'device_mem'. Remove it.")
+        if not cached:
+            problems += [
+                f"tables.{key} has no meaning without a table in 'cached_ssd'. Remove it."
+                for key in ("path", "disk_budget_gb")
+                if getattr(self, key)
+            ]
+        return problems
 
 
 ShardingType = Literal["auto", "data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "grid"]
@@ -350,7 +381,7 @@ class Settings(Section):
     checkpoint: MayChange[CheckpointSection] = CheckpointSection()
 
     def contradictions(self) -> list[str]:
-        problems = []
+        problems = self._contradictions_of_stores()
         requested = self.sharding.requested_types()
         optimizer = self.optim.tables.name
         if optimizer == "adam" and self.train.device == "cpu" and set(requested.values()) != {"data_parallel"}:
@@ -372,3 +403,32 @@ class Settings(Section):
                 if is_set
             ]
         return problems
+
+    def _contradictions_of_stores(self) -> list[str]:
+        cached = [key for key, store in self.tables.requested_stores().items() if store == "cached_ssd"]
+        if not cached:
+            return []
+        store = f"{cached[0]} = 'cached_ssd'"
+        problems = [
+            f"{key} = '{kind}' with {store}: cached tables are sharded by table or by row. Use 'auto', 'table_wise' or "
+            "'row_wise'."
+            for key, kind in self.sharding.requested_types().items()
+            if kind not in ("auto", "table_wise", "row_wise") and not self._is_in_memory(key)
+        ]
+        if self.train.device == "cuda":
+            problems.append(f"{store} with train.device = 'cuda': {SSD_ON_CUDA}")
+        if self.train.kernels == "torch":
+            problems.append(f"{store} with train.kernels = 'torch': the cache is one of our own kernels. Use 'auto'.")
+        if self.optim.tables.name == "adam":
+            problems.append(
+                f"{store} with optim.tables.name = 'adam': FBGEMM has no fused Adam on CPU. Use 'rowwise_adagrad', "
+                "'adagrad' or 'sgd'."
+            )
+        if self.checkpoint.row_bits == 8:
+            problems.append(f"{store} with checkpoint.row_bits = 8: cached rows are saved exactly. Use 32.")
+        return problems
+
+    def _is_in_memory(self, key: str) -> bool:
+        """Return whether the sharding type that `key` requests is only for tables in memory."""
+        name = key.removeprefix("sharding.tables.")
+        return key != name and self.tables.stores.get(name, self.tables.store) != "cached_ssd"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from recmill.kernels.library import KernelLibrary
+from recmill.tables.cached_tables import CachedTables
 from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.torchrec_internals import FusedTables
 
@@ -26,23 +27,52 @@ def native_lookup(tables: FusedTables, library: KernelLibrary) -> Callable[[Tens
     return look_up
 
 
+def cached_lookup(cached: CachedTables, library: KernelLibrary) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return a lookup of rows in a cache, like `native_lookup`; outside of training it leaves the cache as it is."""
+    rule = _RULES.get(cached.fused.optimizer)
+    if rule is None or not cached.fused.are_summed:
+        return None
+
+    def look_up(ids: Tensor, offsets: Tensor) -> Tensor:
+        ids, offsets = ids.long(), offsets.long()
+        if torch.is_grad_enabled():
+            weights, _ = cached.weights
+            return _SumOfRows.apply(weights, cached, library, rule, cached.pin(ids, offsets), offsets)
+        rows, positions = cached.read(ids, offsets)
+        counts = torch.full((len(cached.names),), len(rows))
+        return _sums(library, (rows, torch.zeros_like(counts)), counts, cached.dim, positions, offsets)
+
+    return look_up
+
+
+def _sums(
+    library: KernelLibrary, weights: tuple[Tensor, Tensor], rows: Tensor, dim: int, ids: Tensor, offsets: Tensor
+) -> Tensor:
+    """Return the sum of each bag's rows [B, tables * dim]."""
+    batch_size = (len(offsets) - 1) // len(rows)
+    out = torch.empty(batch_size, len(rows) * dim)
+    bad = library.call("sum_bags", *weights, rows, len(rows), dim, ids, offsets, batch_size, out)
+    if bad >= 0:  # ids are checked when they are loaded: this is a defect, and must not train a wrong row
+        raise IndexError(f"id {int(ids[bad])} at position {bad} of {len(ids)} is outside its table")
+    return out
+
+
 class _SumOfRows(torch.autograd.Function):
     """Sum the rows of each bag. As in FBGEMM, backward updates the rows, and tables have no gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, tables: FusedTables, library: KernelLibrary, rule: int, ids: Tensor, offsets: Tensor
+        ctx: Any,
+        weights: Tensor,
+        tables: FusedTables | CachedTables,
+        library: KernelLibrary,
+        rule: int,
+        ids: Tensor,
+        offsets: Tensor,
     ) -> Tensor:
-        num_tables = len(tables.rows)
-        batch_size = (len(offsets) - 1) // num_tables
-        out = torch.empty(batch_size, num_tables * tables.dim)
-        bags = ids, offsets, batch_size
-        bad = library.call("sum_bags", *tables.weights, tables.rows, num_tables, tables.dim, *bags, out)
-        if bad >= 0:  # ids are checked when they are loaded: this is a defect, and must not train a wrong row
-            raise IndexError(f"id {int(ids[bad])} at position {bad} of {len(ids)} is outside its table")
         ctx.lookup = tables, library, rule
         ctx.save_for_backward(ids, offsets)
-        return out
+        return _sums(library, tables.weights, tables.rows, tables.dim, ids, offsets)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
@@ -52,4 +82,6 @@ class _SumOfRows(torch.autograd.Function):
         memory = *tables.weights, *state, tables.rows, len(tables.rows), tables.dim
         bags = ids, offsets, len(gradient), gradient.contiguous()
         library.call("update_bags", *memory, *bags, rule, *tables.learning_rate_and_eps)
+        if isinstance(tables, CachedTables):
+            tables.release()
         return (None,) * 6

@@ -4,22 +4,23 @@ Planning needs neither a process group nor the device that it plans for.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError, ShardEstimator, ShardingOption, Storage
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from recmill.config.sections import ADAM_ON_CPU
 from recmill.errors import ConfigError, ResourceError
 from recmill.tables.optimizers import OPTIMIZERS
-from recmill.tables.spec import VALUE_BYTES, TableSpec
+from recmill.tables.spec import VALUE_BYTES, Stores, TableSpec
 
 _MIN_SHARDED_ROWS = 1_000_000  # for 'auto': sharding a smaller table costs more in messages than it saves
 _USABLE_SHARE = 0.9  # of the memory; the rest is for activations, the libraries and, on CPU, dense layers and data
@@ -60,11 +61,17 @@ class Request:
     tables: list[TableSpec]
     types: dict[str, str]  # sharding type by table, as in the config
     optimizer: str
-    compute_kernels: list[str]  # TorchRec's, as far as the store supports them
     batch_size_per_rank: int
     ids_per_row: dict[str, int]  # maximum per sample, by feature
     dense_state: int = 0  # values of optimizer state for each value of the dense layers
     catalogue: Catalogue | None = None
+    stores: Stores = field(default_factory=Stores)
+
+    def cache_share(self, world_size: int) -> float:
+        """Return how much of the tables in cached_host_mem fits in the budgets of all GPUs together."""
+        cached = [table for table in self.tables if self.stores.of(table.name) == "cached_host_mem"]
+        needed = sum(VALUE_BYTES * table.rows * table.dim for table in cached)
+        return min(1.0, self.stores.budget_bytes * world_size / needed) if needed else 1.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,8 @@ class Placed:
     rows: int
     dim: int
     type: str
-    bytes_by_rank: dict[int, int]  # of rows, their optimizer state and the gradients of replicas
+    bytes_by_rank: dict[int, int]  # of rows, their optimizer state and the gradients of replicas, or of a cache
+    store: str = "device_mem"
 
 
 def make_plan(network: nn.Module, sharders: list[Any], request: Request, machines: Machines) -> ShardingPlan:
@@ -83,6 +91,8 @@ def make_plan(network: nn.Module, sharders: list[Any], request: Request, machine
     _check_types(network, request, machines)
     usable = int(machines.bytes_per_rank * _USABLE_SHARE)
     beside = bytes_beside_tables(network, request, machines)
+    if request.stores.in_files:
+        beside += request.stores.budget_bytes
     needed: Counter[int] = Counter()
     try:
         return _planner(request, machines, max(usable - beside, 0), needed).plan(network, sharders)
@@ -90,7 +100,8 @@ def make_plan(network: nn.Module, sharders: list[Any], request: Request, machine
         _planner(request, machines, _UNLIMITED_BYTES, needed).plan(network, sharders)
         rank, most = max(needed.items(), key=lambda item: item[1])
         most += beside
-        dense = f" ({_size(beside)} of it for dense layers and NCCL)" if beside else ""
+        what = "the cache" if request.stores.in_files else "dense layers and NCCL"
+        dense = f" ({_size(beside)} of it for {what})" if beside else ""
         memory = "the free memory of its GPU" if machines.device_type == "cuda" else "its share of the memory"
         raise ResourceError(
             f"The tables do not fit: process {rank} of {machines.world_size} needs {_size(most)} for its rows, their "
@@ -121,12 +132,18 @@ def bytes_beside_tables(network: nn.Module, request: Request, machines: Machines
     return VALUE_BYTES * values + _NCCL_PEER_BYTES * peers + _NCCL_NETWORK_BYTES * has_network
 
 
-def placements(plan: ShardingPlan, tables: list[TableSpec], optimizer: str) -> list[Placed]:
-    """Describe the plan, in the order of `tables`."""
+def placements(
+    plan: ShardingPlan, tables: list[TableSpec], optimizer: str, cache_bytes: dict[str, dict[int, int]] | None = None
+) -> list[Placed]:
+    """Describe the plan, in the order of `tables`. `cache_bytes`: those of cached tables, by table and rank."""
     by_table = {name: sharding for module in plan.plan.values() for name, sharding in module.items()}
     out = []
     for table in tables:
         sharding = by_table[table.name]
+        kind = "grid" if sharding.sharding_type == _GRID else sharding.sharding_type
+        if cache_bytes and table.name in cache_bytes:
+            out.append(Placed(table.name, table.rows, table.dim, kind, cache_bytes[table.name], "cached_ssd"))
+            continue
         if sharding.sharding_spec is None:  # every rank holds the complete table
             shards = [(rank, [table.rows, table.dim]) for rank in sharding.ranks]
         else:
@@ -134,7 +151,6 @@ def placements(plan: ShardingPlan, tables: list[TableSpec], optimizer: str) -> l
         by_rank = Counter[int]()
         for rank, (rows, columns) in shards:
             by_rank[rank] += _shard_bytes(sharding.sharding_type, rows, columns, optimizer)
-        kind = "grid" if sharding.sharding_type == _GRID else sharding.sharding_type
         out.append(Placed(table.name, table.rows, table.dim, kind, dict(sorted(by_rank.items()))))
     return out
 
@@ -198,9 +214,13 @@ def _planner(request: Request, machines: Machines, usable: int, needed: Counter[
 def _constraints(table: TableSpec, request: Request, machines: Machines) -> ParameterConstraints:
     kind = request.types[table.name]
     num_column_shards = machines.world_size // machines.local_size if kind == "grid" else machines.world_size
+    is_uvm = machines.device_type == "cuda" and request.stores.of(table.name) == "cached_host_mem"
+    share = request.cache_share(machines.world_size)
     return ParameterConstraints(
         sharding_types=_allowed_types(kind, table, request, machines),
-        compute_kernels=request.compute_kernels,
+        # FBGEMM's lookup with a fused optimizer; 'dense' is for data_parallel tables.
+        compute_kernels=["fused_uvm_caching"] if is_uvm else ["fused", "dense"],
+        cache_params=CacheParams(algorithm=CacheAlgorithm.LRU, load_factor=share) if is_uvm else None,
         min_partition=-(-table.dim // num_column_shards),  # TorchRec's default makes none narrower than 128
         pooling_factors=[float(request.ids_per_row[table.feature])],
     )
@@ -211,7 +231,9 @@ def _allowed_types(kind: str, table: TableSpec, request: Request, machines: Mach
         return [_GRID if kind == "grid" else kind]
     if machines.world_size == 1 or table.rows < _MIN_SHARDED_ROWS:
         return ["table_wise"]
-    if "per row" in OPTIMIZERS[request.optimizer].state.values():  # column shards would each have their own state
+    is_cached = request.stores.of(table.name) == "cached_ssd"
+    # Column shards would each have their own state of a row.
+    if is_cached or "per row" in OPTIMIZERS[request.optimizer].state.values():
         return ["table_wise", "row_wise"]
     return ["table_wise", "row_wise", "column_wise"]
 
@@ -228,9 +250,21 @@ class _MemoryEstimator(ShardEstimator):
         for option in sharding_options:
             for shard in option.shards:
                 rows, columns = shard.size
-                needed = _shard_bytes(option.sharding_type, rows, columns, self._request.optimizer)
-                needed += self._batch_bytes(option, rows, columns)
+                needed = self._batch_bytes(option, rows, columns) + self._row_bytes(option, rows, columns)
                 shard.storage = Storage(hbm=needed if on_gpu else 0, ddr=0 if on_gpu else needed)
+
+    def _row_bytes(self, option: ShardingOption, rows: int, columns: int) -> int:
+        """Return the bytes of a shard on the device. The cache of tables in files is counted for the process."""
+        optimizer = self._request.optimizer
+        store = self._request.stores.of(option.name)
+        if store == "cached_ssd":
+            return 0
+        if store == "cached_host_mem" and self._machines.device_type == "cuda":
+            # FBGEMM keeps the state of rows on the GPU, that of values in host memory.
+            state = rows if "per row" in OPTIMIZERS[optimizer].state.values() else 0
+            share = self._request.cache_share(self._machines.world_size)
+            return VALUE_BYTES * (round(rows * columns * share) + state)
+        return _shard_bytes(option.sharding_type, rows, columns, optimizer)
 
     def _batch_bytes(self, option: ShardingOption, rows: int, columns: int) -> int:
         """Return the bytes of ids before and after the exchange, and of the looked-up rows and their gradients."""

@@ -1,5 +1,6 @@
 """Shard a network's tables over the ranks with TorchRec, following the plan of `placement`."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from recmill.errors import UserError
 from recmill.hardware.memory import memory_bytes
 from recmill.kernels.layers import use_kernels
 from recmill.kernels.library import KernelLibrary
+from recmill.tables.cached_tables import CachedTables
 from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.placement import Machines, Request, make_plan
+from recmill.tables.slots import CacheGroups, bytes_by_table, layout_of, plan_caches, use_slots
+from recmill.tables.stores.row_cache import RowCache
 from recmill.tables.table_lookup import install_lookups
-from recmill.tables.torchrec_internals import place_on
+from recmill.tables.torchrec_internals import FusedTables, cut_ids_of, place_on
 from recmill.world import World
 
 
@@ -41,14 +45,18 @@ def shard(
     `library` has our CPU kernels for tables and layers; without it, torch's and FBGEMM's are used.
     """
     sharders = make_sharders(optimizer)
-    plan = _plan_on_rank_0(network, sharders, request, world)
+    plan, groups = _plan_on_rank_0(network, sharders, request, world)
+    use_slots(network, plan, groups, request)
     # DDP averages the gradients of replicas; one process needs none.
     model = DistributedModelParallel(
         network, device=world.device, plan=plan, sharders=sharders, init_data_parallel=world.size > 1
     )
     if world.size == 1:  # with several, DDP moves the dense layers to the device
         model.module.to(world.device)
-    install_lookups(model, library, world.device, world.size)
+    install_lookups(model, library, world.device, world.size, partial(_open_cache, plan, groups, request, world))
+    model.cache_bytes = bytes_by_table(groups)
+    model.cached_specs = [table for table in request.tables if table.name in request.stores.in_files]
+    cut_ids_of({table.feature: table.rows for table in model.cached_specs}, model)
     if library is not None:
         use_kernels(model, library)
     return model
@@ -67,22 +75,48 @@ def make_sharders(optimizer: TablesOptim) -> list[Any]:
     return [_BagSharder(fused_params=dict(fused)), _SequenceSharder(fused_params=dict(fused))]
 
 
-def _plan_on_rank_0(network: nn.Module, sharders: list[Any], request: Request, world: World) -> ShardingPlan:
+def _open_cache(
+    plan: ShardingPlan, groups: CacheGroups, request: Request, world: World, tables: list[str], fused: FusedTables
+) -> CachedTables | None:
+    """Open the cache of a group of tables on this rank, if they are cached."""
+    if tables[0] not in request.stores.in_files:
+        return None
+    (kind,) = {module[tables[0]].sharding_type for module in plan.plan.values() if tables[0] in module}
+    group = groups[world.rank, kind]
+    assert group.shards.keys() == set(tables), (tables, group.shards)  # as TorchRec groups tables
+    layout = layout_of({table: group.shards[table] for table in tables}, request)
+    stores = request.stores
+    cache = RowCache(
+        layout,
+        group.plan,
+        stores.directory,
+        lookahead=stores.lookahead,
+        disk_budget_bytes=stores.disk_budget_bytes,
+        slab=fused.slots(group.plan.slots, layout.state_columns),
+    )
+    specs = {table.name: table for table in request.tables}
+    return CachedTables(cache, fused, [specs[table] for table in tables])
+
+
+def _plan_on_rank_0(
+    network: nn.Module, sharders: list[Any], request: Request, world: World
+) -> tuple[ShardingPlan, CacheGroups]:
     """Plan on rank 0, for the rank with the least memory. All ranks take part; if planning fails, all raise."""
     on_gpu = world.device.type == "cuda"
     share = torch.cuda.mem_get_info(world.device)[0] if on_gpu else memory_bytes() // world.local_size
     ranks = world.gather((share, world.device))
-    result: ShardingPlan | UserError | None = None
+    result: tuple[ShardingPlan, CacheGroups] | UserError | None = None
     if ranks is not None:  # on rank 0
         least = min(share for share, _ in ranks)
         machines = Machines(world.size, world.local_size, world.device.type, least)
         try:
-            result = make_plan(network, sharders, request, machines)
-            place_on(result, [device for _, device in ranks])
+            plan = make_plan(network, sharders, request, machines)
+            place_on(plan, [device for _, device in ranks])
+            result = plan, plan_caches(plan, request, world.size)
         except UserError as error:
             result = error
-    plan = world.broadcast(result)
-    if isinstance(plan, UserError):
-        raise plan
-    assert plan is not None
-    return plan
+    result = world.broadcast(result)
+    if isinstance(result, UserError):
+        raise result
+    assert result is not None
+    return result

@@ -1,6 +1,7 @@
 """The embedding tables that a model declares."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 VALUE_BYTES = 4  # rows, their optimizer state and their gradients are float32
 
@@ -12,3 +13,23 @@ class TableSpec:
     rows: int
     dim: int
     init_bound: float  # initial values are uniform in [-init_bound, init_bound]
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Where the rows of tables live, and the cache of those that do not live in the device's memory."""
+
+    by_table: dict[str, str] = field(default_factory=dict)  # default: device_mem
+    budget_bytes: int = 0  # of the cache of each process
+    directory: Path = Path()  # of the row files of cached_ssd
+    lookahead: int = 0
+    disk_budget_bytes: int = 0
+    seed: int = 0  # of first values
+
+    def of(self, table: str) -> str:
+        return self.by_table.get(table, "device_mem")
+
+    @property
+    def in_files(self) -> set[str]:
+        """The tables in cached_ssd."""
+        return {table for table, store in self.by_table.items() if store == "cached_ssd"}

@@ -10,9 +10,11 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from recmill.kernels.library import KernelLibrary
 from recmill.tables import torchrec_internals as internals
-from recmill.tables.native_lookup import native_lookup
+from recmill.tables.cached_tables import CachedTables
+from recmill.tables.native_lookup import cached_lookup, native_lookup
 
 Lookup = Callable[[Tensor, Tensor], Tensor]  # (ids, offsets of each bag) -> rows or sums of rows
+OpenCache = Callable[[list[str], internals.FusedTables], CachedTables | None]
 
 
 class TableLookup(nn.Module):
@@ -21,10 +23,17 @@ class TableLookup(nn.Module):
     In training, first mark these rows if `mark_rows` was called. All other attributes are those of FBGEMM's module.
     """
 
-    def __init__(self, fbgemm: nn.Module, shards: list[internals.ShardKey], kernel: Lookup | None = None) -> None:
+    def __init__(
+        self,
+        fbgemm: nn.Module,
+        shards: list[internals.ShardKey],
+        kernel: Lookup | None = None,
+        cached: CachedTables | None = None,
+    ) -> None:
         super().__init__()
         self.fbgemm = fbgemm
         self.kernel = kernel
+        self.cached = cached
         self.steps: Tensor | None = None  # taken so far, if FBGEMM's optimizer depends on their number
         self._shards = shards
         self._marks: list[tuple[Tensor, Tensor]] = []  # one mark per row; the first mark of each feature's table
@@ -37,6 +46,8 @@ class TableLookup(nn.Module):
 
     def mark_rows(self) -> list[tuple[internals.ShardKey, Tensor]]:
         """Mark looked-up rows from now on. Return each shard with its marks, one per row; the caller may clear them."""
+        if self.cached:
+            return []  # the cache knows which rows have changed
         rows_per_table, marks, first_marks = internals.new_row_marks(self.fbgemm)
         self._marks.append((marks, first_marks))
         return list(zip(self._shards, marks.split(rows_per_table), strict=True))
@@ -52,10 +63,13 @@ class TableLookup(nn.Module):
         return self.kernel(indices, offsets)
 
 
-def install_lookups(model: nn.Module, library: KernelLibrary | None, device: torch.device, world_size: int) -> None:
+def install_lookups(
+    model: nn.Module, library: KernelLibrary | None, device: torch.device, world_size: int, open_cache: OpenCache
+) -> None:
     """Replace the lookups of fused tables, and of replicated sequences on CPU. Call it once.
 
-    `library` has our CPU kernels; without it, fused tables are looked up with FBGEMM's.
+    `library` has our CPU kernels; without it, fused tables are looked up with FBGEMM's. `open_cache` returns the cache
+    of a group of tables, or None if they are in memory.
     """
     for collection in internals.sharded_collections(model):
         are_bags = isinstance(collection, ShardedEmbeddingBagCollection)
@@ -63,13 +77,31 @@ def install_lookups(model: nn.Module, library: KernelLibrary | None, device: tor
         for group in groups:
             fbgemm = group.module
             if internals.is_fused(fbgemm):
-                kernel = native_lookup(internals.FusedTables(fbgemm), library) if library and are_bags else None
-                group.replace_module(TableLookup(fbgemm, group.shards, kernel))
+                fused = internals.FusedTables(fbgemm)
+                cached = open_cache([table for table, _ in group.shards], fused)
+                kernel = native_lookup(fused, library) if library and are_bags else None
+                if cached:
+                    assert library is not None
+                    kernel = cached_lookup(cached, library) if are_bags else partial(_cached_sequences, cached, fbgemm)
+                group.replace_module(TableLookup(fbgemm, group.shards, kernel, cached))
             elif device.type == "cpu" and not are_bags:
                 kernel = partial(internals.replicated_sequence_rows, fbgemm)
                 group.replace_module(TableLookup(fbgemm, [], kernel))
         if are_bags and library and world_size == 1 and len(groups) == 1 and isinstance(groups[0].module, TableLookup):
             internals.skip_exchange(collection, groups[0].module)
+
+
+def _cached_sequences(cached: CachedTables, fbgemm: nn.Module, ids: Tensor, offsets: Tensor) -> Tensor:
+    """Return each id's row, in training from FBGEMM, which also updates it."""
+    if torch.is_grad_enabled():
+        return fbgemm(cached.pin(ids.long(), offsets.long()), offsets)
+    rows, positions = cached.read(ids.long(), offsets.long())
+    return rows[positions]
+
+
+def cached_tables(model: nn.Module) -> list[CachedTables]:
+    """Return the cached tables of which this process holds a shard."""
+    return [lookup.cached for lookup in fused_lookups(model) if lookup.cached]
 
 
 def fused_lookups(model: nn.Module) -> Iterator[TableLookup]:

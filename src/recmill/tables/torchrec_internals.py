@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
 import fbgemm_gpu
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torchrec
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
 from torchrec.distributed.types import LazyAwaitable, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -50,8 +52,9 @@ except ImportError as error:
 
 # The undocumented names that this module uses, by class.
 PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
-    ShardedEmbeddingBagCollection: ("_lookups", "_embedding_names", "_embedding_dims"),
-    ShardedEmbeddingCollection: ("_lookups",),
+    ShardedEmbeddingBagCollection: ("_lookups", "_embedding_names", "_embedding_dims", "_embedding_shardings"),
+    ShardedEmbeddingCollection: ("_lookups", "_sharding_type_to_sharding"),
+    BaseRwEmbeddingSharding: ("_get_feature_hash_sizes",),
     BaseBatchedEmbeddingBag: ("_emb_module", "_config"),
     BaseBatchedEmbedding: ("_emb_module", "_config"),
     SplitTableBatchedEmbeddingBagsCodegen: (
@@ -246,6 +249,18 @@ def table_groups(collection: Any) -> list[TableGroup]:
     return [TableGroup(part) for part in parts if isinstance(part, (BaseBatchedEmbeddingBag, BaseBatchedEmbedding))]
 
 
+def cut_ids_of(rows: dict[str, int], model: nn.Module) -> None:
+    """Make TorchRec send ids to ranks as if the tables of these features had `rows`. Call it before any lookup."""
+    for collection in sharded_collections(model):
+        are_bags = isinstance(collection, ShardedEmbeddingBagCollection)
+        shardings = collection._embedding_shardings if are_bags else collection._sharding_type_to_sharding.values()
+        for sharding in shardings:
+            if isinstance(sharding, BaseRwEmbeddingSharding):
+                sizes = zip(sharding.feature_names(), sharding._get_feature_hash_sizes(), strict=True)
+                true_sizes = [rows.get(feature, size) for feature, size in sizes]
+                sharding._get_feature_hash_sizes = lambda sizes=true_sizes: sizes
+
+
 def skip_exchange(bags: Any, lookup: nn.Module) -> None:
     """Bypass TorchRec's exchange between ranks, for a collection whose tables are all in `lookup`.
 
@@ -299,6 +314,12 @@ class FusedTables:
     def state(self) -> tuple[Tensor, Tensor]:
         """The optimizer state of all rows, and the offset of each table's."""
         return self._module.momentum1_host, self._module.momentum1_offsets
+
+    def slots(self, count: int, state_columns: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return views of the first `count` rows and their state, whatever table they belong to."""
+        weights = self._module.weights_host.detach()[: count * self.dim]
+        state = self._module.momentum1_host.detach()[: count * state_columns] if state_columns else weights[:0]
+        return weights.view(count, self.dim).numpy(), state.view(count, state_columns).numpy()
 
     @property
     def learning_rate_and_eps(self) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from recmill.launch.signals import ReceivedSignal, StopRequest
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.run_dir import RunDirectory
 from recmill.protocols import Batch, BatchSource
+from recmill.training import store_meter
 from recmill.training.guards import check_replicas
 from recmill.training.meter import Meter
 from recmill.training.optim import set_learning_rates
@@ -27,6 +28,7 @@ from recmill.training.parts import Parts
 from recmill.training.prefetch import pinned, prefetched
 from recmill.training.schedule import RunSteps
 from recmill.training.step import OverlappedStep, Step, can_overlap
+from recmill.training.store_meter import StoreMeter
 from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -65,11 +67,13 @@ def fit(
     num_steps = steps.total
     is_validation_due = partial(_is_validation_due, steps.validation, sections.eval.each_epoch)
     meter = Meter(model, world, start)
+    stores = StoreMeter(model, world)
     timer = _SaveTimer(checkpoint.every_minutes)
     progress = Progress(
         "training", num_steps, "samples", world, done=start.step, per_item=train.global_batch_size, reports=True
     )
     model.train()
+    started = time.monotonic()
     if checkpoint.at_start and not start.step:
         saver.save(start)
         saver.handle_failure()  # raise now if this run cannot be saved
@@ -108,7 +112,8 @@ def fit(
             is_last = position.step == num_steps
             is_report_due = position.step % train.log_every_steps == 0
             if is_report_due or is_last:
-                _report(meter.values(position) | rates, position, world, run, progress)
+                of_stores = stores.values(meter.steps, meter.seconds)
+                _report(meter.values(position) | rates | of_stores, position, world, run, progress)
             else:
                 progress.advance(1)
             if is_report_due:
@@ -125,6 +130,8 @@ def fit(
                     saver.save(meter.recorded_in(position))
                     saved_step = position.step
         progress.close()
+        if (summary := stores.summary(time.monotonic() - started)) and world.is_main:
+            log.info("%s", summary)
         (stops,) = world.sum([float(stop.is_set)])
         if (not stops or position.step == num_steps) and validated_step != position.step:
             validated = validate(position)
@@ -229,10 +236,11 @@ class _SaveTimer:
 
 
 def _report(values: dict[str, float], position: Position, world: World, run: RunDirectory, progress: Progress) -> None:
-    progress.advance(1, note=f"loss {values['loss']:.4f}")
+    progress.advance(1, note=f"loss {values['loss']:.4f}{store_meter.note(values)}")
     if world.is_main:
         run.append_metrics({"step": position.step, "epoch": position.epoch, "split": "train", **values})
         rate = human_rate(values["samples_per_s"])
         text = f"step {position.step:,}  loss {values['loss']:.4f}  {rate} samples/s  lr {values['lr']:.3g}"
         extra = {"console": ""} if progress.is_shown else {}  # on a terminal the progress bar shows the same
-        log.info("%s, tables %.3g  %s left", text, values["lr_tables"], progress.time_left(), extra=extra)
+        text = f"{text}, tables {values['lr_tables']:.3g}{store_meter.note(values)}"
+        log.info("%s  %s left", text, progress.time_left(), extra=extra)

@@ -50,11 +50,18 @@ class Meter:
         yield
         self._since += time.monotonic() - started
 
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._since
+
     def values(self, position: Position) -> dict[str, float]:
         """Return loss and speed; raise if the loss is not finite. All ranks take part."""
         loss = self._finite_loss(position)
-        seconds = time.monotonic() - self._since
-        return {"loss": loss / self._weight, "samples_per_s": self._samples / seconds}
+        return {"loss": loss / self._weight, "samples_per_s": self._samples / self.seconds}
 
     def recorded_in(self, position: Position) -> Position:
         """Return `position` with the loss so far, for a checkpoint; raise if it is not finite. All ranks take part."""

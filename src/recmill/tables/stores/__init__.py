@@ -1,1 +1,1 @@
-"""Stores: where the rows of tables live. `registry.STORES` lists them; the config key is `tables.store`."""
+"""`cached_ssd`: rows of tables in a file, with a cache of them in memory. The config key is `tables.store`."""

@@ -1,0 +1,79 @@
+"""Load rows of any checkpoint into the caches of cached_ssd, a piece at a time."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from recmill import rng
+from recmill.checkpoints.format import Checkpoint
+from recmill.checkpoints.incremental import changed_rows, write_rows
+from recmill.checkpoints.row_files import saved_rows
+from recmill.checkpoints.safe_reader import SafeReader, read_rows
+from recmill.tables.cached_tables import CachedTables
+from recmill.tables.torchrec_internals import LocalShard
+
+_PIECE_BYTES = 1 << 24
+
+TableKeys = dict[str, tuple[str, str]]  # by table: key of its rows; key of their state, empty if it is not to be loaded
+
+
+def load_into_caches(checkpoint: Checkpoint, caches: list[CachedTables], keys: TableKeys) -> None:
+    """Load the tables in `keys`. Rows of earlier checkpoints that are still first values are left out."""
+    own = {name: cached for cached in caches for name in cached.names if name in keys}
+    in_row_files = {table.name: table for _, file in checkpoint.row_files for table in file.tables}
+    for name, cached in own.items():
+        if name not in in_row_files:
+            _load_dense(checkpoint, cached, name, keys[name])
+            continue
+        stream = rng.stream_key(checkpoint.state.origin.seed, "table", name)
+        shard = cached.shard_of(name)
+        if (stream, in_row_files[name].bound) != (shard.stream, shard.bound):  # another run's first values
+            for first, count in _pieces(cached, name):
+                values = _first_values(stream, first, count, cached.dim, in_row_files[name].bound)
+                _load(cached, name, np.arange(first, first + count), values, None)
+    for directory, file in checkpoint.row_files:
+        for table, rows, weights, state in saved_rows(directory, file):
+            if table.name in own:
+                has_state = bool(keys[table.name][1])
+                _load(own[table.name], table.name, rows, weights, state if has_state else None)
+
+
+def _load(cached: CachedTables, name: str, rows: np.ndarray, weights: np.ndarray, state: np.ndarray | None) -> None:
+    """Load those rows that this process holds. Without a state it is 0, as at the start."""
+    is_here, cache_keys = cached.keys_of(name, rows)
+    columns = cached.cache.layout.state_columns
+    zeros = np.zeros((len(cache_keys), columns), np.float32)
+    own_state = zeros if state is None or not columns else state[is_here].reshape(-1, columns)
+    cached.cache.load(cache_keys, weights[is_here], own_state)
+
+
+def _load_dense(checkpoint: Checkpoint, cached: CachedTables, name: str, keys: tuple[str, str]) -> None:
+    """Load a table that is saved completely, with the changes of an incremental checkpoint."""
+    reader = SafeReader(checkpoint.base or checkpoint.path)
+    metadata = reader.read_metadata()
+    weight_key, state_key = keys
+    changes = [change for change in checkpoint.state.changes if change.key in keys]
+    changed = [(change, *changed_rows(checkpoint, change)) for change in changes]
+    shard = cached.shard_of(name)
+    for first, count in _pieces(cached, name):
+        values = {key: read_rows(reader, metadata, key, first, count) for key in (weight_key, state_key) if key}
+        for change, ids, rows in changed:
+            write_rows(LocalShard(first, 0, values[change.key]), ids, rows, change.column)
+        weights = values[weight_key].numpy()
+        state = values[state_key].numpy().reshape(count, -1) if state_key else np.zeros((count, 1), np.float32)
+        untouched = _first_values(shard.stream, first, count, cached.dim, shard.bound)
+        is_trained = (weights.view(np.uint32) != untouched.view(np.uint32)).any(axis=1) | (state != 0).any(axis=1)
+        kept = np.flatnonzero(is_trained)
+        _load(cached, name, first + kept, weights[kept], state[kept] if state_key else None)
+
+
+def _pieces(cached: CachedTables, name: str) -> Iterator[tuple[int, int]]:
+    """Yield (first row, rows) of consecutive pieces of this process's shard."""
+    shard = cached.shard_of(name)
+    step = max(1, _PIECE_BYTES // cached.cache.layout.value_bytes)
+    for first in range(shard.first_row, shard.first_row + shard.rows, step):
+        yield first, min(step, shard.first_row + shard.rows - first)
+
+
+def _first_values(stream: np.uint64, first: int, count: int, dim: int, bound: float) -> np.ndarray:
+    return rng.uniform_floats(stream, first * dim, count * dim, bound).reshape(count, dim)

@@ -1,0 +1,87 @@
+"""Tables in cached_ssd: they find their rows in a `RowCache`, whose slots are the memory of FBGEMM's module."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recmill.tables.spec import TableSpec
+from recmill.tables.stores.row_cache import RowCache, Shard
+from recmill.tables.torchrec_internals import FusedTables
+
+
+@dataclass
+class CachedTables:
+    """A group's cached tables, in FBGEMM's order. Ids count from the first row of this process's shard."""
+
+    cache: RowCache
+    fused: FusedTables
+    specs: list[TableSpec]
+    next_batch: int = -1  # number of the next training batch; -1: batches are not numbered
+    _is_pinned: bool = field(default=False, init=False)
+
+    @property
+    def names(self) -> list[str]:
+        return [spec.name for spec in self.specs]
+
+    def pin(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Return the slots of ids, whose rows stay in memory until `release`."""
+        self.release()
+        slots = self.cache.pin(self._keys(ids, offsets), self.next_batch)
+        self._is_pinned = True
+        if self.next_batch >= 0:
+            self.next_batch += 1
+        return torch.from_numpy(slots)
+
+    def release(self) -> None:
+        """Let rows be evicted. A step that is skipped has no update, after which a kernel would call this."""
+        if self._is_pinned:
+            self.cache.unpin()
+            self._is_pinned = False
+
+    def read(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows for an evaluation, and the position of each id's row. The cache does not change."""
+        keys, positions = np.unique(self._keys(ids, offsets), return_inverse=True)
+        return torch.from_numpy(self.cache.read(keys)), torch.from_numpy(positions)
+
+    def shard_of(self, table: str) -> Shard:
+        return self.cache.layout.shards[self.names.index(table)]
+
+    def keys_of(self, table: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which rows, numbers in the complete table, this process holds, and the keys of these."""
+        shard = self.shard_of(table)
+        is_here = (rows >= shard.first_row) & (rows < shard.first_row + shard.rows)
+        return is_here, rows[is_here] - shard.first_row + self.cache.layout.starts[self.names.index(table)]
+
+    def _keys(self, ids: Tensor, offsets: Tensor) -> np.ndarray:
+        """Number the ids of all tables together. Bags are ordered by table, and each table has the same number."""
+        values, layout = ids.numpy(), self.cache.layout
+        ends = offsets.numpy()[:: (len(offsets) - 1) // len(self.names)]
+        starts, limits = (np.repeat(edge, np.diff(ends)) for edge in (layout.starts[:-1], layout.starts[1:]))
+        keys = values + starts
+        if len(keys) and (values.min() < 0 or (keys >= limits).any()):
+            raise IndexError("an id is outside its table")  # ids are checked when they are loaded: this is a defect
+        return keys
+
+    # What our kernels need, as `FusedTables` has it: each table begins at slot 0 and has all slots.
+
+    @property
+    def dim(self) -> int:
+        return self.fused.dim
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.full((len(self.names),), self.cache.plan.slots)
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        return self.fused.weights[0], torch.zeros(len(self.names), dtype=torch.int64)
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor]:
+        return self.fused.state[0], torch.zeros(len(self.names), dtype=torch.int64)
+
+    @property
+    def learning_rate_and_eps(self) -> tuple[float, float]:
+        return self.fused.learning_rate_and_eps

@@ -1,0 +1,130 @@
+"""What TorchRec sees of tables in cached_ssd: tables of as many rows as their cache has slots, cut like the real ones.
+
+Cached tables of a process that are sharded alike share one cache, whose slots are the memory of their FBGEMM module.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torch import nn
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from recmill import rng
+from recmill.errors import ConfigError
+from recmill.tables.optimizers import OPTIMIZERS
+from recmill.tables.placement import Request
+from recmill.tables.stores.row_cache import CachePlan, RowLayout, Shard, plan_cache
+from recmill.tables.torchrec_internals import ShardMetadata
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """The tables in one cache of a rank, with (first row, rows) of the shard that it holds of each."""
+
+    shards: dict[str, tuple[int, int]]
+    plan: CachePlan
+
+    def rows_in_fbgemm(self, table: str) -> int:
+        """Return the rows of FBGEMM's table: one in all but the first, which has the rest of the slots."""
+        is_first = table == next(iter(self.shards))
+        return max(1, self.plan.slots - len(self.shards) + 1) if is_first else 1
+
+
+CacheGroups = dict[tuple[int, str], CacheGroup]  # by rank and sharding type
+
+
+def plan_caches(plan: ShardingPlan, request: Request, world_size: int) -> CacheGroups:
+    """Divide the budget of each rank among its caches. Raise ConfigError if it is too small."""
+    shards: dict[tuple[int, str], dict[str, tuple[int, int]]] = defaultdict(dict)
+    for name, sharding in _cached(plan, request):
+        for shard in sharding.sharding_spec.shards:
+            rank = shard.placement.rank()
+            shards[rank, sharding.sharding_type][name] = shard.shard_offsets[0], shard.shard_sizes[0]
+    groups: CacheGroups = {}
+    for rank in {rank for rank, _ in shards}:
+        own = {key: held for key, held in shards.items() if key[0] == rank}
+        budget = request.stores.budget_bytes
+        samples = request.batch_size_per_rank * world_size
+        lookups = {key: _most_rows_in_batch(held, request, samples) for key, held in own.items()}
+        # First those that need the least for each lookup: they may leave some of their share to the others.
+        for key in sorted(own, key=lambda key: _all_rows(own[key]) / max(1, lookups[key])):
+            share = budget * lookups[key] // max(1, sum(lookups.values()))
+            min_slots = max(lookups.pop(key), len(own[key]))
+            try:
+                made = plan_cache(layout_of(own[key], request), share, min_slots)
+            except ConfigError as error:
+                if len(own) == 1:
+                    raise
+                shared = f"Process {rank} has one cache for each type of sharding: these {len(own)} share the budget."
+                raise ConfigError(f"{error} {shared}") from error
+            groups[key] = CacheGroup(own[key], made)
+            budget -= made.memory_bytes
+    return groups
+
+
+def bytes_by_table(groups: CacheGroups) -> dict[str, dict[int, int]]:
+    """Divide the memory of each cache among its tables by their rows: bytes by table and rank."""
+    out: dict[str, dict[int, int]] = defaultdict(dict)
+    for (rank, _), group in sorted(groups.items()):
+        for name, (_, rows) in group.shards.items():
+            out[name][rank] = round(group.plan.memory_bytes * rows / max(1, _all_rows(group.shards)))
+    return out
+
+
+def layout_of(shards: dict[str, tuple[int, int]], request: Request) -> RowLayout:
+    """Describe the shards of a cache, in this order."""
+    specs = {table.name: table for table in request.tables}
+    seed = request.stores.seed
+
+    def shard(name: str) -> Shard:
+        first, rows = shards[name]
+        return Shard(rows, first, rng.stream_key(seed, "table", name), specs[name].init_bound)
+
+    (dim,) = {specs[name].dim for name in shards}
+    return RowLayout(tuple(map(shard, shards)), dim, OPTIMIZERS[request.optimizer].state_values(1, dim))
+
+
+def use_slots(network: nn.Module, plan: ShardingPlan, groups: CacheGroups, request: Request) -> None:
+    """Give the cached tables of `network`, which are on 'meta', and of its plan the sizes of their caches."""
+    sizes: dict[str, int] = {}
+    for name, sharding in _cached(plan, request):
+        slots, offset = [], 0
+        for shard in sharding.sharding_spec.shards:
+            rows = groups[shard.placement.rank(), sharding.sharding_type].rows_in_fbgemm(name)
+            slots.append(ShardMetadata([offset, 0], [rows, shard.shard_sizes[1]], shard.placement))
+            offset += rows
+        sharding.sharding_spec.shards = slots
+        # TorchRec then puts cached tables into other groups than those that FBGEMM checks the ids of.
+        sharding.bounds_check_mode = BoundsCheckMode.NONE
+        sizes[name] = offset
+    for module in network.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            configs, parts = list(module.embedding_bag_configs()), module.embedding_bags
+        elif isinstance(module, EmbeddingCollection):
+            configs, parts = list(module.embedding_configs()), module.embeddings
+        else:
+            continue
+        for config in configs:
+            if config.name in sizes:
+                config.num_embeddings = parts[config.name].num_embeddings = sizes[config.name]
+                meta = torch.empty(sizes[config.name], config.embedding_dim, device="meta")
+                parts[config.name].weight = nn.Parameter(meta)
+
+
+def _cached(plan: ShardingPlan, request: Request) -> list[tuple[str, Any]]:
+    in_files = request.stores.in_files
+    return [item for module in plan.plan.values() for item in module.items() if item[0] in in_files]
+
+
+def _most_rows_in_batch(shards: dict[str, tuple[int, int]], request: Request, samples: int) -> int:
+    """Return how many different rows a global batch of `samples` can need."""
+    specs = {table.name: table for table in request.tables}
+    return sum(min(rows, samples * request.ids_per_row[specs[name].feature]) for name, (_, rows) in shards.items())
+
+
+def _all_rows(shards: dict[str, tuple[int, int]]) -> int:
+    return sum(rows for _, rows in shards.values())

@@ -1,0 +1,74 @@
+"""What the caches of tables in cached_ssd did since the last report, and in all."""
+
+from torch import nn
+
+from recmill.tables.stores.row_cache import Counters, RowCache
+from recmill.tables.table_lookup import cached_tables
+from recmill.world import World
+
+
+class StoreMeter:
+    """Reads the counters of all ranks. Without cached tables it reports nothing and costs nothing."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._caches = [cached.cache for cached in cached_tables(model)]
+        self._is_used = bool(getattr(model, "cached_specs", []))
+        self._world = world
+        self._earlier = self._totals()
+        self._wait_seconds = 0.0
+
+    def values(self, steps: int, seconds: float) -> dict[str, float]:
+        """Return rates of the last `steps`, which took `seconds`. All ranks take part; the values are rank 0's."""
+        if not self._is_used:
+            return {}
+        now = self._totals()
+        by_rank = self._world.gather((self._earlier, now)) or [(self._earlier, now)]
+        self._earlier = now
+        done = {name: sum(getattr(b, name) - getattr(a, name) for a, b in by_rank) for name in Counters._fields}
+        waited = max(b.wait_seconds - a.wait_seconds for a, b in by_rank)
+        self._wait_seconds += waited
+        steps, seconds = max(steps, 1), max(seconds, 1e-9)
+        read_rows = done["misses"] + done["first_touches"]
+        return {
+            "store_hit": 1 - read_rows / max(done["rows"], 1),
+            "store_misses": done["misses"] / steps,
+            "store_first": done["first_touches"] / steps,
+            "store_read_mb_s": done["bytes_read"] / seconds / 1e6,
+            "store_written_mb_s": done["bytes_written"] / seconds / 1e6,
+            "store_wait_ms": 1e3 * waited / steps,
+            "store_disk_gb": sum(b.disk_bytes for _, b in by_rank) / 1e9,
+            "store_horizon": float(min(b.horizon for _, b in by_rank)),
+        }
+
+    def summary(self, seconds: float) -> str | None:
+        """Say how long training, which took `seconds`, waited for the disk, and what would avoid it. All take part."""
+        if not self._is_used:
+            return None
+        lacking = sum(_lacking_bytes(cache) for cache in self._caches)
+        totals = self._world.gather((self._totals(), lacking)) or []
+        rows = max(sum(total.rows for total, _ in totals), 1)
+        misses = sum(total.misses for total, _ in totals)
+        most = max((lacking for _, lacking in totals), default=0)
+        advice = f"; with {most / 1e6:,.0f} MB more in each process, no row would be read" if most and misses else ""
+        return (
+            f"cached_ssd: {misses / rows:.1%} of the rows that steps needed were read from the disk; training waited "
+            f"for it {self._wait_seconds / max(seconds, 1e-9):.1%} of the time{advice}"
+        )
+
+    def _totals(self) -> Counters:
+        """Add up the counters of this rank's caches."""
+        counters = [cache.counters() for cache in self._caches]
+        return Counters(*map(sum, zip(*counters, strict=True))) if counters else Counters(*[0] * len(Counters._fields))
+
+
+def _lacking_bytes(cache: RowCache) -> int:
+    """Estimate the memory that the cache lacks to hold every row that was ever trained."""
+    slot_bytes = (cache.plan.memory_bytes - cache.plan.index_bytes) // max(1, cache.plan.slots)
+    return max(0, cache.counters().trained_rows - cache.plan.slots) * slot_bytes
+
+
+def note(values: dict[str, float]) -> str:
+    """Return the part of a progress line that is about caches."""
+    if "store_hit" not in values:
+        return ""
+    return f"  hit {values['store_hit']:.0%}  waits {values['store_wait_ms']:.1f} ms"

@@ -1,0 +1,137 @@
+"""Tables in files behind a cache: the same bits as in memory, from any checkpoint to any other."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import recmill
+from recmill import prepare
+
+from ..checkpoints import newest, tensors_of
+from ..group import evaluate, exit_code, train
+from .runs import metric_lines
+
+Config = dict[str, Any]
+CACHED = {"store": "cached_ssd", "cache_memory_budget_mb": 2}
+
+
+@pytest.fixture(scope="module")
+def random_clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1,600 rows for training with uniform ids: more different rows than a cache of 2 MB holds."""
+    path = tmp_path_factory.mktemp("data") / "clicks"
+    prepare("random-clicks", path, rows=2400, days=3, dense=2, tables=[1, 7, 3000, 20000])
+    return path
+
+
+@pytest.fixture
+def clicks_config(random_clicks: Path) -> Config:
+    return {
+        "data": {"path": str(random_clicks)},
+        "model": {"name": "dlrm", "embedding_dim": 128, "bottom_mlp": [128], "top_mlp": [8]},
+        "train": {"device": "cpu", "global_batch_size": 160, "num_epochs": 2, "log_every_steps": 1},
+        "eval": {"global_batch_size": 400, "every_steps": 7},
+        "checkpoint": {"every_steps": 5},
+    }
+
+
+def learned(run: Path) -> list[dict[str, Any]]:
+    """Losses and metrics, without times and counters."""
+    noise = ("time", "samples_per_s")
+    return [
+        {k: v for k, v in line.items() if k not in noise and not k.startswith("store_")} for line in metric_lines(run)
+    ]
+
+
+def counters(run: Path, name: str) -> list[float]:
+    return [line[name] for line in metric_lines(run) if line["split"] == "train"]
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    ours, theirs = tensors_of(newest(one)), tensors_of(newest(other))
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        assert torch.equal(ours[key].reshape(-1).view(torch.uint8), theirs[key].reshape(-1).view(torch.uint8)), key
+
+
+@pytest.mark.parametrize(
+    ("procs", "optimizer", "sharding", "budget_mb"),
+    [
+        (1, "sgd", {"default": "row_wise"}, 2),
+        (2, "rowwise_adagrad", {"default": "row_wise", "tables": {"C3": "table_wise"}}, 3),
+        (3, "adagrad", {"default": "row_wise"}, 2),
+    ],
+)
+def test_losses_tables_and_optimizer_state_have_the_bits_of_tables_in_memory(
+    procs: int, optimizer: str, sharding: dict[str, Any], budget_mb: int, clicks_config: Config, tmp_path: Path
+) -> None:
+    config = clicks_config | {"optim": {"tables": {"name": optimizer}}, "sharding": sharding}
+    train(config, tmp_path / "memory", procs=procs)
+    tables = {"store": "cached_ssd", "cache_memory_budget_mb": budget_mb, "stores": {"C2": "device_mem"}}
+    train(config | {"tables": tables}, tmp_path / "cached", procs=procs)
+    assert learned(tmp_path / "cached") == learned(tmp_path / "memory")
+    assert_same_tensors(tmp_path / "cached", tmp_path / "memory")
+    assert sum(counters(tmp_path / "cached", "store_misses")) > 0  # rows were evicted and read again
+    placed = json.loads((tmp_path / "cached" / "sharding.json").read_text())
+    assert [table["store"] for table in placed] == ["cached_ssd", "device_mem", "cached_ssd", "cached_ssd"]
+    in_caches = [table["bytes_by_rank"] for table in placed if table["store"] == "cached_ssd"]
+    for rank in range(procs):
+        assert 0 < sum(held.get(str(rank), 0) for held in in_caches) <= (budget_mb << 20) + len(placed)
+
+
+def test_a_table_of_sequences_has_the_same_bits_too(tmp_path: Path) -> None:
+    prepare("random-histories", tmp_path / "d", random_user_count=400, random_item_count=4000, random_size=4000)
+    config = {
+        "data": {"path": str(tmp_path / "d")},
+        "model": {"name": "sasrec", "embedding_dim": 128, "num_layers": 1, "max_length": 10},
+        "train": {"device": "cpu", "global_batch_size": 50, "num_epochs": 2, "log_every_steps": 1},
+        "eval": {"protocols": ["full"]},
+        "sharding": {"default": "row_wise"},
+    }
+    train(config, tmp_path / "memory", procs=2)
+    train(config | {"tables": CACHED}, tmp_path / "cached", procs=2)
+    assert learned(tmp_path / "cached") == learned(tmp_path / "memory")
+    assert_same_tensors(tmp_path / "cached", tmp_path / "memory")
+
+
+def test_a_run_changes_its_store_sharding_and_budget_when_it_resumes(clicks_config: Config, tmp_path: Path) -> None:
+    """Each store reads full and incremental checkpoints of the other."""
+    train(clicks_config | {"sharding": {"default": "row_wise"}}, tmp_path / "memory", procs=2)
+    stages: list[tuple[int, str, dict[str, Any]]] = [
+        (7, "row_wise", CACHED),
+        (9, "table_wise", {}),
+        (14, "row_wise", CACHED | {"cache_memory_budget_mb": 3}),
+        (20, "table_wise", CACHED),
+    ]
+    for last_step, sharding, tables in stages:
+        changed = clicks_config | {
+            "tables": tables,
+            "sharding": {"default": sharding},
+            "train": clicks_config["train"] | {"max_steps": last_step},
+            "checkpoint": {"every_steps": 2, "full_every": 3},
+        }
+        train(changed, tmp_path / "changed", procs=2)
+    assert_same_tensors(tmp_path / "changed", tmp_path / "memory")
+    losses = [line for line in learned(tmp_path / "changed") if line["split"] == "train"]
+    assert losses == [line for line in learned(tmp_path / "memory") if line["split"] == "train"]
+    values = [evaluate(tmp_path / run, procs=1)["auroc"] for run in ("memory", "changed")]
+    assert values[0] == values[1]  # on one process, from a cache and from memory
+
+
+@pytest.mark.parametrize(
+    "point", ["store.read@hit=40", "store.append@hit=3", "store.snapshot@hit=2", "ckpt.rows@step=10"]
+)
+def test_a_killed_run_leaves_nothing_of_its_row_file_and_resumes_with_the_same_bits(
+    point: str, clicks_config: Config, tmp_path: Path
+) -> None:
+    config = clicks_config | {"tables": CACHED | {"path": str(tmp_path)}}
+    run = tmp_path / "run"
+    assert exit_code(recmill.train, config, run, fail=f"{point}:kill") == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    train(config, run)
+    train(clicks_config, tmp_path / "memory")
+    assert learned(run) == learned(tmp_path / "memory")
+    assert_same_tensors(run, tmp_path / "memory")
