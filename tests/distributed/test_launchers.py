@@ -17,7 +17,7 @@ import pytest
 import tomli_w
 
 from recmill.commands.jobs import cancel, logs, status
-from recmill.jobs.records import read_job_end
+from recmill.jobs.records import read_job_end, read_jobs
 
 from ..conftest import Config
 from ..processes import wait_until
@@ -210,6 +210,42 @@ def test_wrong_launches_under_slurm_are_named_within_seconds_and_a_killed_rank_e
     wait_until(lambda: status(run).state == "failed", 120)
     assert "rank 1 of the job ended" in status(run).reason
     assert read_job_end(run / "jobs", status(run).job)["code"] in (5, 137)
+
+
+PROLOG = """#!/bin/sh
+echo "export PBS_JOBID=$SLURM_JOB_ID.server"
+echo "export PBS_NODEFILE={nodes}"
+"""
+
+
+@needs_slurm
+@pytest.mark.skipif(not shutil.which("qsub"), reason="no qsub: see `make launchers`")
+@pytest.mark.skipif(not shutil.which(NEEDED["mpich"]), reason="no MPICH: see `make launchers`")
+def test_the_second_job_of_a_pbs_chain_continues_the_first(
+    config: Path, losses: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through Slurm's qsub, which reads #PBS lines; a prolog sets the variables of PBS."""
+    nodes, prolog = tmp_path / "nodes", tmp_path / "prolog"
+    nodes.write_text("127.0.0.1\n")
+    prolog.write_text(PROLOG.format(nodes=nodes))
+    prolog.chmod(0o755)
+    profile = tmp_path / "site.toml"
+    path = f"export PATH={TOOLS / 'bin'}:$PATH"
+    values = {"launcher": "pbs", "procs": 2, "chunk": "ncpus=2", "setup": [path], "mpi_options": ["-launcher", "fork"]}
+    profile.write_text(tomli_w.dumps(values), encoding="utf-8")
+    with slurm_cluster(f"TaskProlog={prolog}") as variables:
+        monkeypatch.setenv("SLURM_CONF", variables["SLURM_CONF"])
+        run = tmp_path / "run"
+        launched = launch(config, run, "--on", str(profile), "--chain", "2", "--time", "00:30:00")
+        output = launched.communicate(timeout=60)[0]
+        assert launched.returncode == 0, output
+        first, second = [record.number for record in read_jobs(run / "jobs")]
+        wait_until(lambda: has_saved(run), 120)
+        subprocess.run(["scancel", "--batch", "--signal=TERM", first], check=True)
+        wait_until(lambda: read_job_end(run / "jobs", second), 120)
+    assert read_job_end(run / "jobs", first)["state"] == "preempted"
+    assert read_job_end(run / "jobs", second)["state"] == "done"
+    assert loss_by_step(run) == losses
 
 
 @needs_slurm
