@@ -41,3 +41,13 @@ def test_stopped_runs_have_their_exit_codes() -> None:
     assert isinstance(interrupted, Interrupted)
     assert (preempted.exit_code, interrupted.exit_code) == (75, 130)
     assert str(preempted) == "Fact. Run the same command to resume."
+
+
+def test_the_time_limit_of_a_job_requests_a_stop_as_a_scheduler_s_signal_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, is_over in ((2**39, False), (1, True)):
+        monkeypatch.setenv("RECMILL_DEADLINE", str(seconds))
+        with signals.stop_on([]) as stop:
+            assert stop.is_set == is_over
+    received = stop.received_by(0)
+    assert received is not None
+    assert (received.name, received.state) == ("the time limit", "preempted")
