@@ -10,6 +10,7 @@ import torch
 
 import recmill
 from recmill import prepare
+from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest, tensors_of
 from ..group import evaluate, exit_code, train
@@ -17,6 +18,12 @@ from .runs import metric_lines
 
 Config = dict[str, Any]
 CACHED = {"store": "cached_ssd", "cache_memory_budget_mb": 2}
+
+
+@pytest.fixture(autouse=True)
+def _on_a_disk(tmp_path: Path) -> None:
+    if file_system(tmp_path) == "tmpfs":
+        pytest.skip(f"{tmp_path} is in memory, where cached_ssd refuses to keep rows: choose a disk with --basetemp")
 
 
 @pytest.fixture(scope="module")
