@@ -177,7 +177,7 @@ def test_a_copy_named_as_a_later_step_is_listed_and_refused_by_every_command(run
     listed = run_cli("checkpoint", "verify", run)
     assert listed.returncode == 4
     assert re.search(r"90,000,000 .* copy of step 4 .* COPY\n", listed.stdout)
-    message = rf"{copy} holds the checkpoint of step 4: it is a copy"
+    message = rf"{copy} holds the checkpoint of step 4 \(its state.json says so\): it is a copy"
     for command in (longer, evaluate):
         with pytest.raises(CheckpointError, match=message):
             command(run)

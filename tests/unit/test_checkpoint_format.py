@@ -187,7 +187,8 @@ def test_a_copy_under_the_name_of_another_step_is_refused_and_not_counted(tmp_pa
         save_network(tmp_path, network, step)
     copy = tmp_path / "step-90000000"
     shutil.copytree(tmp_path / "step-00000002", copy)
-    with pytest.raises(CheckpointError, match=rf"{copy} holds the checkpoint of step 2: it is a copy, or was renamed"):
+    message = rf"{copy} holds the checkpoint of step 2 \(its state.json says so\): it is a copy, or was renamed"
+    with pytest.raises(CheckpointError, match=message):
         newest_in(tmp_path)
     found = choose(tmp_path, "newest", fallback=True)
     assert found is not None
@@ -291,5 +292,5 @@ def test_the_state_file_holds_exactly_these_keys(tmp_path: Path) -> None:
     position: dict[str, object] = {"step": 1, "epoch": 1, "batch": 2, "loss_sum": 0.0, "loss_weight": 0.0}
     position |= {"best": None, "best_step": 0, "worse_evals": 0, "loss_scale": 0.0, "steps_at_scale": 0}
     assert state.pop("saved_at").endswith("Z")
-    whole: dict[str, object] = {"base": None, "base_manifest": "", "changes": []}
+    whole: dict[str, object] = {"base": None, "base_manifest": "", "changes": [], "row_files": []}
     assert state == {"position": position, "origin": asdict(ORIGIN), **whole}

@@ -411,8 +411,9 @@ def _read_own(path: Path) -> Checkpoint:
     step = checkpoint.position.step
     if checkpoint.is_copy:
         raise CheckpointError(
-            f"{path} holds the checkpoint of step {step:,}: it is a copy, or was renamed. Move copies to another "
-            f"directory; the checkpoint of this step is named {step_path(path.parent, step).name}."
+            f"{path} holds the checkpoint of step {step:,} (its state.json says so): it is a copy, or was renamed. "
+            "Move copies to another directory; the checkpoint of this step is named "
+            f"{step_path(path.parent, step).name}."
         )
     return checkpoint
 
