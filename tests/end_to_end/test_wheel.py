@@ -81,3 +81,23 @@ def test_the_installed_command_prepares_trains_and_evaluates_outside_the_reposit
     tested = json.loads(installed("recmill", "evaluate", "runs/dlrm", "--json"))
     assert tested["rows"] > 0
     assert "runs/dlrm" in installed("recmill", "results", "runs/dlrm")
+
+
+def test_python_3_12_prepares_data_with_what_the_wheel_alone_installs(wheel: Path, tmp_path: Path) -> None:
+    """Without torch: its pinned build is large. `docs/installing.md` says what else was run with 3.12."""
+    found = [shutil.which("python3.12"), *map(str, Path.home().glob(".pyenv/versions/3.12.*/bin/python3.12"))]
+    works = (path for path in found if path and not subprocess.run([path, "-V"], capture_output=True).returncode)
+    if not (python := next(works, None)):
+        pytest.skip("no Python 3.12 here, neither in PATH nor of pyenv")
+    environment = tmp_path / "environment"
+    subprocess.run([python, "-m", "venv", environment], check=True, timeout=100)
+    subprocess.run([environment / "bin" / "pip", "install", "--quiet", str(wheel)], check=True, timeout=250)
+
+    def run(*arguments: str) -> str:
+        command = [str(environment / "bin" / "recmill"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=100).stdout
+
+    assert "python 3.12" in run("--version")
+    assert "quickstart/dlrm" in run("configs", "list")
+    run("prepare", "synthetic-clicks", "--output", "clicks", "--rows", "300", "--tables", "20,90")
+    run("audit", "clicks")
