@@ -342,7 +342,7 @@ def logs_command(run: str, rank: int | None, follow: bool) -> None:
 
 @commands.command("cancel")
 @click.argument("run", type=click.Path())
-@click.option("--now", is_flag=True, help="Do not wait until the run has saved.")
+@click.option("--now", is_flag=True, help="End them at once; what was not saved is lost.")
 def cancel_command(run: str, now: bool) -> None:
     """Let RUN's jobs save and end, and do not start them again."""
     from recmill.commands.jobs import cancel

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from recmill.commands.jobs import cancel, logs, status
-from recmill.errors import ConfigError
+from recmill.commands.launch import launch
+from recmill.errors import ConfigError, ResourceError
 from recmill.files.atomic import write_json
 from recmill.jobs.records import Record, is_cancel_requested, note_job, read_job_end, read_jobs, write_job_end
 from recmill.jobs.schedulers import started_at
@@ -104,22 +105,54 @@ def test_a_pbs_job_that_vanished_is_lost(run: Path, monkeypatch: pytest.MonkeyPa
     assert status(run).state == "lost"
 
 
+def ended(kind: str) -> dict[str, Any]:
+    return {"conditions": [{"type": "Suspended", "status": "False"}, {"type": kind, "status": "True"}]}
+
+
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    ("kind", "answer", "expected"),
     [
-        ({"status": {"active": 2, "ready": 2}}, "running"),
-        ({"status": {"active": 2, "ready": 0}}, "queued"),
-        ({"status": {"conditions": [{"type": "Complete", "status": "True"}]}}, "done"),
+        ("job", {"active": 2, "ready": 2}, "running"),
+        ("job", {"active": 2, "ready": 0}, "queued"),
+        ("job", ended("Complete"), "done"),
+        ("jobset", {"restarts": 1, "replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 1}]}, "running"),
+        ("jobset", {"replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 0}]}, "queued"),
+        ("jobset", ended("Completed"), "done"),
+        ("trainjob", {"jobsStatus": [{"name": "node", "active": 1, "ready": 1}]}, "running"),
+        ("trainjob", {}, "queued"),
+        ("trainjob", ended("Complete"), "done"),
     ],
 )
-def test_kubernetes_states_are_read_from_the_job(
-    answer: Any, expected: str, run: Path, monkeypatch: pytest.MonkeyPatch
+def test_kubernetes_states_are_read_from_the_kind_that_was_created(
+    kind: str, answer: Any, expected: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program(run.parent, monkeypatch, "kubectl", f"echo '{json.dumps(answer)}'")
-    note(run, "kubernetes", "recmill-a", namespace="team")
+    program(run.parent, monkeypatch, "kubectl", f"echo '{json.dumps({'status': answer})}'")
+    note(run, "kubernetes", "recmill-a", namespace="team", kind=kind)
     write_json(run / "status.json", DONE)
     assert status(run).state == expected
-    assert "--namespace team" in (run.parent / "kubectl.calls").read_text()
+    assert (run.parent / "kubectl.calls").read_text() == f"get {kind} recmill-a --namespace team -o json\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "label"),
+    [
+        ("job", "job-name"),
+        ("jobset", "jobset.sigs.k8s.io/jobset-name"),
+        ("trainjob", "jobset.sigs.k8s.io/jobset-name"),  # which its controller makes
+    ],
+)
+def test_the_logs_of_all_pods_are_asked_for_and_cancel_removes_what_was_created(
+    kind: str, label: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(run.parent, monkeypatch, "kubectl", """[ "$1" = get ] && echo '{"status": {}}' || echo "[pod] a" """)
+    note(run, "kubernetes", "recmill-a", kind=kind)
+    assert list(logs(run)) == ["[pod] a\n"]
+    assert cancel(run, now=True) == ["recmill-a"]
+    calls = [line for line in (run.parent / "kubectl.calls").read_text().splitlines() if not line.startswith("get")]
+    assert calls == [
+        f"logs --selector={label}=recmill-a --prefix --tail=-1 --max-log-requests=2",
+        f"delete {kind}/recmill-a service/recmill-a configmap/recmill-a --ignore-not-found --grace-period=1",
+    ]
 
 
 def test_a_run_without_a_job_is_running_only_while_the_process_that_locked_it_lives(run: Path) -> None:
@@ -141,6 +174,42 @@ def test_a_script_that_runs_here_is_found_by_its_process_and_cancelled_by_a_sign
         assert process.wait(60) == -signal.SIGTERM
     assert status(run).state == "lost"
     assert cancel(run) == []
+
+
+def test_a_job_that_has_ended_is_removed_from_kubernetes_before_it_is_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = json.dumps({"status": ended("Failed")})
+    program(tmp_path, monkeypatch, "kubectl", f"""[ "$1" = get ] && echo '{answer}'; true""")
+    for _ in range(2):
+        place = {"image": "i", "mounts": [f"disk:{tmp_path}"], "data_elsewhere": True}
+        launch("quickstart/dlrm", tmp_path / "a", on="kubernetes", **place)
+    calls = (tmp_path / "kubectl.calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["create", "get", "get", "delete", "create"]
+
+
+def test_cancel_now_kills_a_script_that_runs_here_and_what_it_started(run: Path) -> None:
+    script = "trap '' TERM; (trap '' TERM; echo $BASHPID; sleep 60) & wait; touch went-on"
+    with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True, cwd=run) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        note(run, "torchrun", str(process.pid), started=started_at(process.pid))
+        assert cancel(run, now=True) == [str(process.pid)]
+        assert process.stdout.read() == ""  # its end: nobody holds the pipe any more
+    assert process.returncode == -signal.SIGKILL
+    assert started_at(child) == 0
+    assert not (run / "went-on").exists()
+    found = status(run)
+    assert (found.state, found.reason) == (
+        "failed",
+        "ended by cancel --now. Launch it again to resume from the last checkpoint.",
+    )
+
+
+def test_a_script_that_runs_on_another_machine_is_not_cancelled_from_here(run: Path) -> None:
+    note_job(run / "jobs", Record("mpi", "7", "recmill-a", 1, 1, "2026-01-01T00:00:00Z", "elsewhere"))
+    with pytest.raises(ResourceError, match=r"Job 7 runs on elsewhere, not here\. Run the same command there"):
+        cancel(run)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from pathlib import Path
 from recmill.config.options import given_path
 from recmill.errors import ConfigError
 from recmill.files.locks import is_holder_gone
-from recmill.jobs.records import Record, read_job_end, read_jobs, request_cancel
-from recmill.jobs.schedulers import JobState, job_state, stop_job
+from recmill.jobs.records import Record, read_job_end, read_jobs, request_cancel, write_job_end
+from recmill.jobs.schedulers import SCHEDULERS, JobState, job_state, pods_command, stop_job
 from recmill.observe.run_dir import RunDirectory
 
 _POLL_SECONDS = 1.0
 _ENDED = ("done", "failed", "lost", "preempted", "interrupted")
+_KILLED = "ended by cancel --now. Launch it again to resume from the last checkpoint."
 _LOST = "its processes ended without reporting why, as when a machine fails. Launch it again to resume."
 
 
@@ -90,21 +91,21 @@ def logs(run: str | Path, *, rank: int | None = None, follow: bool = False) -> I
 
 
 def _pod_logs(record: Record, follow: bool) -> Iterator[str]:
-    namespace = ["--namespace", record.namespace] if record.namespace else []
-    command = ["kubectl", "logs", f"job/{record.name}", "--all-pods", *namespace, *(["--follow"] if follow else [])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as kubectl:
+    with subprocess.Popen(pods_command(record, follow), stdout=subprocess.PIPE, text=True) as kubectl:
         assert kubectl.stdout is not None
         yield from kubectl.stdout
 
 
 def cancel(run: str | Path, *, now: bool = False) -> list[str]:
-    """Let the run's live jobs save and end, and not start again; return their ids."""
+    """Let the run's live jobs save and end, or end them `now`; none starts again. Return their ids."""
     jobs = _directory(run).path / "jobs"
     stopped = []
     for record in reversed(read_jobs(jobs)):  # the jobs of a chain that wait come first
         if job_state(record).state in ("queued", "running", "unknown"):
             request_cancel(jobs, record.number)
             stop_job(record, now)
+            if now and record.launcher not in SCHEDULERS:  # the script could not report
+                write_job_end(jobs, record.number, {"code": 137, "state": "failed", "reason": _KILLED})
             stopped.append(record.id)
     return stopped
 

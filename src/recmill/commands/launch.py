@@ -17,7 +17,7 @@ from recmill.files.atomic import write_text
 from recmill.files.timestamps import utc_now
 from recmill.jobs.place import Place, check_text, read_place
 from recmill.jobs.records import Record, note_job, read_jobs
-from recmill.jobs.schedulers import SCHEDULERS, job_state, started_at, submit
+from recmill.jobs.schedulers import SCHEDULERS, job_state, started_at, stop_job, submit
 from recmill.jobs.scripts import MPI_SIGNAL, SLURM_SIGNAL, Job, render
 
 _NEEDED_SIGNAL = {"slurm": SLURM_SIGNAL, "pbs": MPI_SIGNAL, "mpi": MPI_SIGNAL}
@@ -96,6 +96,8 @@ def launch(
             raise ResourceError(
                 f"{directory}: job {record.id} of this run is {state}. Wait for it, or: recmill cancel."
             )
+        if record.launcher == place.launcher == "kubernetes" and state == "gone":  # it keeps jobs that have ended
+            stop_job(record, now=False)
     script = _write(job, text)
     command = f"bash {quote(str(script))}{' NUMBER' if place.launcher == 'local' else ''}"
     return Launched(job, text, command, _submit(job, script) if place.launcher in SCHEDULERS else [])
@@ -148,7 +150,7 @@ def _submit(job: Job, script: Path) -> list[Record]:
 def _record(job: Job, job_id: str, started: int = 0) -> Record:
     place = job.place
     facts = (place.launcher, job_id, job.name, place.nodes, place.procs, utc_now(), socket.gethostname(), started)
-    return Record(*facts, namespace=place.namespace)
+    return Record(*facts, namespace=place.namespace, kind=place.kind)
 
 
 def start(launched: Launched) -> None:

@@ -22,6 +22,7 @@ class Record:
     host: str
     started: int = 0  # of a process: clock ticks since boot, because ids are used again
     namespace: str | None = None
+    kind: str = "job"  # in Kubernetes
 
     @property
     def number(self) -> str:

@@ -1,5 +1,6 @@
 """Submit a job, ask what became of it, and stop it, with the commands of its scheduler."""
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from recmill.jobs.records import Record
 SCHEDULERS = ("slurm", "pbs", "kubernetes")
 _SECONDS = 60.0  # that a scheduler may take to answer
 _STOP_SIGNAL = "USR2"
+_ENDED = ("Complete", "Completed", "Failed")  # conditions in Kubernetes; the second is a JobSet's
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ def submit(launcher: str, script: Path, name: str, after: str | None = None) -> 
         return _ask(["sbatch", "--parsable", str(script)]).partition(";")[0].strip()
     if launcher == "pbs":
         dependency = ["-W", f"depend=afternotok:{after}"] if after else []
-        return _ask(["qsub", *dependency, str(script)]).strip().splitlines()[-1]
+        # The server copies its own files of output to the current directory.
+        return _ask(["qsub", *dependency, str(script)], script.parent).strip().splitlines()[-1]
     _ask(["kubectl", "create", "-f", str(script)])
     return name
 
@@ -60,9 +63,26 @@ def stop_job(record: Record, now: bool) -> None:
     elif record.launcher == "pbs":
         _ask(["qsig", "-s", f"SIG{_STOP_SIGNAL}", record.id] if is_gentle else ["qdel", record.id])
     elif record.launcher == "kubernetes":
-        _ask(["kubectl", "delete", "job", record.name, *_namespace(record), *(["--grace-period=1"] if now else [])])
-    elif job_state(record).state == "running":
+        what = [f"{kind}/{record.name}" for kind in (record.kind, "service", "configmap")]
+        options = ["--ignore-not-found", *(["--grace-period=1"] if now else [])]
+        _ask(["kubectl", "delete", *what, *_namespace(record), *options])
+    elif record.host != socket.gethostname():
+        raise ResourceError(f"Job {record.id} runs on {record.host}, not here. Run the same command there.")
+    elif is_gentle:
         os.kill(int(record.id), signal.SIGTERM)
+    elif job_state(record).state == "running":
+        _kill_with_descendants(int(record.id))
+
+
+def _kill_with_descendants(pid: int) -> None:
+    """Kill a script first, so that it does not go on when its programs end, and then those."""
+    parents = {int(file.name): _facts(int(file.name)) for file in Path("/proc").iterdir() if file.name.isdigit()}
+    found = [pid]
+    for one in found:  # grows meanwhile
+        found += [child for child, facts in parents.items() if facts and int(facts[1]) == one]
+    for one in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
 
 
 def _slurm_state(job_id: str) -> JobState:
@@ -95,16 +115,26 @@ def _pbs_state(job_id: str) -> JobState:
 
 
 def _kubernetes_state(record: Record) -> JobState:
-    found = _try(["kubectl", "get", "job", record.name, *_namespace(record), "-o", "json"])
+    found = _try(["kubectl", "get", record.kind, record.name, *_namespace(record), "-o", "json"])
     if found.returncode:
         if "NotFound" in found.stderr:
             return JobState("gone")
         raise _error(["kubectl"], found.stderr)
     status = json.loads(found.stdout).get("status", {})
-    ended = [c for c in status.get("conditions", []) if c["type"] in ("Complete", "Failed") and c["status"] == "True"]
+    ended = [c for c in status.get("conditions", []) if c["type"] in _ENDED and c["status"] == "True"]
     if ended:
         return JobState("gone", ended[0].get("message", ""))
-    return JobState("running" if status.get("ready") else "queued", "")
+    # A Job counts its pods; the others count the jobs that they made, which are ready or have pods that wait.
+    parts = status.get("replicatedJobsStatus") or status.get("jobsStatus") or [status]
+    return JobState("running" if any(part.get("ready") for part in parts) else "queued", "")
+
+
+def pods_command(record: Record, follow: bool) -> list[str]:
+    """Return the command that prints the logs of a job's pods. A TrainJob makes a JobSet of the same name."""
+    label = "job-name" if record.kind == "job" else "jobset.sigs.k8s.io/jobset-name"
+    # Of pods that a label selects, 10 lines are printed unless all are asked for, and 5 pods are followed.
+    options = ["--prefix", "--tail=-1", f"--max-log-requests={record.nodes}", *(["--follow"] if follow else [])]
+    return ["kubectl", "logs", f"--selector={label}={record.name}", *options, *_namespace(record)]
 
 
 def _process_state(record: Record) -> JobState:
@@ -115,20 +145,26 @@ def _process_state(record: Record) -> JobState:
 
 def started_at(pid: int) -> int:
     """Return when a process started, in clock ticks since boot; 0: there is none."""
+    facts = _facts(pid)
+    return int(facts[19]) if facts else 0
+
+
+def _facts(pid: int) -> list[str]:
+    """Return what /proc says about a live process, from its state on; empty: there is none."""
     try:
-        state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
-    return 0 if state in "ZX" else int(facts[18])
+        return []
+    return [] if facts[0] in "ZX" else facts
 
 
 def _namespace(record: Record) -> list[str]:
     return ["--namespace", record.namespace] if record.namespace else []
 
 
-def _try(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+def _try(command: Sequence[str], directory: Path | None = None) -> "subprocess.CompletedProcess[str]":
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except FileNotFoundError:
         raise ResourceError(
             f"{command[0]} is not installed here. Use a machine from which jobs are submitted."
@@ -137,8 +173,8 @@ def _try(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         raise ResourceError(f"{command[0]} did not answer within {_SECONDS:g} s. Try again later.") from None
 
 
-def _ask(command: Sequence[str]) -> str:
-    done = _try(command)
+def _ask(command: Sequence[str], directory: Path | None = None) -> str:
+    done = _try(command, directory)
     if done.returncode:
         raise _error(command, done.stderr or done.stdout)
     return done.stdout
