@@ -304,6 +304,11 @@ def launched_environment(
     }
 
 
+def job_id(variables: Mapping[str, str] = os.environ) -> str | None:
+    """Return the id that the scheduler gave to this job, if there is one."""
+    return variables.get("SLURM_JOB_ID") or variables.get("PBS_JOBID") or None
+
+
 def errors_directory() -> Path | None:
     """Return the directory in which the ranks of a job script report errors."""
     return Path(os.environ["RECMILL_ERRORS"]) if os.environ.get("RECMILL_ERRORS") else None

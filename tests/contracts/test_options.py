@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-from recmill.commands import adopt, audit, download, evaluate, recommend, split, train
+from recmill import cli
+from recmill.commands import adopt, audit, download, evaluate, jobs, launch, recommend, split, train
 from recmill.commands.options import dataset_checks
 from recmill.config import Section
+from recmill.jobs.place import Place
+
+PLACE_FLAGS = {"nodes", "procs", "time", "account", "queue", "chain", "image", "mounts"}  # launch's **place_options
 
 
 @pytest.mark.parametrize(
@@ -18,8 +22,9 @@ from recmill.config import Section
     [
         (train.Options, [train.train], set[str]()),
         (recommend.Options, [recommend.recommend, recommend.recommend_all], {"is_for_all"}),  # chooses the function
+        (launch.Options, [launch.launch], PLACE_FLAGS),
     ],
-    ids=["train", "recommend"],
+    ids=["train", "recommend", "launch"],
 )
 def test_options_have_the_names_and_defaults_of_the_keyword_arguments(
     options: type[Section], functions: list[Callable[..., Any]], extra: set[str]
@@ -39,6 +44,21 @@ def test_options_have_the_names_and_defaults_of_the_keyword_arguments(
         if default is not inspect.Parameter.empty:
             assert found[name] == (list(default) if isinstance(default, tuple) else default), name
     assert all(field.description for field in options.model_fields.values())
+
+
+def test_the_flags_of_a_place_are_keys_of_a_profile() -> None:
+    assert Place.model_fields.keys() >= PLACE_FLAGS
+
+
+@pytest.mark.parametrize("name", ["status", "logs", "cancel"])
+def test_commands_about_jobs_take_what_their_functions_take(name: str) -> None:
+    expected = {
+        parameter.name: None if parameter.default is parameter.empty else parameter.default
+        for parameter in inspect.signature(getattr(jobs, name)).parameters.values()
+    }
+    found = {option.name: option.to_info_dict()["default"] for option in cli.commands.commands[name].params}
+    found.pop("as_json", None)  # how to print
+    assert found == expected
 
 
 @pytest.mark.parametrize(

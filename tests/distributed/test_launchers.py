@@ -109,6 +109,23 @@ def test_losses_are_those_of_our_own_launcher_also_after_a_stop(
     assert ("starting from" in output or "resuming" in output) == (name in ("openmpi", "mpich"))
 
 
+def test_a_run_whose_deadline_is_over_is_preempted_and_continues_without_it_with_the_same_losses(
+    config: Path, losses: dict[int, float], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = launch(config, run, "--on", "local", "--procs", "2", RECMILL_DEADLINE="1", PBS_JOBID="7.server")  # in 1970
+    output = job.communicate(timeout=200)[0]
+    assert job.returncode == 75, output
+    found = status(run)
+    assert (found.state, found.reason) == ("preempted", "the time limit")
+    facts = json.loads((run / "env.json").read_text(encoding="utf-8"))
+    assert (facts["launcher"], facts["job_id"]) == ("recmill", "7.server")
+    job = launch(config, run, "--on", "local", "--procs", "2")
+    output = job.communicate(timeout=200)[0]
+    assert job.returncode == 0, output
+    assert loss_by_step(run) == losses
+
+
 def start_nodes(config: Path, run: Path, port: int, **variables: str) -> list["subprocess.Popen[str]"]:
     place = {"RECMILL_NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables}
     return [

@@ -33,6 +33,13 @@ PATHS = [
     ("clicks", ("plot", "{}")),
     ("clicks", ("plot", "run", "--output", "{}")),
     ("clicks", ("audit", "{}")),
+    ("clicks", ("launch", "{}", "--run", "new", "--on", "slurm", "--dry-run")),
+    ("clicks", ("launch", "config.toml", "--run", "{}", "--on", "pbs", "--dry-run")),
+    ("clicks", ("launch", "config.toml", "--run", "new", "--on", "{}", "--dry-run")),
+    ("clicks", ("launch", "config.toml", "--run", "new", "--on", "{}.toml", "--dry-run")),
+    ("clicks", ("status", "{}")),
+    ("clicks", ("logs", "{}")),
+    ("clicks", ("cancel", "{}")),
     ("histories", ("recommend", "{}", "--history", "film 4")),
     ("histories", ("recommend", "run", "--all", "--output", "{}")),
     ("raw", ("adopt", "{}")),
@@ -75,6 +82,27 @@ CONTRADICTIONS = [
     ("clicks", ("train", "config.toml", "--run", "run", "--set", "train.seed=5")),
     ("clicks", ("train", "config.toml", "--run", "run/checkpoints")),
     ("clicks", ("train", "config.toml")),
+    *(
+        ("clicks", ("launch", "config.toml", "--run", "new", "--dry-run", *arguments))
+        for arguments in [
+            (),
+            ("--on", "slum"),
+            ("--on", "config.toml"),  # no profile
+            ("--on", "slurm", "--image", "x"),
+            ("--on", "slurm", "--chain", "2"),
+            ("--on", "slurm", "--time", "00:00:10"),
+            ("--on", "slurm", "--queue", "a\n#SBATCH --uid=0"),
+            ("--on", "slurm", "--account", "--uid=0"),
+            ("--on", "mpi", "--nodes", "2"),
+            ("--on", "kubernetes"),
+            ("--on", "kubernetes", "--image", "i", "--mount", "disk:/elsewhere"),
+            ("--on", "slurm", "--nodes", "1000000"),
+            ("--on", "local", "--init-from", "nowhere"),
+            ("--on", "local", "--allow-partial"),
+        ]
+    ),
+    ("clicks", ("launch", "config.toml", "--run", "run", "--on", "local", "--dry-run")),  # finished
+    ("clicks", ("logs", "data")),
     ("clicks", ("evaluate", "run", "--k", "5")),
     ("clicks", ("evaluate", "run", "--split", "train")),
     ("clicks", ("recommend", "run", "--history", "1")),
@@ -156,6 +184,8 @@ def _flag_cases() -> Iterator[Case]:
     films = ("--input", "films.csv", "--user-column", "user", "--item-column", "film")
     bases = [
         ("clicks", ("train", "config.toml", "--run", "new")),
+        ("clicks", ("launch", "config.toml", "--run", "new", "--on", "slurm", "--dry-run")),
+        ("clicks", ("logs", "run")),
         ("histories", ("evaluate", "run")),
         ("histories", ("recommend", "run", "--history", "film 4")),
         ("clicks", ("audit", "data")),

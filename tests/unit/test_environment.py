@@ -6,6 +6,7 @@ import pytest
 
 from recmill.environment import (
     Node,
+    job_id,
     launched_environment,
     max_processes,
     own_node,
@@ -101,6 +102,14 @@ def test_contradictory_variables_are_named_with_their_values(
     with pytest.raises(ConfigError, match=message):
         process_environment()
         rendezvous()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("", None), ("SLURM_JOB_ID=5 SLURM_NTASKS=2", "5"), ("PBS_JOBID=7.server", "7.server"), ("PBS_JOBID=", None)],
+)
+def test_the_id_of_a_job_is_its_scheduler_s(text: str, expected: str | None) -> None:
+    assert job_id(variables(text)) == expected
 
 
 def test_a_machine_runs_up_to_4_processes_per_core_unless_the_user_says_otherwise(

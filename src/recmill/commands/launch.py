@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from recmill.commands import train
+from recmill.commands import assemble, train
 from recmill.commands.options import flag
 from recmill.config import Config, load_config, to_toml
 from recmill.errors import ConfigError, ResourceError
@@ -71,10 +71,17 @@ def launch(
     `place_options`: keys of a profile, which they override. With `dry_run`, only `text` of the result is made.
     """
     flags = {name: value for name, value in place_options.items() if value not in (None, [], ())}
+    for name, value in flags.items():
+        for text in value if isinstance(value, list | tuple) else [value]:
+            check_text(f"'{name}'", str(text))
     profiles = Path.home() / ".config" / "recmill"
     place = read_place(on, flags, profiles)
     checked, directory = _check(config, run, overrides, data_elsewhere)
     _check_place(place, checked)
+    if allow_partial and init_from is None:
+        raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
+    if init_from is not None and not data_elsewhere:
+        assemble.open_start(init_from)
     python = place.python or ("python3" if place.launcher == "kubernetes" else sys.executable)
     arguments = [*(["--init-from", str(Path(init_from).absolute())] if init_from is not None else [])]
     given = {

@@ -18,7 +18,7 @@ from recmill.config import Config, differences, fingerprint, load_config, to_tom
 from recmill.config.options import given_path
 from recmill.config.sections import Section, TrainSection
 from recmill.data.opening import Checks
-from recmill.environment import own_node, process_environment
+from recmill.environment import job_id, own_node, process_environment
 from recmill.errors import CheckpointError, ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
@@ -293,6 +293,7 @@ def _train(
         run.write_status("running", step=position.step)  # first: this file makes the directory a run directory
         write_text(run.config_file, to_toml(config))
         facts = environment(world.size, str(world.device))
+        facts |= {"launcher": process_environment().started_by or None, "job_id": job_id()}
         write_json(run.path / "env.json", facts | {"plugins": registry.plugin_files()})
         write_json(run.path / "sharding.json", [asdict(table) for table in placed])
         run.results_file.unlink(missing_ok=True)
