@@ -308,7 +308,7 @@ def train_command(config: str, run: str, **options: Any) -> None:
 @commands.command("launch", cls=_Command)
 @click.argument("config", type=click.Path())
 def launch_command(config: str, run: str, dry_run: bool, **options: Any) -> None:
-    """Check the run of CONFIG, then start it elsewhere: with Slurm, PBS, Kubernetes, mpiexec or torchrun, or here."""
+    """Check a run of CONFIG, then start it with Slurm, PBS, Kubernetes, MPI, torchrun, torchx or on this machine."""
     from recmill.commands.launch import launch, start
 
     launched = launch(config, run, dry_run=dry_run, **options)
@@ -330,7 +330,9 @@ def status_command(run: str, as_json: bool) -> None:
 
 @commands.command("logs")
 @click.argument("run", type=click.Path())
-@click.option("--rank", type=click.IntRange(min=0), help="The log of this rank.  [default: the output of the job]")
+@click.option(
+    "--rank", type=click.IntRange(min=0), help="Print the log of this rank.  [default: the output of the job]"
+)
 @click.option("--follow", is_flag=True, help="Print new lines until the run ends.")
 def logs_command(run: str, rank: int | None, follow: bool) -> None:
     """Print the output of RUN's newest job, or the log of a rank."""
@@ -342,9 +344,9 @@ def logs_command(run: str, rank: int | None, follow: bool) -> None:
 
 @commands.command("cancel")
 @click.argument("run", type=click.Path())
-@click.option("--now", is_flag=True, help="End them at once; what was not saved is lost.")
+@click.option("--now", is_flag=True, help="Stop at once; what was not saved is lost.")
 def cancel_command(run: str, now: bool) -> None:
-    """Let RUN's jobs save and end, and do not start them again."""
+    """Stop RUN's jobs after they have saved, and do not requeue them."""
     from recmill.commands.jobs import cancel
 
     printed.print_cancelled(cancel(run, now=now))
@@ -440,7 +442,7 @@ def results_command(runs: tuple[str, ...], as_json: bool) -> None:
     _print(facts, as_json, lambda _: printed.print_results(reports, differences))
 
 
-configs_group = click.Group("configs", help="List, show or copy the run configs that come with Recmill.")
+configs_group = click.Group("configs", help="List, show or copy the configs that come with Recmill.")
 commands.add_command(configs_group)
 
 
@@ -454,7 +456,7 @@ def _matching_configs(context: click.Context, parameter: click.Parameter, incomp
 @configs_group.command("list")
 @_json
 def configs_list_command(as_json: bool) -> None:
-    """List the names of the configs, as `recmill train` takes them."""
+    """List the configs for `recmill train` and, under clusters/, the profiles for `recmill launch`."""
     from recmill.commands.configs import list_configs
 
     _print(list_configs(), as_json, lambda found: printed.print_table(["config", "what it is"], [*found.items()]))
@@ -483,7 +485,7 @@ def configs_copy_command(name: str, destination: str) -> None:
 @click.argument("name")
 @_json
 def check_plugin_command(name: str, as_json: bool, **options: Any) -> int:
-    """Check that the model, dataset or metric NAME does what Recmill relies on: a module like my_package.fm.
+    """Check that NAME, a module like my_package.fm, works as a model, dataset or metric of Recmill.
 
     Exits with 0 if every check passes, otherwise 1.
     """

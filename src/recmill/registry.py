@@ -66,7 +66,7 @@ def load(registry: Mapping[str, str], name: str, what: str) -> ModuleType:
     module = import_module(module_name, what)
     if problem := _misfit(module, what):
         where = getattr(module, "__file__", None)
-        raise ConfigError(f"{what} '{name}': {where}: {problem} See docs/extending.md.")
+        raise ConfigError(f"{what} '{name}': {where}: {problem} See docs/own-model.md.")
     _plugins[module_name] = module
     return module
 

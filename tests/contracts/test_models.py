@@ -86,8 +86,8 @@ def with_neighbours(network: nn.Module) -> nn.Module:
     ("change", "check", "expected"),
     [
         (without_gradient, models.the_loss_and_every_gradient_are_finite, "unused has no gradient"),
-        (with_other_state, models.its_state_can_be_saved_and_loaded, "something is not in state_dict"),
-        (with_neighbours, models.fillers_change_no_gradient, "do the rows of a batch see each other"),
+        (with_other_state, models.its_state_can_be_saved_and_loaded, "it lacks a part of the state"),
+        (with_neighbours, models.padding_rows_change_no_gradient, "does a row depend on other rows"),
     ],
 )
 def test_a_model_that_breaks_the_contract_is_found(

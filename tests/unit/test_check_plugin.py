@@ -31,7 +31,7 @@ def test_each_check_of_a_metric_is_reported_with_what_is_wrong(folder: Path, run
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert [line.rsplit(None, 1) for line in lines[2:5]] == [
-        ["its sums are as many numbers for any rows", "pass"],
+        ["the number of its sums is always the same", "pass"],
         ["its sums over parts add up to the sums over all", "FAIL"],
         ["its value is a finite number", "pass"],
     ]
@@ -68,7 +68,7 @@ def test_a_dataset_without_docstring_or_with_random_values_breaks_its_contract(f
     assert len(problems) == 6
     assert "no docstring" in problems["it describes itself and its options"]
     assert "items.npy" in problems["it gives the same bytes twice and others with another seed"]
-    assert "a resumed preparation differs" in problems["interrupted and run again it has the same bytes"]
+    assert "a resumed preparation differs" in problems["interrupted and resumed it gives the same bytes"]
     assert problems["its splits are disjoint and cover all rows"] == ""
     assert [path.name for path in folder.iterdir()] == ["my_models"]
 
@@ -77,7 +77,7 @@ def test_a_dataset_without_docstring_or_with_random_values_breaks_its_contract(f
     ("name", "expected"),
     [
         ("dlmr", "unknown plug-in 'dlmr'. Did you mean 'dlrm'?"),
-        ("my_models.empty", "'my_models.empty' is no model, dataset or metric. It needs: a model TASK, KIND, Config"),
+        ("my_models.empty", "'my_models.empty' is not a model, dataset or metric: a model needs TASK, KIND, Config"),
         ("my_models.half", "a metric needs TASK, sums, value, and this one lacks value."),
         ("my_models.absent", "my_models has no module 'absent'"),
     ],

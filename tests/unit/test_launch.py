@@ -50,7 +50,7 @@ def test_a_dry_run_prints_the_script_and_imports_no_torch_and_writes_and_calls_n
         ({"overrides": ["data.path=/nowhere"]}, "/nowhere"),
         ({"nodes": 100, "procs": 2}, "global_batch_size = 125, but 100 nodes with 2 processes each are 200 processes"),
         ({"overrides": ["train.stop_signals=[]"]}, "lacks SIGUSR2, which slurm sends"),
-        ({"run": "/tmp/a\nb"}, "--run .* holds a control character"),
+        ({"run": "/tmp/a\nb"}, "--run .* contains a control character"),
         ({"on": "slum"}, "unknown launcher or profile 'slum'. Did you mean 'slurm'"),
         ({"chain": 3}, "'chain' is not read by launcher 'slurm', only by pbs"),
         ({"nodes": 0}, "'nodes': should be greater than 0"),

@@ -252,14 +252,14 @@ def test_a_failing_disk_names_the_directory(
 def test_a_disk_budget_that_is_used_up_is_an_error(tmp_path: Path) -> None:
     with RowCache(layout(4000), small_plan(40), tmp_path, disk_budget_bytes=64 << 10) as cache:
         fill(cache, 500)
-        with pytest.raises(ResourceError, match=r"needs 1 MB, and tables\.disk_budget_gb allows 1 MB\. Raise"):
+        with pytest.raises(ResourceError, match=r"needs 1 MB, but tables\.disk_budget_gb allows 1 MB\. Raise"):
             fill(cache, 4000)
 
 
 def test_a_batch_with_more_rows_than_slots_says_what_to_raise(tmp_path: Path) -> None:
     model = Model(of := layout(4000))
     with RowCache(of, small_plan(64), tmp_path) as cache:
-        with pytest.raises(ResourceError, match=r"A batch with 65 lookups .* room for \(64\).* by 1 to be sure"):
+        with pytest.raises(ResourceError, match=r"A batch with 65 lookups .* can hold \(64\).* by 1 to be sure"):
             cache.pin(np.arange(65))
         cache.unpin()
         with pytest.raises(IndexError, match=r"key 4000 is not in 0\.\.3999"):
@@ -276,9 +276,11 @@ def test_a_budget_counts_every_byte_and_says_how_much_is_missing(tmp_path: Path)
         assert cache.memory_bytes() > 0.8 * (4 << 20)  # buffers are planned for the largest alignment
         assert cache.memory_bytes() <= plan.memory_bytes <= 4 << 20
     assert plan_cache(of, 1 << 30).slots == 50_000  # never more than all
-    with pytest.raises(ConfigError, match=r"cache_memory_budget_mb: 4 MB for 50,000 rows of width 32 are 5 MB too few"):
+    with pytest.raises(
+        ConfigError, match=r"cache_memory_budget_mb: 4 MB for 50,000 rows of width 32 is 5 MB too little"
+    ):
         plan_cache(of, 4 << 20, min_slots=50_000)
-    with pytest.raises(ConfigError, match="more than a row file holds"):
+    with pytest.raises(ConfigError, match="more than a row file can hold"):
         plan_cache(layout(2**31, dim=32), 1 << 40)
 
 
@@ -357,7 +359,7 @@ except Exception as error:
 def test_threads_read_where_io_uring_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_IO_URING, str(Path(__file__).parents[2]), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.stdout.startswith("ResourceError This system refuses io_uring"), ended.stderr
+    assert ended.stdout.startswith("ResourceError This system does not allow io_uring"), ended.stderr
 
 
 KILLED = """

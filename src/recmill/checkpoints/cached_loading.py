@@ -1,4 +1,4 @@
-"""Load rows of any checkpoint into the caches of cached_ssd, a piece at a time."""
+"""Load rows of any checkpoint into the caches of cached_ssd, a few megabytes at a time."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ TableKeys = dict[str, tuple[str, str]]  # by table: key of its rows; key of thei
 
 
 def load_into_caches(checkpoint: Checkpoint, caches: list[CachedTables], keys: TableKeys) -> None:
-    """Load the tables in `keys`. Rows of earlier checkpoints that are still first values are left out."""
+    """Load the tables in `keys`. Rows that still have their first values are left out."""
     own = {name: cached for cached in caches for name in cached.names if name in keys}
     in_row_files = {table.name: table for _, file in checkpoint.row_files for table in file.tables}
     for name, cached in own.items():
@@ -39,7 +39,7 @@ def load_into_caches(checkpoint: Checkpoint, caches: list[CachedTables], keys: T
 
 
 def _load(cached: CachedTables, name: str, rows: np.ndarray, weights: np.ndarray, state: np.ndarray | None) -> None:
-    """Load those rows that this process holds. Without a state it is 0, as at the start."""
+    """Load those rows that this process holds. If `state` is None, their optimizer state is 0."""
     is_here, cache_keys = cached.keys_of(name, rows)
     columns = cached.cache.layout.state_columns
     zeros = np.zeros((len(cache_keys), columns), np.float32)
@@ -48,7 +48,7 @@ def _load(cached: CachedTables, name: str, rows: np.ndarray, weights: np.ndarray
 
 
 def _load_dense(checkpoint: Checkpoint, cached: CachedTables, name: str, keys: tuple[str, str]) -> None:
-    """Load a table that is saved completely, with the changes of an incremental checkpoint."""
+    """Load a table that the checkpoint holds as a tensor, with the changes of an incremental checkpoint."""
     reader = SafeReader(checkpoint.base or checkpoint.path)
     metadata = reader.read_metadata()
     weight_key, state_key = keys

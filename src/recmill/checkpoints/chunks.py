@@ -1,4 +1,4 @@
-"""Save large tensors as several chunks, so that writing one copies little and any part of it can be read alone."""
+"""Save large tensors in several chunks, so that little memory is needed to write one or to read a part of it."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ CHUNK_BYTES = 1 << 26
 
 
 class ChunkedPlanner(DefaultSavePlanner):
-    """Cut shards of more than CHUNK_BYTES between rows. Any reader of torch's distributed checkpoints joins them."""
+    """Split shards of more than CHUNK_BYTES into chunks of rows. Every reader of torch's checkpoints can join them."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()

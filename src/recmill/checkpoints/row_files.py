@@ -1,7 +1,7 @@
-"""Files with those rows of tables, and their optimizer state, that are not first values: how cached tables are saved.
+"""Row files, in which checkpoints hold cached tables: the rows that were ever trained, with their optimizer state.
 
-A file is a sequence of chunks, each of n keys (int64), n rows and n states (float32). Keys number the rows of all
-tables of a file together.
+A file is a sequence of chunks, each with n keys (int64), n rows and n states (float32). Keys number the rows of all
+tables of a file consecutively.
 """
 
 import os
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class NotFiniteError(Exception):
-    """A value that is not a finite number; its argument is the key of the tensor."""
+    """A row holds a value that is not a finite number. The argument is the key of its tensor."""
 
 
 def write_row_file(
     path: Path, cached: "CachedTables", snapshot: "Snapshot", tables: list[SavedTable], step: int
 ) -> RowFile:
-    """Write and sync a snapshot, with one chunk of it in memory."""
+    """Write a snapshot and sync the file. Only one chunk is in memory at a time."""
     counts: list[int] = []
     with path.open("xb") as file:
         for chunk in snapshot:
@@ -43,7 +43,7 @@ def write_row_file(
 
 
 def _saved_keys(keys: np.ndarray, cached: "CachedTables", tables: list[SavedTable]) -> np.ndarray:
-    """Convert keys of a cache, which count its shards' rows, to keys that count the rows of complete tables."""
+    """Convert keys of a cache, which number the rows of its shards, to keys that number the rows of complete tables."""
     layout = cached.cache.layout
     index = np.searchsorted(layout.starts, keys, side="right") - 1
     firsts = np.array([shard.first_row for shard in layout.shards])
@@ -64,11 +64,11 @@ def _check_finite(chunk: "Chunk", cached: "CachedTables", tables: list[SavedTabl
 
 
 def saved_rows(directory: Path, file: RowFile) -> "Iterator[tuple[SavedTable, np.ndarray, np.ndarray, np.ndarray]]":
-    """Yield a table, rows of it by number, their values and their states, for each table of each chunk."""
+    """Yield a table, numbers of rows, their values and their optimizer states, for each table of each chunk."""
     starts = _starts(file.tables)
     path = directory / file.name
     if path.parent != directory:
-        raise CheckpointError(f"{path}: is no file of this checkpoint. Restore it from an intact copy.")
+        raise CheckpointError(f"{path} is not a file of this checkpoint. Restore it from an intact copy.")
     with path.open("rb") as content:
         for count in file.chunks:
             keys = np.fromfile(content, np.int64, count)
@@ -76,7 +76,7 @@ def saved_rows(directory: Path, file: RowFile) -> "Iterator[tuple[SavedTable, np
             state = np.fromfile(content, np.float32, count * file.state_columns)
             is_in_range = not len(keys) or 0 <= keys.min() <= keys.max() < starts[-1]
             if len(state) != count * file.state_columns or len(weights) != count * file.dim or not is_in_range:
-                raise CheckpointError(f"{path}: holds other rows than state.json says. Restore it from an intact copy.")
+                raise CheckpointError(f"{path} and state.json disagree about its rows. Restore it from an intact copy.")
             tables = np.searchsorted(starts, keys, side="right") - 1
             for index in np.unique(tables):
                 chosen = tables == index

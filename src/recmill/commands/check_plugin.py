@@ -1,4 +1,4 @@
-"""`recmill check-plugin`: runs the contract of a model, dataset or metric on it, and reports each check."""
+"""`recmill check-plugin`: run the checks of `recmill.contracts` on a model, dataset or metric, and report each."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def check_plugin(name: str, *, data: str | Path | None = None, overrides: Sequen
 
 
 def _kind(name: str) -> str:
-    """Return what `name` is: a module that lacks a part is of the kind of which it has most."""
+    """Return whether `name` is a model, dataset or metric; for an incomplete module, what it resembles most."""
     for what, built_in in _KINDS.items():
         if name in built_in or name in registry.installed(what):
             return what
@@ -80,8 +80,8 @@ def _kind(name: str) -> str:
     module = registry.import_module(name, "plug-in")
     parts = {what: sum(hasattr(module, part) for part in registry.PARTS[what]) for what in _KINDS}
     if not any(parts.values()):
-        needs = "; ".join(f"a {what} {', '.join(registry.PARTS[what])}" for what in _KINDS)
-        raise ConfigError(f"plug-in '{name}' is no model, dataset or metric. It needs: {needs}.")
+        needs = "; ".join(f"a {what} needs {', '.join(registry.PARTS[what])}" for what in _KINDS)
+        raise ConfigError(f"plug-in '{name}' is not a model, dataset or metric: {needs}.")
     return max(parts, key=lambda what: parts[what])
 
 

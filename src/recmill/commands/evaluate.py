@@ -49,7 +49,7 @@ class Options(Section):
     procs: Procs = 1
     verify: Verify = None
     per_user_file: str | None = flag(
-        None, "Parquet file to write: user, item, and by protocol the rank of the item.", "--per-user", metavar="FILE"
+        None, "Parquet file to write: user, item, and the item's rank by protocol.", "--per-user", metavar="FILE"
     )
 
 

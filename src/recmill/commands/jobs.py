@@ -1,4 +1,4 @@
-"""`recmill status`, `logs` and `cancel`: what became of a run and its jobs."""
+"""`recmill status`, `logs` and `cancel`: the state and output of a run and its jobs, and how to stop them."""
 
 import subprocess
 import time
@@ -41,15 +41,17 @@ def status(run: str | Path) -> RunStatus:
     found = job_state(record) if record else None
     end = read_job_end(jobs, record.number) if record else {}
     is_gone = is_holder_gone(directory.path / ".lock")
-    state, reason = _judge(str(own.get("state", "new")), str(own.get("reason", "")), found, end, is_gone)
+    state, reason = _combined(str(own.get("state", "new")), str(own.get("reason", "")), found, end, is_gone)
     step = int(own.get("step", 0))
     if record is None or found is None:
         return RunStatus(state, step, reason, "", "", "", "")
     return RunStatus(state, step, reason, record.id, record.launcher, found.state, record.submitted_at)
 
 
-def _judge(own: str, own_reason: str, found: JobState | None, end: dict[str, object], is_gone: bool) -> tuple[str, str]:
-    """Return the state and its reason. `own`: status.json's; `end`: what the job's script wrote last."""
+def _combined(
+    own: str, own_reason: str, found: JobState | None, end: dict[str, object], is_gone: bool
+) -> tuple[str, str]:
+    """Return the state and its reason. `own` is the state in status.json, `end` the contents of ID.end.json."""
     if found is None:
         return ("lost", _LOST) if own == "running" and is_gone else (own, own_reason)
     if found.state == "queued":
@@ -57,7 +59,7 @@ def _judge(own: str, own_reason: str, found: JobState | None, end: dict[str, obj
     if found.state == "running":
         return "running", ""
     if found.state == "unknown":
-        return own, f"its scheduler cannot be asked: {found.reason}"
+        return own, f"the state of its job is not known: {found.reason}"
     if end:
         return str(end["state"]), str(end.get("reason") or "")
     if own in ("running", "new"):
@@ -76,7 +78,9 @@ def logs(run: str | Path, *, rank: int | None = None, follow: bool = False) -> I
     if record and rank is None and (output := directory.path / "jobs" / f"{record.number}.out").exists():
         file = output
     if not file.exists() and not follow:
-        raise ConfigError(f"{file} does not exist: nothing was logged yet. Try: recmill status, or --follow.")
+        raise ConfigError(
+            f"{file} does not exist: nothing was logged yet. Check recmill status, or wait for it with --follow."
+        )
     position = 0
     while True:
         has_ended = not follow or status(run).state in _ENDED
@@ -97,7 +101,7 @@ def _pod_logs(record: Record, follow: bool) -> Iterator[str]:
 
 
 def cancel(run: str | Path, *, now: bool = False) -> list[str]:
-    """Let the run's live jobs save and end, or end them `now`; none starts again. Return their ids."""
+    """Stop the run's queued and running jobs, and return their ids. Running jobs save first, unless `now`."""
     jobs = _directory(run).path / "jobs"
     stopped = []
     for record in reversed(read_jobs(jobs)):  # the jobs of a chain that wait come first
@@ -113,5 +117,5 @@ def cancel(run: str | Path, *, now: bool = False) -> list[str]:
 def _directory(run: str | Path) -> RunDirectory:
     directory = RunDirectory(given_path(run, "RUN"))
     if not directory.status_file.is_file() and not (directory.path / "jobs").is_dir():
-        raise ConfigError(f"{run} is not a run directory: it has neither status.json nor jobs/. Name another one.")
+        raise ConfigError(f"{run} is not a run directory: it has neither status.json nor jobs/. Choose another one.")
     return directory

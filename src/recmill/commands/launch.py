@@ -1,4 +1,4 @@
-"""`recmill launch`: check a run, render the script of its job, keep both in RUN/jobs, and submit it."""
+"""`recmill launch`: check a run, write its config and job script to RUN/jobs, and submit the script."""
 
 import os
 import socket
@@ -26,25 +26,29 @@ _NEEDED_SIGNAL = {"slurm": SLURM_SIGNAL, "pbs": MPI_SIGNAL, "mpi": MPI_SIGNAL}
 class Options(train.Options):
     on: str = flag(
         ...,
-        "local, torchrun, torchx, mpi, slurm, pbs, kubernetes, or a profile: FILE.toml, or the NAME of "
-        "~/.config/recmill/NAME.toml or of one that comes with Recmill (polaris).",
+        "Launcher (local, torchrun, torchx, mpi, slurm, pbs or kubernetes) or profile: a path ending in .toml, "
+        "the NAME of ~/.config/recmill/NAME.toml, or polaris.",
         metavar="PLACE",
     )
-    nodes: int | None = flag(None, "Machines.  [default: the profile's, or 1]")
+    nodes: int | None = flag(None, "Number of machines.  [default: the profile's, or 1]")
     procs: int | None = flag(None, "Processes per machine.  [default: the profile's, or 1]")  # type: ignore[assignment]
-    time: str | None = flag(None, "Time limit.", metavar="HH:MM:SS")
+    time: str | None = flag(None, "Time limit of the job.", metavar="HH:MM:SS")
     account: str | None = flag(None, "Account or project that is charged.")
     queue: str | None = flag(None, "Partition (Slurm), queue (PBS) or Kueue's queue (Kubernetes).")
-    chain: int | None = flag(None, "Jobs to queue one after the other, until the run is finished (PBS).")
+    chain: int | None = flag(
+        None, "Number of jobs to queue; each resumes the run where the previous one stopped (PBS)."
+    )
     image: str | None = flag(None, "Container image (Kubernetes, torchx).")
-    mounts: list[str] = flag([], "A volume with data or runs (Kubernetes).", "--mount", metavar="CLAIM:/PATH")
-    data_elsewhere: bool = flag(False, "The dataset is not visible from this machine: do not look at it.")
+    mounts: list[str] = flag(
+        [], "Volume with data or runs (Kubernetes); may be repeated.", "--mount", metavar="CLAIM:/PATH"
+    )
+    data_elsewhere: bool = flag(False, "Do not check the dataset, because this machine cannot see it.")
     dry_run: bool = flag(False, "Print the script; write and submit nothing.")
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A job, the text of its script, and what was submitted. `command` starts a script without a scheduler."""
+    """A job, the text of its script, and the submitted jobs. `command` runs the script without a scheduler."""
 
     job: Job
     text: str
@@ -66,9 +70,10 @@ def launch(
     dry_run: bool = False,
     **place_options: Any,
 ) -> Launched:
-    """Check a run and submit it to the place `on`; without a scheduler, `start` runs its script.
+    """Check a run and submit it. Without a scheduler, call `start` with the result to run its script.
 
-    `place_options`: keys of a profile, which they override. With `dry_run`, only `text` of the result is made.
+    `on` is a launcher or a profile, and `place_options` override keys of the profile. With `dry_run`, nothing is
+    written or submitted: use `text` of the result.
     """
     flags = {name: value for name, value in place_options.items() if value not in (None, [], ())}
     for name, value in flags.items():
@@ -101,7 +106,7 @@ def launch(
     for record in read_jobs(job.jobs)[-1:]:
         if (state := job_state(record).state) in ("queued", "running"):
             raise ResourceError(
-                f"{directory}: job {record.id} of this run is {state}. Wait for it, or: recmill cancel."
+                f"{directory}: job {record.id} of this run is {state}. Wait for it, or stop it with recmill cancel."
             )
         if record.launcher == place.launcher == "kubernetes" and state == "gone":  # it keeps jobs that have ended
             stop_job(record, now=False)
@@ -121,7 +126,7 @@ def _check(config: str | Path, run: str | Path, overrides: Sequence[str], data_e
 
 
 def _check_place(place: Place, config: Config) -> None:
-    """Raise ConfigError if the run and the place do not fit."""
+    """Raise ConfigError if the config does not suit the place."""
     section = config.settings.train
     if section.global_batch_size < place.size:
         raise ConfigError(
@@ -137,7 +142,7 @@ def _check_place(place: Place, config: Config) -> None:
 
 
 def _write(job: Job, text: str) -> Path:
-    """Keep the resolved config and the script in RUN/jobs."""
+    """Write the resolved config and the script to RUN/jobs, and return the path of the script."""
     job.jobs.mkdir(parents=True, exist_ok=True)
     write_text(job.jobs / "config.toml", job.config_text)
     script = job.jobs / ("job.json" if job.place.launcher == "kubernetes" else "job.sh")
@@ -161,7 +166,7 @@ def _record(job: Job, job_id: str, started: int = 0) -> Record:
 
 
 def start(launched: Launched) -> None:
-    """Replace this process with the script, if no scheduler does; with several machines, the user starts it there."""
+    """Replace this process with the script, unless a scheduler runs it or the user has to start it on each machine."""
     job = launched.job
     if launched.records or job.place.nodes > 1:
         return

@@ -20,7 +20,7 @@ Verify = Annotated[
 ]
 Which = Annotated[
     Literal["newest", "best"] | None,
-    Field(description="[default: the best by validation if checkpoint.keep_best was set, otherwise the newest]"),
+    Field(description="Checkpoint to use.  [default: best if checkpoint.keep_best was set, otherwise newest]"),
 ]
 Fallback = Annotated[bool, Field(description="If the newest checkpoint is corrupt, use the newest that is not.")]
 

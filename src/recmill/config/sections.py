@@ -131,7 +131,7 @@ class TablesSection(Section):
         0, "Memory of each process for cached tables, in MiB: of its GPU (cached_host_mem) or host (cached_ssd)."
     )
     path: str = key("", "Directory on a local SSD for the rows of cached_ssd; empty: the run directory.")
-    disk_budget_gb: float = key(0.0, "Most disk space of cached_ssd for each process, in GiB; 0: no limit.", ge=0.0)
+    disk_budget_gb: float = key(0.0, "Maximum disk space of cached_ssd for each process, in GiB; 0: no limit.", ge=0.0)
     stores: dict[str, Store] = key({}, "Stores of single tables, by table or feature name.")
 
     def store_of(self, table: str, feature: str) -> Store:

@@ -55,7 +55,7 @@ def it_gives_the_same_bytes_twice_and_others_with_another_seed(name: str, option
     expect(is_other or not has_seed or not data, "another seed gives the same data")
 
 
-def interrupted_and_run_again_it_has_the_same_bytes(name: str, options: Options, directory: Path) -> None:
+def interrupted_and_resumed_it_gives_the_same_bytes(name: str, options: Options, directory: Path) -> None:
     module = _module(name)
     plan = module.plan(checked_options(name, module.Options, options))
     with (
@@ -64,11 +64,11 @@ def interrupted_and_run_again_it_has_the_same_bytes(name: str, options: Options,
     ):
         module.write(plan, work)
         raise KeyboardInterrupt
-    expect(not (directory / "again").exists(), "an interrupted preparation has left a dataset")
+    expect(not (directory / "again").exists(), "an interrupted preparation left a dataset behind")
     for folder in ("again", "uninterrupted"):
         prepare(name, directory / folder, **options)
     expect(contents(directory / "again") == contents(directory / "uninterrupted"), "a resumed preparation differs")
-    expect(len(list(directory.iterdir())) == 2, "a finished preparation has left files beside the dataset")
+    expect(len(list(directory.iterdir())) == 2, "a finished preparation left files beside the dataset")
 
 
 def it_is_complete_and_its_ids_are_in_range(name: str, options: Options, directory: Path) -> None:
@@ -108,7 +108,7 @@ def its_histories_state_how_often_each_item_occurs(name: str, options: Options, 
 CHECKS: tuple[Check, ...] = (
     it_describes_itself_and_its_options,
     it_gives_the_same_bytes_twice_and_others_with_another_seed,
-    interrupted_and_run_again_it_has_the_same_bytes,
+    interrupted_and_resumed_it_gives_the_same_bytes,
     it_is_complete_and_its_ids_are_in_range,
     its_splits_are_disjoint_and_cover_all_rows,
     its_histories_state_how_often_each_item_occurs,

@@ -1,4 +1,4 @@
-"""The contract of a metric: its sums can be added, so that its value is the same for any batches and processes."""
+"""The contract of a metric: its sums are additive, so that batches and processes do not affect its value."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def _examples(metric: MetricModule, first: int, last: int) -> tuple[np.ndarray, 
     return tuple(array[first:last] for array in arrays)
 
 
-def its_sums_are_as_many_numbers_for_any_rows(metric: MetricModule) -> None:
+def the_number_of_its_sums_is_always_the_same(metric: MetricModule) -> None:
     lengths = {rows: len(metric.sums(*_examples(metric, 0, rows))) for rows in (0, 1, 500)}
     expect(len(set(lengths.values())) == 1, f"sums() returns different numbers of values, by rows: {lengths}")
 
@@ -36,7 +36,7 @@ def its_value_is_a_finite_number(metric: MetricModule) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    its_sums_are_as_many_numbers_for_any_rows,
+    the_number_of_its_sums_is_always_the_same,
     its_sums_over_parts_add_up_to_the_sums_over_all,
     its_value_is_a_finite_number,
 )

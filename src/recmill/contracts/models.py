@@ -1,4 +1,4 @@
-"""The contract of a model, on one device and on tiny data; with two processes, that of its training."""
+"""The contract of a model: checks on tiny data, in this process, and a short training with one and two processes."""
 
 import math
 import tempfile
@@ -18,8 +18,8 @@ from recmill.protocols import Batch, ModelModule, SequenceModelModule, TaskModul
 from recmill.schema import Dataset
 
 Check = Callable[[Config, Dataset], None]
-_STEPS = 150  # in which one batch must be learned
-_TOLERANCE = 1e-3  # of metrics with one and two processes; only the order of sums differs
+_STEPS = 150  # steps in which a model must overfit one batch
+_TOLERANCE = 1e-3  # between metrics with one and two processes, which add in a different order
 
 
 def build(config: Config, dataset: Dataset, seed: int = 1) -> nn.Module:
@@ -59,7 +59,7 @@ def the_loss_and_every_gradient_are_finite(config: Config, dataset: Dataset) -> 
         expect(bool(torch.isfinite(parameter.grad).all()), f"the gradient of {name} is not finite")  # type: ignore[arg-type]
 
 
-def it_can_learn_one_batch_by_heart(config: Config, dataset: Dataset) -> None:
+def it_can_overfit_one_batch(config: Config, dataset: Dataset) -> None:
     network, batch = build(config, dataset).eval(), first_batch(config, dataset)  # eval: no dropout
     optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
     losses = []
@@ -79,15 +79,16 @@ def its_state_can_be_saved_and_loaded(config: Config, dataset: Dataset) -> None:
     one, other = build(config, dataset).eval(), build(config, dataset, seed=2).eval()
     other.load_state_dict(one.state_dict())
     equal = torch.equal(one(*batch.inputs()), other(*batch.inputs()))
-    expect(equal, "with the state of another network, it gives other outputs: something is not in state_dict()")
+    expect(equal, "with the same state_dict(), two networks give different outputs: it lacks a part of the state")
 
 
-def fillers_change_no_gradient(config: Config, dataset: Dataset) -> None:
-    """With three processes and batches of 32, a share of 10 gets one filler, one of 11 none."""
+def padding_rows_change_no_gradient(config: Config, dataset: Dataset) -> None:
+    """Divide a batch of 32 among three processes: the share of 10 rows gets a padding row of weight 0."""
     shares = [next(build_source(config, dataset, rank=rank, size=3).train_batches(0, 0)) for rank in range(3)]
     batch = first_batch(config, dataset)
     expect(
-        sum(share.weight() for share in shares) == batch.weight(), "the shares of a batch weigh more or less than it"
+        sum(share.weight() for share in shares) == batch.weight(),
+        "the weights of the shares of a batch do not add up to the weight of the batch",
     )
     one, other = build(config, dataset).eval(), build(config, dataset).eval()
     task = task_module(config)
@@ -96,10 +97,10 @@ def fillers_change_no_gradient(config: Config, dataset: Dataset) -> None:
         task.loss_sum(other, share).backward()
     for (name, mine), (_, its) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         equal = torch.allclose(mine.grad, its.grad, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
-        expect(equal, f"{name} gets another gradient if the batch is divided: do the rows of a batch see each other?")
+        expect(equal, f"the gradient of {name} changes if the batch is divided: does a row depend on other rows?")
 
 
-def it_trains_with_two_processes_as_with_one_and_is_found_again(config: Config, dataset: Dataset) -> None:
+def two_processes_and_evaluate_give_the_metrics_of_one_process(config: Config, dataset: Dataset) -> None:
     section = config.settings.train.model_copy(update={"max_steps": 8, "kernels": "auto"})
     values = replace(config, settings=config.settings.model_copy(update={"train": section})).as_dict()
     with tempfile.TemporaryDirectory(prefix="recmill-check-") as directory:
@@ -117,8 +118,8 @@ ON_ONE_DEVICE: tuple[Check, ...] = (
     it_and_its_task_have_the_functions_of_their_protocols,
     it_declares_the_tables_that_it_builds,
     the_loss_and_every_gradient_are_finite,
-    it_can_learn_one_batch_by_heart,
+    it_can_overfit_one_batch,
     its_state_can_be_saved_and_loaded,
-    fillers_change_no_gradient,
+    padding_rows_change_no_gradient,
 )
-CHECKS = (*ON_ONE_DEVICE, it_trains_with_two_processes_as_with_one_and_is_found_again)
+CHECKS = (*ON_ONE_DEVICE, two_processes_and_evaluate_give_the_metrics_of_one_process)

@@ -1,1 +1,1 @@
-"""Jobs of schedulers: where a run is to be trained, the script that does it, and what became of it. No torch."""
+"""Jobs: profiles of clusters, job scripts, and submitting, querying and stopping jobs. Imports no torch."""

@@ -1,4 +1,7 @@
-"""The end of a job script: `python -m recmill.jobs.finish JOBS ID CODE STARTED`. Reports, and requeues a Slurm job."""
+"""The last step of a job script: `python -m recmill.jobs.finish JOBS ID CODE STARTED`.
+
+It records how the job ended, and requeues a Slurm job that was preempted.
+"""
 
 import calendar
 import os
@@ -19,7 +22,7 @@ _PREEMPTED = 75
 
 
 def main() -> int:
-    """Write how the job ended to JOBS/ID.end.json, start it again if it was preempted, and return its exit code."""
+    """Write how the job ended to JOBS/ID.end.json, requeue it if it was preempted, and return its exit code."""
     jobs, job_id, code, started = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     try:
         status = RunDirectory(jobs.parent).read_status()
@@ -40,7 +43,7 @@ def main() -> int:
 
 
 def _state(status: dict[str, Any], code: int, started: int) -> str:
-    """Return how the run ended. The exit code alone does not tell: torchrun returns 1 after a clean stop."""
+    """Return how the run ended. The exit code alone is not enough: torchrun returns 1 after a clean stop."""
     if code == 0:
         return "done"
     try:
@@ -53,7 +56,7 @@ def _state(status: dict[str, Any], code: int, started: int) -> str:
 
 
 def _requeue(job_id: str, restarts: int) -> None:
-    """Requeue this job: Slurm does not do it for a job that ends within the grace time of a preemption."""
+    """Requeue this job, because Slurm does not requeue a job that ends within the grace time of a preemption."""
     asked = subprocess.run(["squeue", "-h", "-j", job_id, "-o", "%T"], capture_output=True, text=True, check=False)
     if asked.stdout.strip() != "RUNNING":  # somebody cancelled it
         _say(f"recmill: job {job_id} was cancelled: launch again to resume")

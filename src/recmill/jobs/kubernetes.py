@@ -1,4 +1,4 @@
-"""Manifests of a job in Kubernetes: an indexed Job with a Service, a JobSet, or a TrainJob. JSON is YAML, too."""
+"""Kubernetes manifests of a job: an indexed Job with a Service, a JobSet, or a TrainJob. kubectl accepts JSON."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,16 +10,18 @@ from recmill.launch.local import TUNING
 _CONFIG_DIRECTORY = "/etc/recmill"
 _PORT = 29500  # every pod has an address of its own
 _GRACE_SECONDS = 120  # from SIGTERM to SIGKILL: a checkpoint is saved meanwhile
-_NO_USE = [2, 3, 4]  # exit codes of errors in the config, the data and checkpoints: another attempt fails, too
+_NO_RETRY = [2, 3, 4]  # exit codes of errors in config, data and checkpoints: another attempt would fail as well
 _MAX_RETRIES = 20
 Manifest = dict[str, Any]
 
 
 def manifests(name: str, run: str, place: Place, arguments: Sequence[str], config_text: str) -> Manifest:
-    """Return the config and the job, as a list that kubectl creates at once."""
+    """Return the config and the job as one List, which a single `kubectl create` creates."""
     paths = [mount.partition(":")[2] for mount in place.mounts]
     if not any(f"{run}/".startswith(f"{path.rstrip('/')}/") for path in paths):
-        raise ConfigError(f"--run {run} is in none of the mounts ({', '.join(paths)}). All pods must see the same one.")
+        raise ConfigError(
+            f"--run {run} is in none of the mounts ({', '.join(paths)}). Choose a --run that all pods mount."
+        )
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -63,7 +65,7 @@ def _job_set(name: str, place: Place, train: list[str]) -> list[Manifest]:
 
 
 def _train_job(name: str, place: Place, train: list[str]) -> list[Manifest]:
-    """Return a job of Kubeflow's trainer, which starts torchrun in its own image's way."""
+    """Return a TrainJob of Kubeflow Trainer, which starts torchrun on each node."""
     pod = _pod(name, place, train, "")
     (container,) = pod["containers"]
     trainer = {
@@ -102,7 +104,7 @@ def _job_spec(place: Place, pod: Manifest) -> Manifest:
     rules: list[Manifest] = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [75]}},  # saved and stopped
-        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": _NO_USE}},
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": _NO_RETRY}},
     ]
     return {
         "completionMode": "Indexed",
@@ -115,7 +117,7 @@ def _job_spec(place: Place, pod: Manifest) -> Manifest:
 
 
 def _pod(name: str, place: Place, train: list[str], head: str) -> Manifest:
-    """Return a pod whose process 1 is our own launcher; it finds its node's number in JOB_COMPLETION_INDEX."""
+    """Return a pod that runs our own launcher, which reads the number of its node from JOB_COMPLETION_INDEX."""
     variables = {"RECMILL_NODES": str(place.nodes), "MASTER_ADDR": head, "MASTER_PORT": str(_PORT), **place.env}
     amounts = {"cpu": place.cpus and str(place.cpus * place.procs), "nvidia.com/gpu": place.gpus and str(place.gpus)}
     amounts |= {"memory": place.memory_gb and f"{place.memory_gb}G"}

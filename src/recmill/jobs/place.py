@@ -1,4 +1,4 @@
-"""Where a run is to be trained: a launcher, its numbers and the site's own lines, from a profile and flags."""
+"""Where a run is trained: launcher, machines, processes and the settings of a site, from a profile and flags."""
 
 import re
 import tomllib
@@ -17,7 +17,7 @@ from recmill.errors import ConfigError
 Launcher = Literal["local", "torchrun", "torchx", "mpi", "slurm", "pbs", "kubernetes"]
 LAUNCHERS = ("local", "torchrun", "torchx", "mpi", "slurm", "pbs", "kubernetes")
 _SHELL = {"local", "torchrun", "torchx", "mpi", "slurm", "pbs"}
-# The launchers that read a key; the others are refused rather than ignored.
+# Which launchers use a key. For the others it is an error, not ignored.
 _READ_BY = {
     "cpus": {"torchx", "mpi", "slurm", "pbs", "kubernetes"},
     "memory_gb": {"torchx", "slurm", "kubernetes"},
@@ -47,13 +47,13 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\x80-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 class Place(Section):
-    """The keys of a profile. Lines of `setup` and `after` are shell; everything else is quoted or matches a pattern."""
+    """The keys of a profile. Lines of `setup` and `after` are shell code; other values are validated or quoted."""
 
     launcher: Launcher = key(..., "Launcher: " + ", ".join(LAUNCHERS) + ".")
-    nodes: PositiveInt = key(1, "Machines.")
+    nodes: PositiveInt = key(1, "Number of machines.")
     procs: PositiveInt = key(1, "Processes per machine; one per GPU.")
     cpus: PositiveInt | None = key(None, "Cores per process.")
-    memory_gb: PositiveInt | None = key(None, "Memory per machine.")
+    memory_gb: PositiveInt | None = key(None, "Memory per machine, in GB.")
     gpus: NonNegativeInt = key(0, "GPUs per machine.")
     time: str | None = key(None, "Time limit: HH:MM:SS or D-HH:MM:SS.")
     warning_seconds: PositiveInt = key(120, "How long before the time limit a run saves and ends.")
@@ -65,10 +65,10 @@ class Place(Section):
     env: dict[str, str] = key({}, "Environment variables of the processes; no secrets.")
     directives: list[str] = key([], "Further #SBATCH or #PBS lines, like '--qos=debug'.")
     chunk: str | None = key(None, "What follows select=N: in PBS, like 'system=polaris'.")
-    mpi: Literal["openmpi", "mpich", "pals"] = key("mpich", "Flavour of mpiexec.")
+    mpi: Literal["openmpi", "mpich", "pals"] = key("mpich", "Implementation of mpiexec.")
     mpi_options: list[str] = key([], "Further options of mpiexec.")
-    hosts: list[str] = key([], "Names or addresses of the machines, if no scheduler knows them.")
-    chain: PositiveInt = key(1, "Jobs to queue one after the other, until the run is finished (PBS).")
+    hosts: list[str] = key([], "Names or addresses of the machines, without a scheduler.")
+    chain: PositiveInt = key(1, "Number of jobs to queue; each resumes the run where the previous one stopped (PBS).")
     scheduler: str = key("local_cwd", "Scheduler of torchx.")
     kind: Literal["job", "jobset", "trainjob"] = key("job", "What to create in Kubernetes.")
     image: str | None = key(None, "Container image.")
@@ -101,7 +101,7 @@ class Place(Section):
         words = {name: getattr(self, name) for name in ("account", "queue", "chunk", "scheduler", "image", "namespace")}
         words |= {f"{name}[{i}]": word for name in ("hosts", "mounts") for i, word in enumerate(getattr(self, name))}
         found = [
-            f"'{name}': {word!r} may hold letters, digits and _.:@+=,/- only."
+            f"'{name}': {word!r} may contain only letters, digits and _.:@+=,/[]-, and may not begin with '-'."
             for name, word in words.items()
             if word is not None and not (_WORD.fullmatch(word) and not word.startswith("-"))
         ]
@@ -112,7 +112,9 @@ class Place(Section):
             for i, t in enumerate(getattr(self, n))
         }
         found += [
-            f"'{name}' holds a control character. Remove it." for name, text in texts.items() if _CONTROL.search(text)
+            f"'{name}' contains a control character. Remove it."
+            for name, text in texts.items()
+            if _CONTROL.search(text)
         ]
         for name, value in self.env.items():
             if not _ENVIRONMENT_NAME.fullmatch(name):
@@ -127,23 +129,25 @@ class Place(Section):
     def _missing_values(self) -> list[str]:
         found = []
         if self.time is not None and not _TIME.fullmatch(self.time):
-            found.append(f"'time': {self.time!r} is not like 02:00:00 or 1-12:00:00.")
+            found.append(f"'time': {self.time!r} is not a time like 02:00:00 or 1-12:00:00.")
         elif self.seconds is not None and self.seconds <= self.warning_seconds:
-            found.append(f"'time': {self.time} is not longer than warning_seconds = {self.warning_seconds}.")
+            found.append(f"'time': {self.time} must be longer than warning_seconds = {self.warning_seconds}.")
         if self.launcher in ("local", "torchrun", "mpi") and self.nodes > 1 and len(self.hosts) != self.nodes:
-            found.append(f"'hosts': {self.nodes} nodes are asked for, but {len(self.hosts)} hosts are named.")
+            found.append(
+                f"'hosts': the profile lists {len(self.hosts)} hosts for {self.nodes} nodes. List one per node."
+            )
         if self.launcher == "kubernetes" and not (self.image and self.mounts):
             found.append(
-                "'image' and 'mounts': Kubernetes needs an image with Recmill, and a volume with data and runs."
+                "'image' and 'mounts': Kubernetes needs an image that has Recmill, and a volume with data and runs."
             )
-        found += [f"'mounts': {mount!r} is not like CLAIM:/path." for mount in self.mounts if ":/" not in mount]
+        found += [f"'mounts': {mount!r} is not of the form CLAIM:/path." for mount in self.mounts if ":/" not in mount]
         return found
 
 
 def check_text(what: str, text: str) -> str:
-    """Return the text, or raise ConfigError if it cannot stand in a script."""
+    """Return the text, or raise ConfigError if it cannot be written to a script."""
     if _CONTROL.search(text):
-        raise ConfigError(f"{what} {text!r} holds a control character or is not Unicode. Choose another one.")
+        raise ConfigError(f"{what} {text!r} contains a control character or is not valid UTF-8. Choose another one.")
     return text
 
 

@@ -20,7 +20,7 @@ class Record:
     procs: int
     submitted_at: str
     host: str
-    started: int = 0  # of a process: clock ticks since boot, because ids are used again
+    started: int = 0  # when a process started, in clock ticks since boot: process ids are reused
     namespace: str | None = None
     kind: str = "job"  # in Kubernetes
 

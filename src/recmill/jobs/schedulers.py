@@ -1,4 +1,4 @@
-"""Submit a job, ask what became of it, and stop it, with the commands of its scheduler."""
+"""Submit, query and stop jobs with the commands of their scheduler."""
 
 import contextlib
 import json
@@ -16,21 +16,21 @@ from recmill.errors import ResourceError
 from recmill.jobs.records import Record
 
 SCHEDULERS = ("slurm", "pbs", "kubernetes")
-_SECONDS = 60.0  # that a scheduler may take to answer
+_SECONDS = 60.0  # timeout of a scheduler's command
 _STOP_SIGNAL = "USR2"
 _ENDED = ("Complete", "Completed", "Failed")  # conditions in Kubernetes; the second is a JobSet's
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What the scheduler says; `gone`: it does not know the job any more, or the job has ended."""
+    """The state of a job in its scheduler; `gone`: the job has ended, or the scheduler no longer knows it."""
 
     state: Literal["queued", "running", "gone", "unknown"]
     reason: str = ""
 
 
 def submit(launcher: str, script: Path, name: str, after: str | None = None) -> str:
-    """Submit a script and return the job's id. `after`: the job that must end without success before this one."""
+    """Submit a script and return the job's id. `after`: start only if this job ends without success."""
     if launcher == "slurm":
         return _ask(["sbatch", "--parsable", str(script)]).partition(";")[0].strip()
     if launcher == "pbs":
@@ -103,13 +103,15 @@ def _pbs_state(job_id: str) -> JobState:
     found = _try(["qstat", "-x", "-f", "-F", "json", job_id])
     if found.returncode:
         if re.search("unknown job", found.stderr, re.I):
-            return JobState("gone", "the server does not know it: a request that fits no queue vanishes")
+            return JobState("gone", "PBS does not know the job; it also deletes a job whose request fits no queue")
         raise _error(["qstat"], found.stderr)
     try:
         facts = next(iter(json.loads(found.stdout)["Jobs"].values()))
         state = facts["job_state"]
     except (ValueError, KeyError, StopIteration):
-        raise ResourceError(f"qstat printed what is no JSON about job {job_id}. Ask it yourself.") from None
+        raise ResourceError(
+            f"qstat did not print valid JSON for job {job_id}. Check it with: qstat -x -f -F json {job_id}."
+        ) from None
     comment = str(facts.get("comment", ""))
     return JobState("queued" if state in "QHWTM" else "running" if state in "RES" else "gone", comment)
 
@@ -167,7 +169,7 @@ def _try(command: Sequence[str], directory: Path | None = None) -> "subprocess.C
         return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except FileNotFoundError:
         raise ResourceError(
-            f"{command[0]} is not installed here. Use a machine from which jobs are submitted."
+            f"{command[0]} is not installed here. Run this on a machine from which jobs can be submitted."
         ) from None
     except subprocess.TimeoutExpired:
         raise ResourceError(f"{command[0]} did not answer within {_SECONDS:g} s. Try again later.") from None
@@ -182,4 +184,4 @@ def _ask(command: Sequence[str], directory: Path | None = None) -> str:
 
 def _error(command: Sequence[str], output: str) -> ResourceError:
     lines = output.strip().splitlines() or ["no message"]
-    return ResourceError(f"{command[0]}: {'; '.join(lines[-3:])}. Nothing was changed; correct it and try again.")
+    return ResourceError(f"{command[0]}: {'; '.join(lines[-3:])}. Fix this and try again.")

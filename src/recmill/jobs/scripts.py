@@ -1,4 +1,4 @@
-"""Render the script of a job. Pure: the same text for the same job on every machine, with nothing left unquoted."""
+"""Render job scripts. The same job gives the same text on every machine, and every value is quoted or validated."""
 
 import json
 import re
@@ -13,13 +13,13 @@ from recmill.launch.local import TUNING
 
 SLURM_SIGNAL = "USR2"  # before the time limit, to every task
 MPI_SIGNAL = "USR1"  # Open MPI forwards it to its ranks; on SIGTERM it kills them
-_PORT = 20000  # and 20,000 above, by job id: two jobs may share a machine
+_PORT = 20000  # the first of 20,000 ports, from which the job id selects one: two jobs may share a machine
 _TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run at a place. `python`: the interpreter; `arguments`: of `recmill train`, after the config."""
+    """A run and where to train it. `arguments`: further arguments of `recmill train`."""
 
     run: Path  # absolute
     place: Place
@@ -119,7 +119,7 @@ def _mpi_command(job: Job) -> list[str]:
 
 
 def _in_background(job: Job, command: str, signal: str) -> list[str]:
-    """Return lines that run a command and forward signals: bash runs a trap only while no program is in front."""
+    """Return lines that run a command and forward signals: bash delays traps while a command is in the foreground."""
     return [
         f"{command} &",
         "child=$!",
@@ -134,7 +134,7 @@ def _in_background(job: Job, command: str, signal: str) -> list[str]:
 
 
 def _torchrun(job: Job) -> list[str]:
-    """Return a script for each machine: with several, the same one is started on all of them."""
+    """Return the script of a machine; with several machines, the user starts it on each of them."""
     place = job.place
     meeting = '--master-addr 127.0.0.1 --master-port "$MASTER_PORT"'
     if place.nodes > 1:
@@ -184,7 +184,7 @@ _RENDER: dict[str, Callable[[Job], list[str]]] = {
 
 
 def _head(job: Job, mark: str, directives: list[str], job_id: str) -> list[str]:
-    """Return directives, the names of the job's directory and id, and the site's lines."""
+    """Return the directives, the variables `jobs` and `id`, and the lines of `setup`."""
     return [
         "#!/bin/bash -l",
         *(f"{mark} {directive}" for directive in directives),
@@ -203,7 +203,7 @@ def _head(job: Job, mark: str, directives: list[str], job_id: str) -> list[str]:
 
 
 def _exports(job: Job, number: str) -> list[str]:
-    """Return what processes read when they start; a user's own settings of threads and memory win."""
+    """Return the environment of the processes; a user's own thread and allocator settings take precedence."""
     place = job.place
     threads = str(place.cpus) if place.cpus else f"$(( $(nproc) < {place.procs} ? 1 : $(nproc) / {place.procs} ))"
     return [
@@ -228,7 +228,7 @@ def _python(job: Job) -> str:
 
 
 def _tail(job: Job, *first: str) -> list[str]:
-    """Return what follows training: the site's lines, and a report that decides whether the job starts again."""
+    """Return what follows training: the lines of `after`, and the call of `recmill.jobs.finish`."""
     return [
         *first,
         *job.place.after,

@@ -1,6 +1,6 @@
-"""A component of torchx: `torchx run -s SCHEDULER THIS_FILE:train --config FILE --run DIRECTORY -j NxP`.
+"""A torchx component: `torchx run -s SCHEDULER THIS_FILE:train --config FILE --run DIRECTORY -j NxP`.
 
-torchx reads this file; Recmill does not import it, and does not need torchx.
+Only torchx imports this file: Recmill does not depend on torchx.
 """
 
 import shlex

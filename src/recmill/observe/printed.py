@@ -148,7 +148,7 @@ def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> 
 
 
 def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
-    """Print one column per `commands.results.RunReport`, with what its metrics differ from the first run's."""
+    """Print one column per `commands.results.RunReport`, with the differences of its metrics to the first run's."""
     names = distinct(dict.fromkeys(name for report in reports for name in report.values))
     headlines = dict.fromkeys(report.metric for report in reports if report.metric)
     labels = ["test", "model", "state", "best step", "tested step", *(f"best val {metric}" for metric in headlines)]
@@ -278,9 +278,10 @@ def print_launch(launched: Any, is_dry_run: bool) -> None:
         return
     run = shlex.quote(str(launched.job.run))
     for record in launched.records:
-        print(f"{record.launcher} job {record.id}: {record.nodes} node(s) x {record.procs} process(es)")
+        nodes = counted(record.nodes, "node")
+        print(f"{record.launcher} job {record.id}: {nodes}, {counted(record.procs, 'process')} each")
     if launched.records:
-        print(f"follow it with: recmill status {run}; recmill logs {run} --follow; recmill cancel {run}")
+        print(f"next: recmill status {run}; recmill logs {run} --follow; recmill cancel {run}")
     elif launched.job.place.nodes > 1:
         print(f"start this on each of {', '.join(launched.job.place.hosts)}: {launched.command}")
 

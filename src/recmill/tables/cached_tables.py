@@ -1,4 +1,4 @@
-"""Tables in cached_ssd: they find their rows in a `RowCache`, whose slots are the memory of FBGEMM's module."""
+"""Tables in cached_ssd. Their rows are in the slots of a `RowCache`, which are the weights of an FBGEMM module."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from recmill.tables.torchrec_internals import FusedTables
 
 @dataclass
 class CachedTables:
-    """A group's cached tables, in FBGEMM's order. Ids count from the first row of this process's shard."""
+    """The cached tables of one FBGEMM module, in its order. Ids count from the first row of this process's shard."""
 
     cache: RowCache
     fused: FusedTables
@@ -26,7 +26,7 @@ class CachedTables:
         return [spec.name for spec in self.specs]
 
     def pin(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """Return the slots of ids, whose rows stay in memory until `release`."""
+        """Return the slots of ids. Their rows stay in memory until `release`."""
         self.release()
         slots = self.cache.pin(self._keys(ids, offsets), self.next_batch)
         self._is_pinned = True
@@ -35,7 +35,7 @@ class CachedTables:
         return torch.from_numpy(slots)
 
     def release(self) -> None:
-        """Let rows be evicted. A step that is skipped has no update, after which a kernel would call this."""
+        """Unpin the rows of the last batch, if they are pinned: after its update, or before the next `pin`."""
         if self._is_pinned:
             self.cache.unpin()
             self._is_pinned = False
@@ -49,13 +49,13 @@ class CachedTables:
         return self.cache.layout.shards[self.names.index(table)]
 
     def keys_of(self, table: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows, numbers in the complete table, this process holds, and the keys of these."""
+        """Return a mask of those `rows` of the complete table that this process holds, and the keys of these."""
         shard = self.shard_of(table)
         is_here = (rows >= shard.first_row) & (rows < shard.first_row + shard.rows)
         return is_here, rows[is_here] - shard.first_row + self.cache.layout.starts[self.names.index(table)]
 
     def _keys(self, ids: Tensor, offsets: Tensor) -> np.ndarray:
-        """Number the ids of all tables together. Bags are ordered by table, and each table has the same number."""
+        """Return the keys of ids. Bags are ordered by table, and every table has the same number of bags."""
         values, layout = ids.numpy(), self.cache.layout
         ends = offsets.numpy()[:: (len(offsets) - 1) // len(self.names)]
         starts, limits = (np.repeat(edge, np.diff(ends)) for edge in (layout.starts[:-1], layout.starts[1:]))
@@ -64,7 +64,7 @@ class CachedTables:
             raise IndexError("an id is outside its table")  # ids are checked when they are loaded: this is a defect
         return keys
 
-    # What our kernels need, as `FusedTables` has it: each table begins at slot 0 and has all slots.
+    # The attributes of `FusedTables` that our kernels need. Every table begins at slot 0 and has all slots.
 
     @property
     def dim(self) -> int:

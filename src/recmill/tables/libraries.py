@@ -1,8 +1,8 @@
 """Import torch, FBGEMM and TorchRec in half the time that plain imports take.
 
-TorchRec and FBGEMM import torch's compiler and sympy, and so do torch's optimizers at their first step and its DDP.
-Nothing that we do with them needs either, so stand-ins answer the few questions that they ask. Whoever asks for more
-gets the real modules.
+TorchRec, FBGEMM, torch's DDP and, at their first step, torch's optimizers import torch's compiler and sympy. Recmill
+needs neither, so stand-in modules provide the few attributes that are used. Access to any other attribute replaces
+them with the real modules.
 """
 
 import gc
@@ -30,10 +30,10 @@ _KNOWN: dict[str, dict[str, Any]] = {
 
 
 class _StandIn(ModuleType):
-    """A module with the attributes of `_KNOWN`; asked for others, all stand-ins make way for the real modules."""
+    """A module with the attributes in `_KNOWN`. Access to any other replaces all stand-ins with the real modules."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # somebody looks at all modules
+        if name.startswith("__"):  # code that inspects all of sys.modules
             raise AttributeError(name)
         _remove_stand_ins()
         return getattr(importlib.import_module(self.__name__), name)
@@ -79,7 +79,7 @@ _SUBMODULES = _Submodules()
 
 
 def import_libraries(in_own_process: bool) -> None:
-    """Import the libraries. In a process of our own, the stand-ins stay, for what torch would import later."""
+    """Import the libraries. In a process of our own, the stand-ins stay, because torch imports more modules later."""
     if "recmill.tables.torchrec_internals" in sys.modules:
         return
     was_enabled = gc.isenabled()

@@ -1,6 +1,7 @@
-"""What TorchRec sees of tables in cached_ssd: tables of as many rows as their cache has slots, cut like the real ones.
+"""Tables in cached_ssd as TorchRec sees them: with as many rows as their cache has slots, sharded like the real tables.
 
-Cached tables of a process that are sharded alike share one cache, whose slots are the memory of their FBGEMM module.
+Cached tables of a process that have the same sharding type share one cache, whose slots are the weights of their FBGEMM
+module.
 """
 
 from collections import defaultdict
@@ -50,7 +51,7 @@ def plan_caches(plan: ShardingPlan, request: Request, world_size: int) -> CacheG
         budget = request.stores.budget_bytes
         samples = request.batch_size_per_rank * world_size
         lookups = {key: _most_rows_in_batch(held, request, samples) for key, held in own.items()}
-        # First those that need the least for each lookup: they may leave some of their share to the others.
+        # Begin with the caches that have the fewest rows per lookup: they may not need all of their share.
         for key in sorted(own, key=lambda key: _all_rows(own[key]) / max(1, lookups[key])):
             share = budget * lookups[key] // max(1, sum(lookups.values()))
             min_slots = max(lookups.pop(key), len(own[key]))
@@ -121,7 +122,7 @@ def _cached(plan: ShardingPlan, request: Request) -> list[tuple[str, Any]]:
 
 
 def _most_rows_in_batch(shards: dict[str, tuple[int, int]], request: Request, samples: int) -> int:
-    """Return how many different rows a global batch of `samples` can need."""
+    """Return how many distinct rows a global batch of `samples` can need."""
     specs = {table.name: table for table in request.tables}
     return sum(min(rows, samples * request.ids_per_row[specs[name].feature]) for name, (_, rows) in shards.items())
 

@@ -1,4 +1,4 @@
-"""Warnings about runs that are likely to disappoint: one line each, with the value and the remedy."""
+"""Warnings about settings and results that suggest a mistake: one line each, with the value and the remedy."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from recmill.training.schedule import RunSteps, learning_rate
 _NEXT_TO_NOTHING = 1e-6  # of the base learning rate
 _LONG_WARMUP = 1 / 5  # of the run
 _EARLY = 1 / 4  # of the run, in which a model need not beat popularity yet
-_IGNORED = 1 / 100  # of the run, for which the learning rate may be 0
+_IGNORED = 1 / 100  # share of the run for which the learning rate may be 0 without a warning
 _OWN = "configs/own has configs for any data."
 
 
 def before_training(settings: Settings, steps: RunSteps) -> Iterator[str]:
-    """Yield what the schedule and the intervals of a config make of a run with this number of steps."""
+    """Yield warnings about schedules and intervals that do not suit the number of steps."""
     schedule = settings.optim.schedule
     stops_at = _first_step_without_rate(settings.optim, steps)
     if (rest := steps.total - stops_at) > _IGNORED * steps.total:
@@ -41,7 +41,7 @@ def before_training(settings: Settings, steps: RunSteps) -> Iterator[str]:
 
 
 def _first_step_without_rate(optim: OptimSection, steps: RunSteps) -> int:
-    """Return the first step whose learning rate is practically 0; after its warmup, no rate rises."""
+    """Return the first step after the warmup whose learning rate is practically 0; rates do not rise after warmup."""
 
     def is_over(step: int) -> bool:
         return learning_rate(optim.schedule, steps, optim.dense.lr, step) <= _NEXT_TO_NOTHING * optim.dense.lr
@@ -51,7 +51,7 @@ def _first_step_without_rate(optim: OptimSection, steps: RunSteps) -> int:
 
 
 def on_resume(optim: OptimSection, before: RunSteps, now: RunSteps, step: int) -> Iterator[str]:
-    """Yield what a changed number of steps does to a learning rate that depends on it, at the next step."""
+    """Yield a warning if a changed number of steps changes the learning rate of the next step."""
     then, next_rate = (learning_rate(optim.schedule, steps, optim.dense.lr, step) for steps in (before, now))
     if replace(before, total=now.total, validation=now.validation, checkpoint=now.checkpoint) != now:
         yield (
@@ -62,7 +62,7 @@ def on_resume(optim: OptimSection, before: RunSteps, now: RunSteps, step: int) -
 
 
 class ValidationAdvice:
-    """What the validations of a run show, each at most once."""
+    """Warnings about validation results, each at most once per run."""
 
     def __init__(self, steps: RunSteps) -> None:
         self._steps = steps

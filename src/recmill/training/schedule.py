@@ -1,6 +1,6 @@
-"""How many steps a run has and what its config says about them; learning rates, which are functions of these alone.
+"""The number of steps of a run, and its schedule: shares of the run are resolved to steps, and steps to learning rates.
 
-A resumed run needs no state for them.
+Both are functions of the config and the size of the dataset, so a checkpoint holds no state for them.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from recmill.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunSteps:
-    """The steps of a run, and what its config gives as steps or as shares of the run, in steps."""
+    """The number of steps of a run, and the settings that may be given as shares of the run, resolved to steps."""
 
     total: int
     epoch: int
@@ -24,7 +24,7 @@ class RunSteps:
 
     @property
     def described(self) -> str:
-        """One line, for the log."""
+        """Return the schedule as one line for the log."""
         phases = [f"warmup to step {self.warmup:,}"] if self.warmup else []
         if self.decay:
             phases.append(f"decay from step {self.decay_start:,} to {self.decay_start + self.decay:,}")
@@ -41,7 +41,7 @@ def total_steps(train: TrainSection, batches_per_epoch: int) -> int:
 
 
 def run_steps(settings: Settings, batches_per_epoch: int) -> RunSteps:
-    """Resolve the shares of the run in `settings`; ConfigError if the decay then starts within the warmup."""
+    """Resolve the shares of the run in `settings`. Raise ConfigError if the decay starts before the warmup ends."""
     total = total_steps(settings.train, batches_per_epoch)
     schedule = settings.optim.schedule
     if problem := schedule.overlap(total):

@@ -1,4 +1,4 @@
-"""What the caches of tables in cached_ssd did since the last report, and in all."""
+"""Statistics of the caches of cached_ssd, for each report and for the complete run."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from recmill.world import World
 
 
 class StoreMeter:
-    """Reads the counters of all ranks. Without cached tables it reports nothing and costs nothing."""
+    """Collects the counters of all ranks. Without cached tables, it does nothing."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._caches = [cached.cache for cached in cached_tables(model)]
@@ -18,7 +18,7 @@ class StoreMeter:
         self._wait_seconds = 0.0
 
     def values(self, steps: int, seconds: float) -> dict[str, float]:
-        """Return rates of the last `steps`, which took `seconds`. All ranks take part; the values are rank 0's."""
+        """Return rates over the last `steps`, which took `seconds`. All ranks call this; use the result of rank 0."""
         if not self._is_used:
             return {}
         now = self._totals()
@@ -41,7 +41,10 @@ class StoreMeter:
         }
 
     def summary(self, seconds: float) -> str | None:
-        """Say how long training, which took `seconds`, waited for the disk, and what would avoid it. All take part."""
+        """Return a line about how long training waited for the disk, and what would avoid it. All ranks call this.
+
+        `seconds`: how long training took.
+        """
         if not self._is_used:
             return None
         lacking = sum(_lacking_bytes(cache) for cache in self._caches)
@@ -62,7 +65,7 @@ class StoreMeter:
 
 
 def _lacking_bytes(cache: RowCache) -> int:
-    """Estimate the memory that the cache lacks to hold every row that was ever trained."""
+    """Estimate how much more memory the cache would need to hold every row that was ever trained."""
     slot_bytes = (cache.plan.memory_bytes - cache.plan.index_bytes) // max(1, cache.plan.slots)
     return max(0, cache.counters().trained_rows - cache.plan.slots) * slot_bytes
 

@@ -1,1 +1,1 @@
-"""`cached_ssd`: rows of tables in a file, with a cache of them in memory. The config key is `tables.store`."""
+"""The store `cached_ssd` (config key `tables.store`): table rows live in a file, with a cache in memory."""

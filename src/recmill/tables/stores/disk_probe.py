@@ -1,4 +1,4 @@
-"""Measure a disk as a store of cached tables uses it: random reads of small blocks, one and many at a time."""
+"""Measure how fast a disk is for `cached_ssd`: random reads of small blocks, one and many at a time."""
 
 import ctypes
 import mmap
@@ -25,7 +25,7 @@ class Reads:
     cpu_microseconds: float  # of each
 
     def is_enough(self, per_second: int) -> bool:
-        """Return whether this rate is reached; a single read at a time need not."""
+        """Return whether this rate is reached; with one read at a time, it need not be."""
         return self.depth == 1 or self.per_second >= per_second
 
     def __str__(self) -> str:
@@ -38,17 +38,18 @@ class Disk:
     free_bytes: int
     is_direct: bool
     alignment: int
-    reads: list[Reads]  # none with io_uring if it is refused
+    reads: list[Reads]  # without io_uring if the system does not allow it
 
 
 def measure_disk(directory: Path) -> Disk:
-    """Write a file without a name to `directory`, and read it for a few seconds."""
+    """Write an unnamed temporary file to `directory`, and read it for a few seconds."""
     check_row_directory(directory, "--store")
     space = os.statvfs(directory)
     free = space.f_bavail * space.f_frsize
     if free < 2 * _FILE_BYTES:
         raise ResourceError(
-            f"{directory}: {free / 1e6:,.0f} MB are free; measuring takes {2 * _FILE_BYTES / 1e6:,.0f}."
+            f"{directory}: {free / 1e6:,.0f} MB are free, but measuring needs {2 * _FILE_BYTES / 1e6:,.0f} MB. "
+            "Free some space, or choose another directory."
         )
     file = open_row_file(directory)
     try:

@@ -1,8 +1,8 @@
 """A cache of table rows in memory, in front of a file: the Python side of `kernels/rows.cpp`.
 
 One `RowCache` holds the shards of all tables of one width and optimizer. A *key* numbers their rows: row r of shard t
-is key `layout.starts[t] + r`. A *slot* is a place for one row in memory. Rows that were never trained are a function of
-the seed: they are computed when they are first used, and take no room in the file.
+is key `layout.starts[t] + r`. A *slot* holds one row in memory. The *first values* of a row, before it is trained, are
+a function of the seed: they are computed when the row is first used, and are not written to the file.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ Engine = Literal["auto", "io_uring", "threads"]
 
 ENGINES: dict[Engine, int] = {"auto": 0, "io_uring": 1, "threads": 2}
 _POINTS = ["store.read", "store.append", "store.compact", "store.snapshot"]
-DEPTH = 64  # reads at a time
+DEPTH = 64  # concurrent reads
 # Sizes of rows.cpp.
 _ROW_BYTES, _SLOT_BYTES = 5.125, 24  # besides the values: places, hints, snapshot; slots, queue, hinted keys
 _HEADER_BYTES = 12
@@ -43,7 +43,7 @@ _SNAPSHOT_BYTES = 16 << 20  # of a chunk
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of one table that this process holds. `stream` and `bound` give first values, as in first_values.py."""
+    """The rows of one table that this process holds. `stream` and `bound` determine first values: first_values.py."""
 
     rows: int
     first_row: int
@@ -86,7 +86,7 @@ class CachePlan:
     slots: int
     segment_bytes: int
     memory_bytes: int  # every byte that the cache will allocate
-    index_bytes: int  # of them: what all rows cost, cached or not
+    index_bytes: int  # the part of them that is needed for all rows, cached or not
 
 
 def plan_cache(layout: RowLayout, budget_bytes: int, min_slots: int = 1) -> CachePlan:
@@ -96,7 +96,7 @@ def plan_cache(layout: RowLayout, budget_bytes: int, min_slots: int = 1) -> Cach
     """
     if layout.rows / _MIN_LIVE > _MAX_RECORDS:
         raise ConfigError(
-            f"{layout.rows:,} rows of width {layout.dim} on one process are more than a row file holds "
+            f"{layout.rows:,} rows of width {layout.dim} on one process are more than a row file can hold "
             f"({int(_MAX_RECORDS * _MIN_LIVE):,}). Use more processes."
         )
     segment_bytes = _segment_bytes(layout, budget_bytes)
@@ -108,10 +108,10 @@ def plan_cache(layout: RowLayout, budget_bytes: int, min_slots: int = 1) -> Cach
     if slots < min_slots:
         needed = fixed_bytes + min_slots * slot_bytes
         raise ConfigError(
-            f"tables.cache_memory_budget_mb: {_mb(budget_bytes)} MB for {layout.rows:,} rows of width {layout.dim} are "
-            f"{_mb(needed - budget_bytes)} MB too few: {_mb(index_bytes)} MB for the index of all rows, "
-            f"{_mb(fixed_bytes - index_bytes)} MB for buffers, {_mb(min_slots * slot_bytes)} for {min_slots:,} rows. "
-            f"Set at least {_mb(needed)}, or use more processes."
+            f"tables.cache_memory_budget_mb: {_mb(budget_bytes)} MB for {layout.rows:,} rows of width {layout.dim} is "
+            f"{_mb(needed - budget_bytes)} MB too little: {_mb(index_bytes)} MB for the index of all rows, "
+            f"{_mb(fixed_bytes - index_bytes)} MB for buffers, {_mb(min_slots * slot_bytes)} MB for {min_slots:,} "
+            f"rows. Set it to at least {_mb(needed)}, or use more processes."
         )
     return CachePlan(slots, segment_bytes, fixed_bytes + slots * slot_bytes, index_bytes)
 
@@ -184,9 +184,9 @@ class _Options(ctypes.Structure):
 class RowCache:
     """Rows of a group of tables: some in memory, the others in a file that no other process can see.
 
-    One thread trains: `pin`, read and update the slots, `unpin`. Other threads may call `hint`, and iterate a snapshot,
-    meanwhile; `read` is for times without updates. A failing disk is a ResourceError that names the file's directory;
-    after it every call fails.
+    One thread trains: it calls `pin`, reads and updates the slots, and calls `unpin`. Other threads may meanwhile call
+    `hint` and iterate over a snapshot. Call `read` only while nothing is updated. If the disk fails, a ResourceError
+    names the file's directory, and every later call fails as well.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class RowCache:
         if not self._handle:
             os.close(self.file.fd)
             if engine == "io_uring":
-                raise ResourceError("This system refuses io_uring. Use the engine 'auto'.")
+                raise ResourceError("This system does not allow io_uring. Use the engine 'auto'.")
             raise MemoryError(f"cache of {plan.slots:,} rows")
 
     def _options(self, file: RowFile, engine: Engine, lookahead: int, disk_budget_bytes: int) -> _Options:
@@ -254,7 +254,7 @@ class RowCache:
 
     @property
     def engine(self) -> Engine:
-        """What reads the file: io_uring, or threads where it is refused."""
+        """What reads the file: io_uring, or threads if the system does not allow it."""
         return "io_uring" if self._call("rows_engine") == ENGINES["io_uring"] else "threads"
 
     def pin(self, keys: np.ndarray, batch: int = -1, *, for_update: bool = True) -> np.ndarray:
@@ -269,7 +269,7 @@ class RowCache:
         return slots
 
     def unpin(self) -> None:
-        """Let all pinned rows go: they may be evicted from now on."""
+        """Unpin all rows: they may be evicted from now on."""
         self._call("rows_unpin")
 
     def read(self, keys: np.ndarray) -> np.ndarray:
@@ -280,7 +280,7 @@ class RowCache:
         return rows
 
     def hint(self, batch: int, keys: np.ndarray) -> bool:
-        """Say which keys a coming batch needs. Batches are hinted in order, without gaps, from any number.
+        """Announce the keys of an upcoming batch. Batches are hinted in order, without gaps, starting at any number.
 
         Rows of the nearest batches are loaded in the background; rows of all hinted batches are the last to be evicted.
         Returns False, and does nothing, if there is no room: repeat the call after the next pin. Results never depend
@@ -290,20 +290,20 @@ class RowCache:
         return bool(self._call("rows_hint", batch, _address(keys), len(keys)))
 
     def drop_hints(self) -> None:
-        """Forget all hints: the batches will not come, or batch numbers start again."""
+        """Discard all hints, because the batches will not come or batch numbers start again."""
         self._call("rows_drop_hints")
 
     def snapshot(self, since: int = 0) -> "Snapshot":
         """Begin a snapshot of all rows that were ever trained, or of those trained or loaded from position `since` on.
 
-        The rows are those of this moment, whatever is trained while the chunks are read. Nothing may be pinned.
-        Finish or close a snapshot before the next.
+        The snapshot has the rows as they are now, even if training changes them while its chunks are read. No row may
+        be pinned. Finish or close a snapshot before the next one.
         """
         self._check(self._call("rows_snapshot_begin", since))
         return Snapshot(self, self._call("rows_position"))
 
     def load(self, keys: np.ndarray, weights: np.ndarray, state: np.ndarray) -> None:
-        """Set rows, as a checkpoint has them, before training. In chunks of any size; the last of a key wins."""
+        """Set rows from a checkpoint, before training. May be called repeatedly; the last values of a key are kept."""
         keys = _as_keys(keys)
         weights, state = (np.ascontiguousarray(values, np.float32) for values in (weights, state))
         assert weights.shape == (len(keys), self.layout.dim), weights.shape
@@ -329,7 +329,7 @@ class RowCache:
         return int(self._call("rows_memory")) + self.weights.nbytes + self.state.nbytes
 
     def close(self) -> None:
-        """End the threads and give up the file. Nothing may be in use."""
+        """Stop the threads and close the file. No other thread may be using the cache."""
         if self._handle:
             self._call("rows_close")
             self._handle = None
@@ -358,7 +358,7 @@ class RowCache:
         if kind == 2:
             slot_bytes = self.layout.value_bytes + _SLOT_BYTES
             raise ResourceError(
-                f"A batch with {first:,} lookups has more different rows than the cache has room for ({second:,}). "
+                f"A batch with {first:,} lookups needs more distinct rows than the cache can hold ({second:,}). "
                 f"Raise tables.cache_memory_budget_mb, by {_mb((first - second) * slot_bytes)} to be sure, "
                 "or use smaller batches or more processes."
             )
@@ -370,15 +370,15 @@ class RowCache:
             )
         if kind == 6:
             raise ResourceError(
-                f"{place} is corrupt at byte {first:,}: a row's checksum is wrong. Nothing wrong was used. Resume from "
-                "the last checkpoint; if it happens again, choose another disk."
+                f"{place} is corrupt at byte {first:,}: a row's checksum is wrong. The row was not used. Resume from "
+                "the last checkpoint; if it happens again, use another disk."
             )
         if kind == 7:
             raise ResourceError(
-                f"{place} needs {_mb(first):,} MB, and tables.disk_budget_gb allows {_mb(second):,} MB. Raise it."
+                f"{place} needs {_mb(first):,} MB, but tables.disk_budget_gb allows {_mb(second):,} MB. Raise it."
             )
         if kind == 8:
-            raise ResourceError(f"{place} has no number left for another row of {first:,}. Use more processes.")
+            raise ResourceError(f"{place} has no record number left, of {first:,}. Use more processes.")
         raise ResourceError(f"{place} is closed.")
 
 
@@ -405,7 +405,7 @@ class Snapshot:
             yield Chunk(keys[:count], weights[:count], state[:count])
 
     def close(self) -> None:
-        """Give up what is not read yet."""
+        """End the snapshot; chunks that were not read are discarded."""
         if self._cache:
             with suppress(AssertionError):
                 self._cache._call("rows_snapshot_end")

@@ -1,4 +1,4 @@
-"""The file that table rows are kept in: scratch space without a name, which ends with the process."""
+"""The file that holds table rows: an unnamed temporary file, which disappears with the process."""
 
 import errno
 import mmap
@@ -21,7 +21,7 @@ class RowFile(NamedTuple):
 
 
 def check_row_directory(directory: Path, place: str = "tables.path") -> None:
-    """Raise ConfigError if rows cannot be kept there, or would be kept in memory."""
+    """Raise ConfigError if `directory` does not exist or is on a file system in memory."""
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise ConfigError(f"{place}: {directory} {what}. Create it on a local SSD, or choose another one.")
@@ -39,7 +39,7 @@ def file_system(directory: Path) -> str:
 
 
 def open_row_file(directory: Path) -> RowFile:
-    """Open a file that no other process can see, and that nobody has to delete."""
+    """Open a file that no other process can see, and that is deleted when it is closed."""
     fd = _open(directory, os.O_DIRECT)
     if fd is not None:
         if alignment := _direct_alignment(fd):
@@ -52,7 +52,7 @@ def open_row_file(directory: Path) -> RowFile:
 
 
 def _open(directory: Path, direct: int) -> int | None:
-    """Return a descriptor, or None if the file system has no O_DIRECT."""
+    """Return a descriptor, or None if the file system does not support O_DIRECT."""
     flags = os.O_RDWR | os.O_CLOEXEC | direct
     try:
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
@@ -72,7 +72,7 @@ def _open(directory: Path, direct: int) -> int | None:
 
 
 def _direct_alignment(fd: int) -> int:
-    """Return the smallest alignment that direct reads may have here, found by reading; 0 if there is none."""
+    """Try direct reads and return the smallest alignment that works; 0 if none does."""
     with mmap.mmap(-1, 8192) as memory, memoryview(memory) as view:
         try:
             os.pwrite(fd, view[:4096], 0)
