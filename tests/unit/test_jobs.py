@@ -182,8 +182,8 @@ def test_a_job_that_has_ended_is_removed_from_kubernetes_before_it_is_created_ag
     answer = json.dumps({"status": ended("Failed")})
     program(tmp_path, monkeypatch, "kubectl", f"""[ "$1" = get ] && echo '{answer}'; true""")
     for _ in range(2):
-        place = {"image": "i", "mounts": [f"disk:{tmp_path}"], "data_elsewhere": True}
-        launch("quickstart/dlrm", tmp_path / "a", on="kubernetes", **place)
+        mounts = [f"disk:{tmp_path}"]
+        launch("quickstart/dlrm", tmp_path / "a", on="kubernetes", image="i", mounts=mounts, data_elsewhere=True)
     calls = (tmp_path / "kubectl.calls").read_text().splitlines()
     assert [call.split()[0] for call in calls] == ["create", "get", "get", "delete", "create"]
 
