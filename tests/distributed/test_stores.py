@@ -16,6 +16,8 @@ from ..checkpoints import newest, tensors_of
 from ..group import evaluate, exit_code, train
 from .runs import metric_lines
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 Config = dict[str, Any]
 CACHED = {"store": "cached_ssd", "cache_memory_budget_mb": 2}
 

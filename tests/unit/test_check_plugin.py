@@ -1,7 +1,5 @@
 """Which contract is checked, and what is reported about a plug-in that breaks it."""
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +11,6 @@ from ..conftest import RunCli
 
 MEANS = 'TASK = "ctr"\ndef sums(logits, labels): return [labels.mean()]\ndef value(mean): return mean\n'
 RAISES = MEANS.replace("return [labels", "raise KeyError('oops'); return [labels")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "my_models").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    for name in [name for name in sys.modules if name.split(".")[0] == "my_models"]:
-        del sys.modules[name]
 
 
 def test_each_check_of_a_metric_is_reported_with_what_is_wrong(folder: Path, run_cli: RunCli) -> None:

@@ -289,7 +289,9 @@ def test_other_options_or_inputs_are_named_and_the_work_is_kept(tmp_path: Path) 
         with pytest.raises(DataError, match=fact):
             prepare("criteo", tmp_path / "d", input=raw, **options)
     write_rows(raw / "day_1", random_rows(31, 77))
-    with pytest.raises(DataError, match=r"files: was .*day_1.*\n.*day_1: was") as caught:
+    with pytest.raises(
+        DataError, match=r"input .*day_1: was .*\n  file day_1: was 7187 bytes, sample .*, is 7462 bytes"
+    ) as caught:
         prepare("criteo", tmp_path / "d", input=raw)
     assert "start over with --overwrite" in str(caught.value)
     assert done_parts(unfinished(tmp_path)) == done

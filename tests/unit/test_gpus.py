@@ -48,11 +48,11 @@ class Replicas(nn.Module):
     def _set_params_and_buffers_to_ignore_for_model(**options: Any) -> None: ...
 
 
-def plan_for_gpus(network: nn.Module, sharders: list[Any], request: Any, world: World) -> ShardingPlan:
+def plan_for_gpus(network: nn.Module, sharders: list[Any], request: Any, world: World) -> tuple[ShardingPlan, Any]:
     """Plan for a GPU of rank 0, and place the shards on 'meta' instead."""
     plan = make_plan(network, sharders, request, Machines(1, 1, "cuda", 10**10))
     internals.place_on(plan, [META])
-    return plan
+    return plan, {}
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ def test_shards_are_placed_on_the_gpus_that_processes_see(
     config = load_config(dlrm)
     plans: list[ShardingPlan] = []
 
-    def broadcast(world: World, plan: ShardingPlan) -> ShardingPlan:
-        plans.append(plan)
-        return plan
+    def broadcast(world: World, planned: tuple[ShardingPlan, Any]) -> tuple[ShardingPlan, Any]:
+        plans.append(planned[0])
+        return planned
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**10, 10**10))
     monkeypatch.setattr(World, "gather", lambda world, value: [value] * world.size)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,6 @@ class Config(Section):
 def tables(config, description): return []
 def build(config, description, device): ...
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current directory, with an empty folder my_models; what a test imports is forgotten after it."""
-    (tmp_path / "my_models").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(registry, "_plugins", {})
-    yield tmp_path
-    for name in [name for name in sys.modules if name.split(".")[0] == "my_models"]:
-        del sys.modules[name]
 
 
 def problem(name: str) -> str:

@@ -71,6 +71,7 @@ def objects(world: World) -> list[object]:
         for group in internals.table_groups(collection):
             found += [group._group, getattr(group.module, "fbgemm", group.module)]
     found += [value for value in model.state_dict().values() if internals.is_sharded(value)]
+    found += sharded(world, bag="row_wise").bags._embedding_shardings
     return [*found, model.rows(IDS), internals.FileSystemReader("")]
 
 

@@ -12,14 +12,13 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recmill import rng
 from recmill.errors import ConfigError
 from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.placement import Request
 from recmill.tables.stores.row_cache import CachePlan, RowLayout, Shard, plan_cache
-from recmill.tables.torchrec_internals import ShardMetadata
+from recmill.tables.torchrec_internals import ShardMetadata, tables_of
 
 
 @dataclass(frozen=True)
@@ -102,18 +101,10 @@ def use_slots(network: nn.Module, plan: ShardingPlan, groups: CacheGroups, reque
         # TorchRec then puts cached tables into other groups than those that FBGEMM checks the ids of.
         sharding.bounds_check_mode = BoundsCheckMode.NONE
         sizes[name] = offset
-    for module in network.modules():
-        if isinstance(module, EmbeddingBagCollection):
-            configs, parts = list(module.embedding_bag_configs()), module.embedding_bags
-        elif isinstance(module, EmbeddingCollection):
-            configs, parts = list(module.embedding_configs()), module.embeddings
-        else:
-            continue
-        for config in configs:
-            if config.name in sizes:
-                config.num_embeddings = parts[config.name].num_embeddings = sizes[config.name]
-                meta = torch.empty(sizes[config.name], config.embedding_dim, device="meta")
-                parts[config.name].weight = nn.Parameter(meta)
+    for config, table in tables_of(network):
+        if config.name in sizes:
+            config.num_embeddings = table.num_embeddings = sizes[config.name]
+            table.weight = nn.Parameter(torch.empty(sizes[config.name], config.embedding_dim, device="meta"))
 
 
 def _cached(plan: ShardingPlan, request: Request) -> list[tuple[str, Any]]:

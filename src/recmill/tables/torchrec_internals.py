@@ -27,6 +27,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
 from torchrec.distributed.types import LazyAwaitable, ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recmill.errors import UserError
@@ -113,6 +114,15 @@ def table_of(key: str) -> str | None:
     """Return the table that a tensor belongs to, by its key in a state dictionary or checkpoint."""
     found = _TABLE_KEY.search(key)
     return found[1] if found else None
+
+
+def tables_of(network: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the config and the module of each table of a network that is not sharded yet."""
+    for module in network.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            yield from ((config, module.embedding_bags[config.name]) for config in module.embedding_bag_configs())
+        elif isinstance(module, EmbeddingCollection):
+            yield from ((config, module.embeddings[config.name]) for config in module.embedding_configs())
 
 
 def replicated_tables(plan: ShardingPlan) -> set[str]:
