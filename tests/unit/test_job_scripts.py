@@ -4,7 +4,9 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from hypothesis import strategies as st
 from recmill.errors import ConfigError
 from recmill.jobs.place import LAUNCHERS, Place, check_text, read_place
 from recmill.jobs.scripts import Job, render
+
+from ..processes import wait_until
 
 REPO = Path(__file__).parents[2]
 TEXTS = Path(__file__).parent / "job_scripts"
@@ -183,6 +187,43 @@ def test_odd_characters_arrive_exactly_or_are_refused(run_name: str, argument: s
     assert sorted(path.name for path in (run / "jobs").iterdir()) == ["7.errors"]
     assert not list(tmp_path.rglob("marker"))
     shutil.rmtree(here)
+
+
+MPIEXEC = """#!/bin/bash
+trap 'exit 75' USR1
+trap 'exit 99' TERM
+env > record.env
+echo ready
+for _ in {1..60}; do read -t 1 <> <(:); done
+"""
+
+
+def test_a_pbs_script_knows_its_end_and_size_and_hands_a_signal_to_its_ranks(tmp_path: Path) -> None:
+    """PBS sends no warning, PALS tells no size, and bash runs no trap while a program is in front."""
+    (tmp_path / "run" / "jobs").mkdir(parents=True)
+    (tmp_path / "nodes").write_text("n1\nn2\n", encoding="utf-8")
+    for name, text in (("mpiexec", MPIEXEC), ("python", '#!/bin/sh\necho "$@" > finish\nexit 75\n')):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    place = Place(**POLARIS | {"setup": [], "nodes": 2, "time": "01:00:00", "account": "a"})
+    text = render(Job(tmp_path / "run", place, str(tmp_path / "python")))
+    assert "\n#PBS -r y\n" in text
+    jobs = tmp_path / "run" / "jobs"
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PBS_JOBID": "7.s", "PBS_NODEFILE": f"{tmp_path}/nodes"}
+    before = int(time.time())
+    with subprocess.Popen(["bash", "-c", text], env=variables) as script:
+        wait_until(lambda: (jobs / "7.out").exists() and "ready" in (jobs / "7.out").read_text(), 60)
+        after = time.time()
+        script.send_signal(signal.SIGTERM)
+        assert script.wait(60) == 75
+    found = dict(line.split("=", 1) for line in (jobs / "record.env").read_text().splitlines() if "=" in line)
+    assert before + 3600 - 120 <= int(found["RECMILL_DEADLINE"]) <= after + 3600 - 120
+    assert found["RECMILL_WORLD_SIZE"] == "8"
+    assert (jobs / "finish").read_text().split()[4:6] == ["7", "75"]
+
+
+def test_slurm_warns_the_tasks_not_the_script() -> None:
+    assert "\n#SBATCH --signal=USR2@120\n" in render(job("/data/a", PLACES["slurm.sh"]))  # not B:USR2
 
 
 def test_kubernetes_expands_nothing_in_arguments() -> None:

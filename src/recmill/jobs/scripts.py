@@ -128,6 +128,8 @@ def _in_background(job: Job, command: str, signal: str) -> list[str]:
         '    wait "$child"; code=$?  # returns early when a signal is trapped',
         '    kill -0 "$child" 2>/dev/null || break',
         "done",
+        'wait "$child"; ended=$?  # it may have ended before kill -0, and code is then that of the signal',
+        '[ "$ended" -eq 127 ] || code=$ended',
         "trap : TERM USR1 USR2",
         *_tail(job),
     ]
