@@ -91,6 +91,29 @@ def test_losses_tables_and_optimizer_state_have_the_bits_of_tables_in_memory(
         assert 0 < sum(held.get(str(rank), 0) for held in in_caches) <= (budget_mb << 20) + len(placed)
 
 
+@pytest.mark.parametrize("procs", [1, 2])
+def test_looking_ahead_changes_no_bit_in_training_validation_or_after_a_resume(
+    procs: int, clicks_config: Config, tmp_path: Path
+) -> None:
+    """Two caches in process 0, validations at 7 and 14, epochs that end at 10 and 20, a resume at 12."""
+    config = clicks_config | {"sharding": {"default": "row_wise", "tables": {"C3": "table_wise"}}}
+    config["data"] = config["data"] | {"multi_hot": {"sizes": [1, 1, 2, 1]}}
+    horizons: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}
+    stages: list[tuple[int | str, list[int]]] = [(0, [20]), (1, [20]), ("auto", [12, 20])]
+    for lookahead, last_steps in stages:
+        run = tmp_path / str(lookahead)
+        tables = CACHED | {"cache_memory_budget_mb": 4, "lookahead": lookahead}
+        for last_step in last_steps:
+            train(config | {"tables": tables, "train": config["train"] | {"max_steps": last_step}}, run, procs=procs)
+        horizons[run.name], losses[run.name] = counters(run, "store_horizon"), counters(run, "loss")
+        assert_same_tensors(run, tmp_path / "0")
+    assert losses["auto"] == losses["1"] == losses["0"] and len(losses["0"]) == 20
+    assert set(horizons["0"]) == {0}
+    assert max(horizons["1"]) > 0
+    assert max(horizons["auto"][:12]) > 0 and max(horizons["auto"][12:]) > 0  # before and after the resume
+
+
 def test_a_table_of_sequences_has_the_same_bits_too(tmp_path: Path) -> None:
     prepare("random-histories", tmp_path / "d", random_user_count=400, random_item_count=4000, random_size=4000)
     config = {

@@ -53,6 +53,16 @@ def test_a_global_batch_is_the_same_for_any_world_size(clicks: Path) -> None:
     assert click_epoch(clicks, size=1) == click_epoch(clicks, size=2) == click_epoch(clicks, size=3)
 
 
+@pytest.mark.parametrize("order", ["shuffled", "file", "batch"])
+def test_ids_read_ahead_are_those_of_all_ranks_in_a_batch(clicks: Path, order: str) -> None:
+    source = click_source(clicks, rank=1, size=3, order=order)
+    for batch, rows in enumerate(click_epoch(clicks, size=3, epoch=1, order=order)):
+        ids = source.global_ids(1, batch)
+        assert ids is not None
+        num_dense = len(rows[0]) - len(ids) - 1
+        assert list(zip(*ids.values(), strict=True)) == [row[num_dense:-1] for row in rows]
+
+
 @pytest.mark.parametrize("change", [{"epoch": 1}, {"seed": 2}])
 def test_the_shuffled_order_depends_on_epoch_and_seed(clicks: Path, change: dict[str, int]) -> None:
     one, other = click_epoch(clicks), click_epoch(clicks, **change)

@@ -200,6 +200,7 @@ def _stores(config: Config, tables: list[TableSpec], run: Path, world: "World") 
         by_table=by_table,
         budget_bytes=section.cache_memory_budget_mb << 20,
         directory=directory,
+        lookahead=None if section.lookahead == "auto" else section.lookahead,
         disk_budget_bytes=int(section.disk_budget_gb * (1 << 30)),
         seed=config.settings.train.seed,
     )

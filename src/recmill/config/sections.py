@@ -132,6 +132,9 @@ class TablesSection(Section):
     )
     path: str = key("", "Directory on a local SSD for the rows of cached_ssd; empty: the run directory.")
     disk_budget_gb: float = key(0.0, "Maximum disk space of cached_ssd for each process, in GiB; 0: no limit.", ge=0.0)
+    lookahead: Literal["auto"] | NonNegativeInt = key(
+        "auto", "Coming batches whose rows cached_ssd loads and keeps; 'auto': as many as fit; 0: off."
+    )
     stores: dict[str, Store] = key({}, "Stores of single tables, by table or feature name.")
 
     def store_of(self, table: str, feature: str) -> Store:
@@ -154,8 +157,8 @@ class TablesSection(Section):
         if not cached:
             problems += [
                 f"tables.{key} has no meaning without a table in 'cached_ssd'. Remove it."
-                for key in ("path", "disk_budget_gb")
-                if getattr(self, key)
+                for key in ("path", "disk_budget_gb", "lookahead")
+                if key in self.changed_keys()
             ]
         return problems
 

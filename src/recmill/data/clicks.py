@@ -1,6 +1,7 @@
 """Make this rank's batches of a prepared click log, straight from its files."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice, pairwise
 
 import numpy as np
@@ -124,12 +125,19 @@ class ClickSource:
 
     def train_batches(self, epoch: int, first: int) -> Iterator[CtrBatch]:
         """Yield batch `first` of the epoch and all later ones; their order depends on seed and epoch alone."""
-        for share, rows in self._train_shares(epoch, first):
+        for share, rows in self._train_shares(self._batching, epoch, first):
             yield self._batch(self._train, share, rows)
 
-    def _train_shares(self, epoch: int, first: int) -> Iterator[tuple[Share, np.ndarray]]:
-        """Yield this rank's share of each batch, and the row at each of its positions."""
-        batching = self._batching
+    def global_ids(self, epoch: int, batch: int) -> dict[str, np.ndarray] | None:
+        """Return the ids of all ranks in a training batch; None for Parquet, whose blocks would be decoded twice."""
+        if self._dataset.clicks.layout == "parquet":
+            return None
+        _, rows = next(self._train_shares(replace(self._batching, rank=0, size=1), epoch, batch))
+        ends = np.cumsum([len(rows) * ids for ids in self._ids_per_row])
+        return dict(zip(self._features, np.split(self._values(self._train.take(rows).ids), ends[:-1]), strict=True))
+
+    def _train_shares(self, batching: Batching, epoch: int, first: int) -> Iterator[tuple[Share, np.ndarray]]:
+        """Yield a rank's share of each batch, and the row at each of its positions."""
         permutation = self._permutation(len(self._train), rng.stream_key(batching.seed, "order", epoch))
         for share in batching.shares("train", self.samples_per_epoch, first):
             rows = share.positions
@@ -146,7 +154,8 @@ class ClickSource:
         """
         counts = [np.zeros(feature.rows, dtype=np.int64) for feature in self._dataset.clicks.sparse]
         for earlier in range(epoch + 1):
-            for share, rows in islice(self._train_shares(earlier, 0), batch if earlier == epoch else None):
+            shares = self._train_shares(self._batching, earlier, 0)
+            for share, rows in islice(shares, batch if earlier == epoch else None):
                 if not share.num_real:
                     continue
                 for count, ids in zip(counts, self._train.take(rows[: share.num_real]).ids.T, strict=True):

@@ -76,6 +76,9 @@ class HistorySource:
             f"items on average; batches padded to their longest would be {1 - lengths.sum() / padded:.1%} padding"
         )
 
+    def global_ids(self, epoch: int, batch: int) -> None:
+        """Histories are not read ahead."""
+
     def train_batches(self, epoch: int, first: int) -> Iterator[SequenceBatch]:
         """Yield batch `first` of the epoch and all later ones; order and masks depend on seed and epoch alone."""
         order = self._epoch_order(epoch)

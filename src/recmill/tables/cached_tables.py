@@ -1,5 +1,6 @@
 """Tables in cached_ssd. Their rows are in the slots of a `RowCache`, which are the weights of an FBGEMM module."""
 
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,9 @@ class CachedTables:
     cache: RowCache
     fused: FusedTables
     specs: list[TableSpec]
+    looks_ahead: bool = False  # whether the rows of coming batches shall be hinted
     next_batch: int = -1  # number of the next training batch; -1: batches are not numbered
+    has_pinned: threading.Event = field(default_factory=threading.Event, init=False)  # for a thread that gives hints
     _is_pinned: bool = field(default=False, init=False)
 
     @property
@@ -32,7 +35,12 @@ class CachedTables:
         self._is_pinned = True
         if self.next_batch >= 0:
             self.next_batch += 1
+            self.has_pinned.set()
         return torch.from_numpy(slots)
+
+    def own_keys(self, ids: dict[str, np.ndarray]) -> np.ndarray:
+        """Return the keys of the rows that this process holds, of ids by feature that count from row 0 of the table."""
+        return np.concatenate([self.keys_of(spec.name, ids[spec.feature])[1] for spec in self.specs])
 
     def release(self) -> None:
         """Unpin the rows of the last batch, if they are pinned: after its update, or before the next `pin`."""

@@ -90,12 +90,12 @@ def _open_cache(
         layout,
         group.plan,
         stores.directory,
-        lookahead=stores.lookahead,
+        lookahead=stores.lookahead or 0,
         disk_budget_bytes=stores.disk_budget_bytes,
         slab=fused.slots(group.plan.slots, layout.state_columns),
     )
     specs = {table.name: table for table in request.tables}
-    return CachedTables(cache, fused, [specs[table] for table in tables])
+    return CachedTables(cache, fused, [specs[table] for table in tables], looks_ahead=stores.lookahead != 0)
 
 
 def _plan_on_rank_0(

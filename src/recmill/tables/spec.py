@@ -22,7 +22,7 @@ class Stores:
     by_table: dict[str, str] = field(default_factory=dict)  # default: device_mem
     budget_bytes: int = 0  # of the cache of each process
     directory: Path = Path()  # of the row files of cached_ssd
-    lookahead: int = 0
+    lookahead: int | None = None  # batches whose rows cached_ssd loads ahead; None: as many as fit
     disk_budget_bytes: int = 0
     seed: int = 0  # of first values
 

@@ -22,6 +22,7 @@ from recmill.observe.run_dir import RunDirectory
 from recmill.protocols import Batch, BatchSource
 from recmill.training import store_meter
 from recmill.training.guards import check_replicas
+from recmill.training.look_ahead import looking_ahead
 from recmill.training.meter import Meter
 from recmill.training.optim import set_learning_rates
 from recmill.training.parts import Parts
@@ -78,7 +79,8 @@ def fit(
         saver.save(start)
         saver.handle_failure()  # raise now if this run cannot be saved
     all_batches = pinned(_batches_from(source, start), world.device)
-    with progress, prefetched(all_batches, parts.prefetch) as batches:
+    ahead_of_steps = looking_ahead(model, source, start, num_steps)
+    with progress, ahead_of_steps, prefetched(all_batches, parts.prefetch) as batches:
         step = Step(parts, optimizer, train, sections.optim.dense, start)
         take_step: Callable[[Batch, float], Tensor] = step
         if can_overlap(model, world.device):
