@@ -13,7 +13,7 @@ from recmill.commands.launch import launch
 from recmill.config import load_config
 from recmill.errors import ConfigError, ResourceError
 from recmill.jobs.records import read_jobs
-from tests.conftest import Config
+from tests.conftest import Config, RunCli
 
 
 @pytest.fixture
@@ -134,3 +134,15 @@ def test_the_environment_of_the_login_shell_is_not_kept(
     kept = [file.read_text(encoding="utf-8") for file in (tmp_path / "run" / "jobs").iterdir()]
     assert len(kept) == 3
     assert not any("s3cret" in text for text in kept)
+
+
+def test_mpi_on_several_nodes_is_started_once_and_from_here(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
+) -> None:
+    (tmp_path / "mpiexec").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\n', encoding="utf-8")
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    profile = tmp_path / "site.toml"
+    profile.write_text('launcher = "mpi"\nnodes = 2\nhosts = ["a", "b"]\n', encoding="utf-8")
+    done = run_cli("launch", str(config), "--run", str(tmp_path / "run"), "--on", str(profile))
+    assert "recmill train" in (tmp_path / "called").read_text(encoding="utf-8"), done.stderr

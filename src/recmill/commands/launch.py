@@ -168,7 +168,7 @@ def _record(job: Job, job_id: str, started: int = 0) -> Record:
 def start(launched: Launched) -> None:
     """Replace this process with the script, unless a scheduler runs it or the user has to start it on each machine."""
     job = launched.job
-    if launched.records or job.place.nodes > 1:
+    if launched.records or job.place.starts_on_each_node:
         return
     note_job(job.jobs, _record(job, str(os.getpid()), started_at(os.getpid())))
     os.execvp("bash", ["bash", str(job.jobs / "job.sh")])

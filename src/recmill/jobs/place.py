@@ -80,6 +80,11 @@ class Place(Section):
         return self.nodes * self.procs
 
     @property
+    def starts_on_each_node(self) -> bool:
+        """Whether the user has to start the script on each node: nothing in it reaches the others."""
+        return self.launcher in ("local", "torchrun") and self.nodes > 1
+
+    @property
     def seconds(self) -> int | None:
         """Return the time limit in seconds."""
         if self.time is None:

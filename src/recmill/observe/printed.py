@@ -282,7 +282,7 @@ def print_launch(launched: Any, is_dry_run: bool) -> None:
         print(f"{record.launcher} job {record.id}: {nodes}, {counted(record.procs, 'process')} each")
     if launched.records:
         print(f"next: recmill status {run}; recmill logs {run} --follow; recmill cancel {run}")
-    elif launched.job.place.nodes > 1:
+    elif launched.job.place.starts_on_each_node:
         print(f"start this on each of {', '.join(launched.job.place.hosts)}: {launched.command}")
 
 
