@@ -20,7 +20,7 @@ import recmill  # imports each command at its first use
 from recmill import registry
 from recmill.environment import errors_directory, is_launched, process_environment
 from recmill.errors import ConfigError, ResourceError, as_user_error
-from recmill.launch.early import begin, restore_default_signals
+from recmill.launch.early import begin, end_with, restore_default_signals
 from recmill.launch.failures import WorkerError, report_failure
 from recmill.launch.local import leave
 from recmill.observe import printed
@@ -35,7 +35,7 @@ def main() -> None:
     code = _run([argument for argument in sys.argv[1:] if argument != _DEBUG])
     if is_launched() or "torch" in sys.modules:  # tearing torch down takes 0.3 s
         leave(code)
-    sys.exit(code)
+    end_with(code)
 
 
 def _run(arguments: list[str]) -> int:

@@ -99,6 +99,8 @@ def _place(variables: Mapping[str, str]) -> _Place | None:
     """Return what the innermost launcher says, or None if there is none."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if _JOB in variables:
+        if "RANK" not in variables:
+            raise ConfigError(f"{_JOB} is set, but RANK is not. Unset {_JOB}: another job has left it.")
         return _read(variables, "recmill", *names)
     if "TORCHELASTIC_RUN_ID" in variables:
         return _read(variables, "torchrun", *names)

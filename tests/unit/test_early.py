@@ -37,6 +37,20 @@ def test_other_commands_clean_up_when_they_are_interrupted() -> None:
     assert done.stdout == "4 default_int_handler SIG_DFL\n", done.stderr
 
 
+@pytest.mark.parametrize(("code", "expected"), [(75, 75), (130, 130), (0, -signal.SIGTERM)])
+def test_a_second_signal_while_python_ends_does_not_change_the_exit_code_of_a_stop(code: int, expected: int) -> None:
+    text = (
+        "import os\n"
+        "from recmill.launch import early\n"
+        "class Last:\n"
+        "    def __del__(self, kill=os.kill, own=os.getpid()): kill(own, 15)\n"
+        "last = Last()\n"
+        "early.begin()\n"
+        f"early.end_with({code})\n"
+    )
+    assert subprocess.run([sys.executable, "-c", text], check=False).returncode == expected
+
+
 def run_with(limits: dict[int, int], *arguments: str) -> "subprocess.CompletedProcess[str]":
     def limit() -> None:
         for which, number in limits.items():

@@ -83,6 +83,7 @@ def test_variables_that_are_missing_or_no_numbers_are_named(monkeypatch: pytest.
         ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE = '0' is not in 1"),
         ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=1", "LOCAL_RANK = 1, but LOCAL_WORLD_SIZE = 1"),
         ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3", r"LOCAL_WORLD_SIZE = '3' is not in 1\.\.2"),
+        ("RECMILL_JOB=/nowhere", "RECMILL_JOB is set, but RANK is not"),
         ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR= MASTER_PORT=5", "MASTER_ADDR is not set"),
         (
             "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=a..b MASTER_PORT=5",

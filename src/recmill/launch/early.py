@@ -44,6 +44,14 @@ def begin() -> None:
             _leave(f"recmill: resource error: {fact}. Raise the limit (see: ulimit {flag}).\n", 5)
 
 
+def end_with(code: int) -> NoReturn:
+    """Exit. After a stop by a signal, ignore further ones: Python restores their defaults early while it ends."""
+    if code in _EXIT_CODES.values():
+        for number in _EXIT_CODES:
+            signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
+
+
 def restore_default_signals() -> None:
     """Undo what `begin` did to signals, for a command that cleans up when it is interrupted."""
     for number in _EXIT_CODES:
