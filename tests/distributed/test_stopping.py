@@ -66,6 +66,7 @@ def test_a_signal_before_the_first_step_lets_an_evaluation_end_and_trains_nothin
     """It comes while the worker's interpreter is still starting."""
     config = endless(dlrm)
     config["eval"]["before_training"] = True
+    config["train"]["kernels"] = "torch"  # a signal while kernels are compiled ends the run before any evaluation
     process = start(config, tmp_path, procs=1)
     while not children(process.pid):
         time.sleep(0.001)
