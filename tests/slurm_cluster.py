@@ -1,5 +1,6 @@
 """A Slurm cluster of two nodes on this machine, with its own munged, slurmctld and slurmd, on loopback."""
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -117,6 +118,18 @@ def _daemons(directory: Path, more: str) -> Iterator[dict[str, str]]:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+
+def step_daemons(variables: dict[str, str], job: str) -> list[int]:
+    """Return the processes of Slurm that watch over a job's script and steps on the nodes of this cluster."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            title = (process / "cmdline").read_bytes()
+            if title.startswith(f"slurmstepd: [{job}.".encode()):
+                is_ours = variables["SLURM_CONF"].encode() in (process / "environ").read_bytes()
+                found += [int(process.name)] if is_ours else []
+    return found
 
 
 def _idle_nodes(environment: dict[str, str]) -> int:
