@@ -196,8 +196,8 @@ def test_a_preempted_slurm_job_saves_is_requeued_and_ends_with_the_same_losses(
     stopped_at = read_job_end(run / "jobs", job)["step"]
     assert 0 < stopped_at < 120
     wait_until(lambda: status(run).state == "queued", 60)
-    # Slurm starts a requeued job after two minutes; its owner may ask for less. It must be later than the second in which
-    # the first start was ended, and than the last word of its script, or Slurm takes these for the second start's.
+    # Slurm starts a requeued job after two minutes; its owner may ask for less. It must start later than the second in
+    # which the first start was ended, and after the end of its script, or Slurm takes these for the second start's.
     wait_until(lambda: not step_daemons(cluster, job), 60)
     now = ["scontrol", "update", f"JobId={job}", "StartTime=now+3"]
     wait_until(lambda: subprocess.run(now, capture_output=True, check=False).returncode == 0)
