@@ -324,7 +324,7 @@ class Dlrm:
         nn.functional.binary_cross_entropy_with_logits(logits, self.labels).backward()
         gradient = bags.grad
         assert isinstance(gradient, Tensor)
-        memory = weights, self.starts, state, self.starts, rows
+        memory = weights, self.starts, state, self.starts, rows, torch.arange(NUM_TABLES)
         self.library.call("update_bags", *memory, *tables, gradient.contiguous(), 2, 0.01, 1e-8)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

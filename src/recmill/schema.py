@@ -32,6 +32,7 @@ class SparseFeature(_Strict):
     name: str
     rows: PositiveInt  # ids are 0..rows-1
     first_id: int = 0  # smallest id in the files: row of the table = id in the files - first_id
+    share_table: str | None = None  # the feature whose table it uses: both have the same ids
 
 
 class SourceFile(_Strict):
@@ -122,7 +123,7 @@ class Dataset:
 
 
 def to_json(description: Description) -> str:
-    return json.dumps(description.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(description.model_dump(mode="json", exclude_none=True), indent=1, ensure_ascii=False) + "\n"
 
 
 def from_json(text: bytes) -> Description:

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "kernels": {"errors", "failpoints", "files", "hardware"},
     "launch": {"environment", "errors", "files", "hardware", "observe", "registry", "world"},
     "metrics": {"observe", "protocols", "rng", "world"},
-    "models": {"config", "data", "nn", "schema", "tables"},
+    "models": {"config", "data", "errors", "nn", "schema", "tables"},
     "nn": {"kernels", "tables"},
     "observe": {"errors", "files", "hardware", "recmill", "world"},
     "protocols": {"config", "data", "metrics", "tables", "world"},

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,6 +57,17 @@ def parts(name: str, clicks: Path, histories: Path) -> tuple[Config, Dataset]:
 @pytest.mark.parametrize("check", models.ON_ONE_DEVICE, ids=lambda check: check.__name__)
 def test_it_keeps_the_contract(check: models.Check, parts: tuple[Config, Dataset]) -> None:
     check(*parts)
+
+
+@pytest.mark.parametrize("name", sorted(set(registry.MODELS) - {"bert4rec", "sasrec"}))
+@pytest.mark.parametrize("check", models.ON_ONE_DEVICE, ids=lambda check: check.__name__)
+def test_it_keeps_the_contract_if_features_share_a_table(
+    check: models.Check, name: str, parts: tuple[Config, Dataset]
+) -> None:
+    config, dataset = parts
+    changes: dict[str, dict[str, Any]] = {"C2": {"share_table": "C4"}}
+    sparse = [feature.model_copy(update=changes.get(feature.name, {})) for feature in dataset.clicks.sparse]
+    check(config, replace(dataset, description=dataset.clicks.model_copy(update={"sparse": sparse})))
 
 
 def broken(module: ModuleType, **changes: Any) -> ModuleType:

@@ -161,9 +161,13 @@ def test_unknown_and_duplicate_names_are_refused_before_any_process_starts(
     dlrm: dict[str, Any], tmp_path: Path
 ) -> None:
     dlrm["sharding"] = {"tables": {"table_C44": "row_wise", "C3": "row_wise", "table_C3": "row_wise"}}
+    dlrm["model"]["share_tables"] = {"C1": "C2"}
+    dlrm["tables"] = {"stores": {"C7": "device_mem", "C1": "device_mem", "C2": "device_mem"}}
     with pytest.raises(ConfigError) as caught:
         train(dlrm, tmp_path / "run")
     assert "'sharding.tables': unknown table 'table_C44'. Did you mean 'table_C4'?" in str(caught.value)
     assert "'table_C3' and 'C3' are one table: name it once" in str(caught.value)
+    assert "'tables.stores': unknown table 'C7'." in str(caught.value)
+    assert "'tables.stores': 'C2' and 'C1' are one table: name it once" in str(caught.value)
     assert not (tmp_path / "run").exists()
     load_config(dlrm)  # without the data nobody can know

@@ -125,6 +125,43 @@ def test_the_order_of_the_pooled_columns_does_not_matter(name: str) -> None:
     assert torch.equal(model(*inputs()), expected)
 
 
+def test_a_shared_table_gets_the_gradients_of_all_its_features() -> None:
+    """Against two tables with the same rows: the shared one has the sum of their gradients."""
+    apart, shared = build("dcnv2"), build("dcnv2", share_tables={"C0": "C2"})
+    assert {key for key in shared.state_dict() if key.startswith("tables.")} == {
+        f"tables.embedding_bags.table_{name}.weight" for name in ("C1", "C2")
+    }
+    state = shared.state_dict()
+    rows = state["tables.embedding_bags.table_C2.weight"]
+    apart.load_state_dict(state | {"tables.embedding_bags.table_C0.weight": rows[:5]})
+    logits = shared(*inputs())
+    logits.square().sum().backward()
+    # The cross layers see C1, C2, C0 instead of C0, C1, C2.
+    apart._features = ["C1", "C2", "C0"]
+    expected = apart(*inputs())
+    expected.square().sum().backward()
+    assert torch.equal(logits, expected)
+    bags = apart.tables.embedding_bags
+    total = bags["table_C2"].weight.grad.clone()
+    total[:5] += bags["table_C0"].weight.grad
+    torch.testing.assert_close(shared.tables.embedding_bags["table_C2"].weight.grad, total)
+
+
+@pytest.mark.parametrize(
+    ("keys", "fact"),
+    [
+        ({"share_tables": {"C7": "C1"}}, "model.share_tables: the dataset has no feature 'C7'. It has C0, C1, C2."),
+        ({"share_tables": {"C1": "table_C0"}}, "model.share_tables: the dataset has no feature 'table_C0'."),
+        ({"share_tables": {"C1": "C0", "C2": "C1"}}, "'C2' cannot use the table of 'C1', which uses that of 'C0'."),
+        ({"share_tables": {"C1": "C0", "C0": "C1"}}, "'C0' cannot use the table of 'C1', which uses that of 'C0'."),
+    ],
+)
+def test_keys_of_single_features_fit_the_dataset(keys: dict[str, Any], fact: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build("dcnv2", **keys)
+    assert fact in str(caught.value)
+
+
 def check_autocast(name: str, dtype: torch.dtype) -> None:
     model = build(name)
     exact = model(*inputs())

@@ -31,9 +31,15 @@ ROWS = [1, 7, 5000, 3]
 OPTIMIZERS = [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD]
 
 
-def tables(optimizer: EmbOptimType, dim: int = 20) -> SplitTableBatchedEmbeddingBagsCodegen:
+SHARED = [0, 1, 1, 2, 2, 2, 3]  # the table of each feature
+
+
+def tables(
+    optimizer: EmbOptimType, dim: int = 20, tables_of_features: list[int] | None = None
+) -> SplitTableBatchedEmbeddingBagsCodegen:
     made = SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in ROWS],
+        feature_table_map=tables_of_features,
         optimizer=optimizer,
         learning_rate=0.1,
         eps=1e-6,
@@ -43,25 +49,29 @@ def tables(optimizer: EmbOptimType, dim: int = 20) -> SplitTableBatchedEmbedding
     return made
 
 
-def lookups(batch: int, step: int) -> tuple[Tensor, Tensor]:
+def lookups(batch: int, step: int, tables_of_features: list[int] | None = None) -> tuple[Tensor, Tensor]:
     """Bags of 0 to 3 ids; in small tables nearly all are there several times."""
     torch.manual_seed(100 + step)
-    lengths = torch.randint(0, 4, (len(ROWS) * batch,))
+    rows_of_features = [ROWS[table] for table in tables_of_features or range(len(ROWS))]
+    lengths = torch.randint(0, 4, (len(rows_of_features) * batch,))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    counts = lengths.view(len(ROWS), batch).sum(1).tolist()
-    return torch.cat([torch.randint(0, rows, (n,)) for rows, n in zip(ROWS, counts, strict=True)]), offsets
+    counts = lengths.view(len(rows_of_features), batch).sum(1).tolist()
+    return torch.cat([torch.randint(0, rows, (n,)) for rows, n in zip(rows_of_features, counts, strict=True)]), offsets
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_tables_learn_what_fbgemms_do(library: KernelLibrary, optimizer: EmbOptimType, threads: int) -> None:
+@pytest.mark.parametrize("shared", [None, SHARED], ids=["", "shared"])
+def test_tables_learn_what_fbgemms_do(
+    library: KernelLibrary, optimizer: EmbOptimType, threads: int, shared: list[int] | None
+) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        theirs, group = tables(optimizer), tables(optimizer)
+        theirs, group = (tables(optimizer, tables_of_features=shared) for _ in range(2))
         lookup = ours(group, library)
         for step in range(4):
-            ids, offsets = lookups(batch=33, step=step)
+            ids, offsets = lookups(33, step, shared)
             for module in (theirs, group):
                 module.set_learning_rate(0.1 / (step + 1))
             expected, found = theirs(ids, offsets), lookup(ids, offsets)
@@ -91,6 +101,23 @@ def test_more_threads_change_no_bit_of_the_tables(library: KernelLibrary) -> Non
         assert torch.equal(trained(1), trained(3))
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_gradient_of_a_shared_row_is_the_sum_over_its_features(library: KernelLibrary) -> None:
+    """Adagrad by hand: row 2 has the gradient 1 twice (first feature) and 3 (second): 5, whose square is 25."""
+    group = SplitTableBatchedEmbeddingBagsCodegen(
+        [(4, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        feature_table_map=[0, 0],
+        optimizer=EmbOptimType.EXACT_ADAGRAD,
+        learning_rate=0.5,
+        eps=0.0,
+    )
+    group.weights_host.data.fill_(1.0)
+    out = ours(group, library)(torch.tensor([2, 2, 2]), torch.tensor([0, 2, 3]))
+    assert out.tolist() == [[2.0] * 4 + [1.0] * 4]
+    out.backward(torch.tensor([[1.0] * 4 + [3.0] * 4]))
+    assert group.weights_host.view(4, 4)[:, 0].tolist() == [1.0, 1.0, 0.5, 1.0]
+    assert group.momentum1_host.view(4, 4)[:, 0].tolist() == [0.0, 0.0, 25.0, 0.0]
 
 
 @pytest.mark.parametrize("bad", [-1, 7, 2**40])

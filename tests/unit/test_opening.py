@@ -189,6 +189,16 @@ def test_feature_names_are_checked(broken: Callable[..., Path], names: list[str]
     assert "occurs twice, is empty or has a dot in it" in problem(path)
 
 
+@pytest.mark.parametrize("owners", [{"C1": "C9"}, {"C1": "C2", "C2": "C3"}, {"C1": "I1"}])
+def test_a_feature_shares_only_the_table_of_a_feature_that_has_one(
+    broken: Callable[..., Path], owners: dict[str, str]
+) -> None:
+    path = broken("clicks")
+    sparse = json.loads((path / "dataset.json").read_text())["sparse"]
+    change(path, sparse=[f | {"share_table": owners[f["name"]]} if f["name"] in owners else f for f in sparse])
+    assert f"'C1' shares the table of '{owners['C1']}', which is no feature with its own table" in problem(path)
+
+
 def test_an_unknown_format_or_kind_is_an_error(broken: Callable[..., Path]) -> None:
     path = broken("clicks")
     change(path, format=2)

@@ -115,6 +115,19 @@ def test_the_memory_of_a_gpu_is_what_counts_there() -> None:
     placed([1_000_000], 16, Machines(1, 1, "cuda", 144_100_000))
 
 
+def test_a_shared_table_is_counted_once_and_the_batches_of_each_of_its_features() -> None:
+    """As above, with a second feature of 3 ids: 8,192 x 2 x (3 x 8 x 4 + 4 x 16 x 2) = 3.67 MB of batches."""
+    table = TableSpec("t", "f", 1_000_000, 16, 0.1, more_features=("g",))
+    network = ClickNetwork([table], DenseLayers(13, [512, 16], [64]), DotInteraction(3, 16), META)
+    request = Request([table], {"t": "auto"}, "adagrad", 8192, {"f": 1, "g": 3})
+    sharders = make_sharders(TablesOptim(name="adagrad"))
+    with pytest.raises(ResourceError, match=r"needs 131\.8 MB for .* \(0\.1 MB of it for dense layers and NCCL\)"):
+        make_plan(network, sharders, request, Machines(1, 1, "cuda", 146_400_000))
+    plan = make_plan(network, sharders, request, Machines(1, 1, "cuda", 146_600_000))
+    (found,) = placements(plan, [table], "adagrad")
+    assert found.bytes_by_rank == {0: 2 * 4 * 16 * 1_000_000}
+
+
 DENSE = 16_593  # values of the layers above, for one table of width 16
 
 

@@ -99,15 +99,18 @@ def _check_multi_hot(config: Config, dataset: Dataset) -> None:
 
 
 def _check_table_names(config: Config, tables: list[TableSpec]) -> None:
-    """Check the keys of [sharding.tables]: each is the name of a table or of its feature."""
-    known = {name for table in tables for name in (table.name, table.feature)}
-    names = config.settings.sharding.tables
-    problems = [f"'sharding.tables': {registry.unknown('table', n, known)}" for n in names if n not in known]
-    problems += [
-        f"'sharding.tables': '{t.name}' and '{t.feature}' are one table: name it once."
-        for t in tables
-        if t.name != t.feature and t.name in names and t.feature in names
-    ]
+    """Check the keys of [sharding.tables] and [tables.stores]: each names a table, or one of its features."""
+    users = {table.name: dict.fromkeys((table.name, *table.features)) for table in tables}
+    known = {name for names in users.values() for name in names}
+    problems = []
+    for key, given in (
+        ("sharding.tables", config.settings.sharding.tables),
+        ("tables.stores", config.settings.tables.stores),
+    ):
+        problems += [f"'{key}': {registry.unknown('table', name, known)}" for name in given if name not in known]
+        for names in users.values():
+            if len(twice := [name for name in names if name in given]) > 1:
+                problems.append(f"'{key}': '{twice[0]}' and '{twice[1]}' are one table: name it once.")
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -165,7 +168,7 @@ def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = 
     tables = table_specs(config, dataset)
     request = Request(
         tables=tables,
-        types={table.name: settings.sharding.type_of(table.name, table.feature) for table in tables},
+        types={table.name: settings.sharding.type_of(table.name, *table.features) for table in tables},
         optimizer=settings.optim.tables.name,
         batch_size_per_rank=-(-settings.train.global_batch_size // world.size),
         ids_per_row=_ids_per_row(config, dataset, tables),
@@ -184,7 +187,7 @@ def _stores(config: Config, tables: list[TableSpec], run: Path, world: "World") 
     from recmill.tables.stores.row_file import check_row_directory
 
     section = config.settings.tables
-    by_table = {table.name: str(section.store_of(table.name, table.feature)) for table in tables}
+    by_table = {table.name: str(section.store_of(table.name, *table.features)) for table in tables}
     on_gpu = world.device.type == "cuda"
     if on_gpu and "cached_ssd" in by_table.values():
         raise ConfigError(f"tables.store = 'cached_ssd' on CUDA: {SSD_ON_CUDA}")

@@ -137,8 +137,9 @@ class TablesSection(Section):
     )
     stores: dict[str, Store] = key({}, "Stores of single tables, by table or feature name.")
 
-    def store_of(self, table: str, feature: str) -> Store:
-        return self.stores.get(table, self.stores.get(feature, self.store))
+    def store_of(self, *names: str) -> Store:
+        """Return the store of a table, given its name and its features."""
+        return next((self.stores[name] for name in names if name in self.stores), self.store)
 
     def requested_stores(self) -> dict[str, Store]:
         """Return the stores by the config key that requests them."""
@@ -171,10 +172,11 @@ class ShardingSection(Section):
     default: ShardingType = key("auto", "How tables are sharded; 'auto' leaves it to TorchRec's planner.")
     tables: dict[str, ShardingType] = key({}, "How single tables are sharded, by table or feature name.")
 
-    def type_of(self, table: str, feature: str) -> ShardingType:
+    def type_of(self, *names: str) -> ShardingType:
+        """Return how a table is sharded, given its name and its features."""
         if self.mode == "ddp":
             return "data_parallel"
-        return self.tables.get(table, self.tables.get(feature, self.default))
+        return next((self.tables[name] for name in names if name in self.tables), self.default)
 
     def requested_types(self) -> dict[str, ShardingType]:
         """Return the types by the config key that requests them."""

@@ -40,12 +40,13 @@ def it_and_its_task_have_the_functions_of_their_protocols(config: Config, datase
 
 
 def it_declares_the_tables_that_it_builds(config: Config, dataset: Dataset) -> None:
-    declared = {(table.rows, table.dim) for table in model_module(config).tables(config.model, dataset.description)}
+    tables = model_module(config).tables(config.model, dataset.description)
+    declared = sorted((table.rows, table.dim) for table in tables)
     state = build(config, dataset).state_dict()
-    built = {tuple(value.shape) for key, value in state.items() if key.startswith("tables.")}
+    built = sorted(tuple(value.shape) for key, value in state.items() if key.startswith("tables."))
     expect(
         built == declared,
-        f"tables() declares the sizes {sorted(declared)}, and the network's attribute `tables` has {sorted(built)}",
+        f"tables() declares the sizes {declared}, and the network's attribute `tables` has {built}",
     )
 
 

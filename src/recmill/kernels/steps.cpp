@@ -35,7 +35,7 @@ inline void transpose_four(const float* const* v, int64_t dim, int64_t stride, f
 
 struct Lookup {
     int64_t row;
-    int64_t bag;  // row in the batch
+    int64_t bag;  // row in the batch * features + feature: its vector in the gradient
 };
 
 // Stable radix sort by row; `scratch` has the same length. With 11 bits per pass, three passes sort two billion rows.
@@ -58,8 +58,8 @@ void sort_by_row(Lookup* lookups, Lookup* scratch, int64_t count, int64_t rows) 
 
 extern "C" {
 
-// Sums the rows of each bag into out [B, F * dim]. Table f has rows[f] rows of `dim` floats, starting at
-// weights[starts[f]]. The ids of bag b of table f are ids[offsets[f * B + b]] up to ids[offsets[f * B + b + 1] - 1].
+// Sums the rows of each bag into out [B, F * dim]. The table of feature f has rows[f] rows of `dim` floats, starting at
+// weights[starts[f]]. The ids of bag b of feature f are ids[offsets[f * B + b]] up to ids[offsets[f * B + b + 1] - 1].
 // Returns the index in `ids` of the first id that its table does not have, or -1.
 int64_t sum_bags(const float* weights, const int64_t* starts, const int64_t* rows, int64_t F, int64_t dim,
                  const int64_t* ids, const int64_t* offsets, int64_t B, float* out) {
@@ -90,20 +90,26 @@ int64_t sum_bags(const float* weights, const int64_t* starts, const int64_t* row
 }
 
 // One optimizer step of the tables; `rule` is 0 SGD, 1 Adagrad or 2 row-wise Adagrad. grad [B, F * dim] is the gradient of
-// sum_bags' out. All gradients of a row are summed first, in batch order. `state` has one value per weight, or per row
-// (rule 2); that of table f starts at state[state_starts[f]].
+// sum_bags' out. All gradients of a row are summed first, by feature and in batch order. `state` has one value per weight,
+// or per row (rule 2); that of feature f starts at state[state_starts[f]]. Features with the same number in `tables` share
+// a table; they follow one another.
 void update_bags(float* weights, const int64_t* starts, float* state, const int64_t* state_starts, const int64_t* rows,
-                 int64_t F, int64_t dim, const int64_t* ids, const int64_t* offsets, int64_t B, const float* grad,
-                 int64_t rule, float lr, float eps) {
+                 const int64_t* tables, int64_t F, int64_t dim, const int64_t* ids, const int64_t* offsets, int64_t B,
+                 const float* grad, int64_t rule, float lr, float eps) {
     const int64_t total = offsets[F * B];
     std::vector<Lookup> lookups(total), scratch(total);
+    std::vector<int64_t> ends(F);  // of the features that share the table of feature f
+    for (int64_t f = F - 1; f >= 0; --f) ends[f] = f + 1 < F && tables[f] == tables[f + 1] ? ends[f + 1] : f + 1;
+    const auto is_first = [&](int64_t f) { return f == 0 || tables[f] != tables[f - 1]; };
 #pragma omp parallel
     {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t f = 0; f < F; ++f) {
-            const int64_t first = offsets[f * B], end = offsets[(f + 1) * B];
-            for (int64_t b = 0; b < B; ++b)
-                for (int64_t i = offsets[f * B + b]; i < offsets[f * B + b + 1]; ++i) lookups[i] = {ids[i], b};
+            if (!is_first(f)) continue;
+            const int64_t first = offsets[f * B], end = offsets[ends[f] * B];
+            for (int64_t g = f; g < ends[f]; ++g)
+                for (int64_t b = 0; b < B; ++b)
+                    for (int64_t i = offsets[g * B + b]; i < offsets[g * B + b + 1]; ++i) lookups[i] = {ids[i], b * F + g};
             sort_by_row(lookups.data() + first, scratch.data() + first, end - first, rows[f]);
         }
         std::vector<float> sum(dim);
@@ -111,19 +117,20 @@ void update_bags(float* weights, const int64_t* starts, float* state, const int6
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t from = total * thread / threads, to = total * (thread + 1) / threads;
         for (int64_t f = 0; f < F; ++f) {
-            const int64_t first = offsets[f * B], end = offsets[(f + 1) * B];
+            if (!is_first(f)) continue;
+            const int64_t first = offsets[f * B], end = offsets[ends[f] * B];
             int64_t i = std::max(first, from);
             if (i >= std::min(end, to)) continue;
             if (i > first)
                 while (i < end && lookups[i].row == lookups[i - 1].row) ++i;
             while (i < end && i < to) {
                 const int64_t row = lookups[i].row;
-                const float* g = grad + (lookups[i].bag * F + f) * dim;
+                const float* g = grad + lookups[i].bag * dim;
                 int64_t next = i + 1;
                 if (next < end && lookups[next].row == row) {
                     std::memcpy(sum.data(), g, dim * sizeof(float));
                     for (; next < end && lookups[next].row == row; ++next) {
-                        const float* more = grad + (lookups[next].bag * F + f) * dim;
+                        const float* more = grad + lookups[next].bag * dim;
                         for (int64_t k = 0; k < dim; ++k) sum[k] += more[k];
                     }
                     g = sum.data();

@@ -33,7 +33,7 @@ class ClickNetwork(nn.Module):
         self, tables: list[TableSpec], layers: DenseLayers, interaction: Interaction, device: torch.device
     ) -> None:
         super().__init__()
-        self._features = [table.feature for table in tables]
+        self._features = [feature for table in tables for feature in table.features]
         self._dense_padding = -layers.num_dense % layers.pad_to_multiple_of
         self.tables = pooled_tables(tables, device)
         self.bottom = mlp(layers.num_dense, layers.bottom_mlp, layers.init, self._dense_padding)
@@ -53,7 +53,7 @@ class ClickNetwork(nn.Module):
 def pooled_tables(tables: list[TableSpec], device: torch.device) -> EmbeddingBagCollection:
     """Return the tables as a module, which sums the vectors of a row's ids for each feature."""
     configs = [
-        EmbeddingBagConfig(name=t.name, embedding_dim=t.dim, num_embeddings=t.rows, feature_names=[t.feature])
+        EmbeddingBagConfig(name=t.name, embedding_dim=t.dim, num_embeddings=t.rows, feature_names=[*t.features])
         for t in tables
     ]
     return EmbeddingBagCollection(tables=configs, device=device)

@@ -40,7 +40,7 @@ class CachedTables:
 
     def own_keys(self, ids: dict[str, np.ndarray]) -> np.ndarray:
         """Return the keys of the rows that this process holds, of ids by feature that count from row 0 of the table."""
-        return np.concatenate([self.keys_of(spec.name, ids[spec.feature])[1] for spec in self.specs])
+        return np.concatenate([self.keys_of(t.name, ids[feature])[1] for t in self.specs for feature in t.features])
 
     def release(self) -> None:
         """Unpin the rows of the last batch, if they are pinned: after its update, or before the next `pin`."""
@@ -63,10 +63,11 @@ class CachedTables:
         return is_here, rows[is_here] - shard.first_row + self.cache.layout.starts[self.names.index(table)]
 
     def _keys(self, ids: Tensor, offsets: Tensor) -> np.ndarray:
-        """Return the keys of ids. Bags are ordered by table, and every table has the same number of bags."""
+        """Return the keys of ids. Bags are ordered by feature, and every feature has the same number of bags."""
         values, layout = ids.numpy(), self.cache.layout
-        ends = offsets.numpy()[:: (len(offsets) - 1) // len(self.names)]
-        starts, limits = (np.repeat(edge, np.diff(ends)) for edge in (layout.starts[:-1], layout.starts[1:]))
+        tables = self.fused.tables.numpy()
+        counts = np.diff(offsets.numpy()[:: (len(offsets) - 1) // len(tables)])
+        starts, limits = (np.repeat(edge[tables], counts) for edge in (layout.starts[:-1], layout.starts[1:]))
         keys = values + starts
         if len(keys) and (values.min() < 0 or (keys >= limits).any()):
             raise IndexError("an id is outside its table")  # ids are checked when they are loaded: this is a defect
@@ -75,20 +76,24 @@ class CachedTables:
     # The attributes of `FusedTables` that our kernels need. Every table begins at slot 0 and has all slots.
 
     @property
+    def tables(self) -> Tensor:
+        return self.fused.tables
+
+    @property
     def dim(self) -> int:
         return self.fused.dim
 
     @property
     def rows(self) -> Tensor:
-        return torch.full((len(self.names),), self.cache.plan.slots)
+        return torch.full_like(self.tables, self.cache.plan.slots)
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
-        return self.fused.weights[0], torch.zeros(len(self.names), dtype=torch.int64)
+        return self.fused.weights[0], torch.zeros_like(self.tables)
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:
-        return self.fused.state[0], torch.zeros(len(self.names), dtype=torch.int64)
+        return self.fused.state[0], torch.zeros_like(self.tables)
 
     @property
     def learning_rate_and_eps(self) -> tuple[float, float]:

@@ -39,7 +39,7 @@ def cached_lookup(cached: CachedTables, library: KernelLibrary) -> Callable[[Ten
             weights, _ = cached.weights
             return _SumOfRows.apply(weights, cached, library, rule, cached.pin(ids, offsets), offsets)
         rows, positions = cached.read(ids, offsets)
-        counts = torch.full((len(cached.names),), len(rows))
+        counts = torch.full_like(cached.tables, len(rows))
         return _sums(library, (rows, torch.zeros_like(counts)), counts, cached.dim, positions, offsets)
 
     return look_up
@@ -48,7 +48,7 @@ def cached_lookup(cached: CachedTables, library: KernelLibrary) -> Callable[[Ten
 def _sums(
     library: KernelLibrary, weights: tuple[Tensor, Tensor], rows: Tensor, dim: int, ids: Tensor, offsets: Tensor
 ) -> Tensor:
-    """Return the sum of each bag's rows [B, tables * dim]."""
+    """Return the sum of each bag's rows [B, features * dim]."""
     batch_size = (len(offsets) - 1) // len(rows)
     out = torch.empty(batch_size, len(rows) * dim)
     bad = library.call("sum_bags", *weights, rows, len(rows), dim, ids, offsets, batch_size, out)
@@ -79,7 +79,7 @@ class _SumOfRows(torch.autograd.Function):
         tables, library, rule = ctx.lookup
         ids, offsets = ctx.saved_tensors
         state = tables.state if rule else (None, None)  # rule 0 is SGD, which has none
-        memory = *tables.weights, *state, tables.rows, len(tables.rows), tables.dim
+        memory = *tables.weights, *state, tables.rows, tables.tables, len(tables.rows), tables.dim
         bags = ids, offsets, len(gradient), gradient.contiguous()
         library.call("update_bags", *memory, *bags, rule, *tables.learning_rate_and_eps)
         if isinstance(tables, CachedTables):

@@ -222,7 +222,7 @@ def _constraints(table: TableSpec, request: Request, machines: Machines) -> Para
         compute_kernels=["fused_uvm_caching"] if is_uvm else ["fused", "dense"],
         cache_params=CacheParams(algorithm=CacheAlgorithm.LRU, load_factor=share) if is_uvm else None,
         min_partition=-(-table.dim // num_column_shards),  # TorchRec's default makes none narrower than 128
-        pooling_factors=[float(request.ids_per_row[table.feature])],
+        pooling_factors=[float(request.ids_per_row[feature]) for feature in table.features],
     )
 
 
@@ -270,8 +270,8 @@ class _MemoryEstimator(ShardEstimator):
         """Return the bytes of ids before and after the exchange, and of the looked-up rows and their gradients."""
         ranks = 1 if option.sharding_type == "data_parallel" else self._machines.world_size  # that send ids
         on_gpu = self._machines.device_type == "cuda"
-        ids = round(option.input_lengths[0])
-        values = columns * (1 if option.is_pooled else ids)
+        ids = round(sum(option.input_lengths))
+        values = columns * (len(option.input_lengths) if option.is_pooled else ids)
         id_bytes = _ID_BYTES * ids * (_GPU_BATCHES if on_gpu else 1)
         needed = self._request.batch_size_per_rank * ranks * 2 * (id_bytes + VALUE_BYTES * values)
         if on_gpu and self._request.catalogue and self._request.catalogue.is_tied:

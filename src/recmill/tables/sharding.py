@@ -56,7 +56,7 @@ def shard(
     install_lookups(model, library, world.device, world.size, partial(_open_cache, plan, groups, request, world))
     model.cache_bytes = bytes_by_table(groups)
     model.cached_specs = [table for table in request.tables if table.name in request.stores.in_files]
-    cut_ids_of({table.feature: table.rows for table in model.cached_specs}, model)
+    cut_ids_of({feature: table.rows for table in model.cached_specs for feature in table.features}, model)
     if library is not None:
         use_kernels(model, library)
     return model

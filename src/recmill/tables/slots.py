@@ -115,7 +115,8 @@ def _cached(plan: ShardingPlan, request: Request) -> list[tuple[str, Any]]:
 def _most_rows_in_batch(shards: dict[str, tuple[int, int]], request: Request, samples: int) -> int:
     """Return how many distinct rows a global batch of `samples` can need."""
     specs = {table.name: table for table in request.tables}
-    return sum(min(rows, samples * request.ids_per_row[specs[name].feature]) for name, (_, rows) in shards.items())
+    ids = {name: sum(request.ids_per_row[feature] for feature in specs[name].features) for name in shards}
+    return sum(min(rows, samples * ids[name]) for name, (_, rows) in shards.items())
 
 
 def _all_rows(shards: dict[str, tuple[int, int]]) -> int:

@@ -13,6 +13,11 @@ class TableSpec:
     rows: int
     dim: int
     init_bound: float  # initial values are uniform in [-init_bound, init_bound]
+    more_features: tuple[str, ...] = ()  # that look up the same rows
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (self.feature, *self.more_features)
 
 
 @dataclass(frozen=True)

@@ -304,25 +304,26 @@ class FusedTables:
         self._module = module
         self.optimizer: EmbOptimType = module.optimizer
         self.dim: int = module.embedding_specs[0][1]
-        self.rows: Tensor = module.rows_per_table.long()
+        self.rows: Tensor = module.rows_per_table.long()  # FBGEMM has these and the offsets by feature
+        self.tables: Tensor = torch.tensor(module.feature_table_map)  # of each feature
 
     @property
     def are_summed(self) -> bool:
-        """Whether lookups sum float32 rows of one width, with one feature per table."""
+        """Whether lookups sum float32 rows of one width, and the features of a table follow one another."""
         module = self._module
         have_one_width = len({dim for _, dim, *_ in module.embedding_specs}) == 1
-        have_one_feature = module.feature_table_map == list(range(len(module.embedding_specs)))
+        are_in_order = module.feature_table_map == sorted(module.feature_table_map)
         is_float32_sum = module.pooling_mode == PoolingMode.SUM and module.weights_host.dtype == torch.float32
-        return have_one_width and have_one_feature and is_float32_sum
+        return have_one_width and are_in_order and is_float32_sum
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
-        """All rows, one table after the other, and the offset of each table."""
+        """All rows, one table after the other, and the offset of each feature's table."""
         return self._module.weights_host, self._module.weights_offsets
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:
-        """The optimizer state of all rows, and the offset of each table's."""
+        """The optimizer state of all rows, and the offset of that of each feature's table."""
         return self._module.momentum1_host, self._module.momentum1_offsets
 
     def slots(self, count: int, state_columns: int) -> tuple[np.ndarray, np.ndarray]:
