@@ -120,7 +120,7 @@ class TaskModule(Protocol):
     def loss_sum(self, network: "Callable[..., Tensor]", batch: Any) -> "Tensor":
         """Run the network and return the sum of this rank's losses; the caller divides by the global weight."""
 
-    def new_metrics(self, section: "EvalSection") -> Metrics: ...
+    def new_metrics(self, section: "EvalSection", resamples: int = 0) -> Metrics: ...
 
     def update(self, metrics: Any, outputs: "Tensor", batch: Any) -> None:
         """Add an evaluation batch to the metrics."""

@@ -60,59 +60,59 @@ def test_full_rank_is_the_number_of_other_unseen_items_that_score_at_least_as_hi
 def test_ranking_metrics_take_each_protocols_candidates_and_no_fillers() -> None:
     """Target third of five. `full` without the seen item: 2nd; among the negatives 4 and 5: 1st; with a tie: 2nd.
 
-    By popularity the target ties with item 4, behind 1 and 2. Negatives of `pop100` come before those of `uni100`.
+    By popularity the target ties with item 4, behind 1 and 2. Negatives of `pop2` come before those of `uni2`.
     """
     counts = np.array([9, 8, 3, 3, 1])
-    section = EvalSection(protocols=["uni100", "full", "pop100"], ks=[1, 2])
+    section = EvalSection(protocols=["uni2", "full", "pop2"], ks=[1, 2])
     metrics = next_item.new_metrics(section, train_counts=counts)
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0], [5.0, 4.0, 3.0, 3.0, 1.0], [9.0, 0.0, 0.0, 0.0, 0.0]])
     batch = ranking_batch([3, 3, 1], [[1], [], []], [[4, 5, 1, 2], [4, 5, 1, 5], [4, 5, 2, 3]], weights=[1.0, 1.0, 0.0])
     next_item.update(metrics, logits, batch)
     values = metrics.compute(ALONE)
     assert values == {
-        "uni100/hr@1": 0.0,  # behind 1 and 2; behind 1
-        "uni100/hr@2": 0.5,
-        "uni100/ndcg@1": 0.0,
-        "uni100/ndcg@2": pytest.approx(0.5 / np.log2(3)),
-        "uni100/mrr@1": 0.0,
-        "uni100/mrr@2": 0.25,
+        "uni2/hr@1": 0.0,  # behind 1 and 2; behind 1
+        "uni2/hr@2": 0.5,
+        "uni2/ndcg@1": 0.0,
+        "uni2/ndcg@2": pytest.approx(0.5 / np.log2(3)),
+        "uni2/mrr@1": 0.0,
+        "uni2/mrr@2": 0.25,
         "full/hr@1": 0.0,
         "full/hr@2": 0.5,
         "full/ndcg@1": 0.0,
         "full/ndcg@2": pytest.approx(0.5 / np.log2(3)),
         "full/mrr@1": 0.0,
         "full/mrr@2": 0.25,
-        "pop100/hr@1": 0.5,
-        "pop100/hr@2": 1.0,
-        "pop100/ndcg@1": 0.5,
-        "pop100/ndcg@2": pytest.approx((1 + 1 / np.log2(3)) / 2),
-        "pop100/mrr@1": 0.5,
-        "pop100/mrr@2": 0.75,
+        "pop2/hr@1": 0.5,
+        "pop2/hr@2": 1.0,
+        "pop2/ndcg@1": 0.5,
+        "pop2/ndcg@2": pytest.approx((1 + 1 / np.log2(3)) / 2),
+        "pop2/mrr@1": 0.5,
+        "pop2/mrr@2": 0.75,
         "users": 2,
-        "popularity/uni100/hr@1": 0.0,
-        "popularity/uni100/hr@2": 0.5,
-        "popularity/uni100/ndcg@1": 0.0,
-        "popularity/uni100/ndcg@2": pytest.approx(0.5 / np.log2(3)),
-        "popularity/uni100/mrr@1": 0.0,
-        "popularity/uni100/mrr@2": 0.25,
+        "popularity/uni2/hr@1": 0.0,
+        "popularity/uni2/hr@2": 0.5,
+        "popularity/uni2/ndcg@1": 0.0,
+        "popularity/uni2/ndcg@2": pytest.approx(0.5 / np.log2(3)),
+        "popularity/uni2/mrr@1": 0.0,
+        "popularity/uni2/mrr@2": 0.25,
         "popularity/full/hr@1": 0.0,  # behind 2 and 4; behind 1, 2 and 4
         "popularity/full/hr@2": 0.0,
         "popularity/full/ndcg@1": 0.0,
         "popularity/full/ndcg@2": 0.0,
         "popularity/full/mrr@1": 0.0,
         "popularity/full/mrr@2": 0.0,
-        "popularity/pop100/hr@1": 0.0,  # both behind 4
-        "popularity/pop100/hr@2": 1.0,
-        "popularity/pop100/ndcg@1": 0.0,
-        "popularity/pop100/ndcg@2": pytest.approx(1 / np.log2(3)),
-        "popularity/pop100/mrr@1": 0.0,
-        "popularity/pop100/mrr@2": 0.5,
+        "popularity/pop2/hr@1": 0.0,  # both behind 4
+        "popularity/pop2/hr@2": 1.0,
+        "popularity/pop2/ndcg@1": 0.0,
+        "popularity/pop2/ndcg@2": pytest.approx(1 / np.log2(3)),
+        "popularity/pop2/mrr@1": 0.0,
+        "popularity/pop2/mrr@2": 0.5,
     }
-    assert next_item.headline(values) == "uni100/ndcg@2"
+    assert next_item.headline(values) == "uni2/ndcg@2"
 
 
 def test_a_nan_target_comes_last_among_the_negatives() -> None:
-    metrics = next_item.new_metrics(EvalSection(protocols=["pop100"], ks=[2, 3]))
+    metrics = next_item.new_metrics(EvalSection(protocols=["pop2"], ks=[2, 3]))
     next_item.update(metrics, torch.tensor([[0.0, NAN, 0.0]]), ranking_batch([2], [[]], [[1, 3]]))
     values = metrics.compute(ALONE)
-    assert (values["pop100/hr@2"], values["pop100/hr@3"]) == (0.0, 1.0)
+    assert (values["pop2/hr@2"], values["pop2/hr@3"]) == (0.0, 1.0)

@@ -236,13 +236,13 @@ def _catalogue(config: Config, dataset: Dataset) -> "Catalogue | None":
 def new_metrics(
     config: Config, source: "ClickSource | HistorySource", with_popularity: bool, resamples: int = 0
 ) -> Metrics:
-    """Create the metrics of one evaluation; those of rankings with what popularity reaches, and with intervals."""
+    """Create the metrics of one evaluation, with intervals from `resamples`; those of rankings also for popularity."""
     from recmill.data.histories import HistorySource
     from recmill.tasks import next_item
 
     if isinstance(source, HistorySource) and with_popularity:
         return next_item.new_metrics(config.settings.eval, resamples, source.train_counts())
-    return task_module(config).new_metrics(config.settings.eval)
+    return task_module(config).new_metrics(config.settings.eval, resamples)
 
 
 def open_run(path: str | Path) -> tuple[RunDirectory, Config]:

@@ -4,15 +4,14 @@ import logging
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from recmill import registry
 from recmill.commands import assemble
 from recmill.commands.options import Fallback, Procs, Verify, Which, dataset_checks, flag, new_path
 from recmill.config import Config
 from recmill.config.load import metric_problems
 from recmill.config.options import checked_options
-from recmill.config.sections import DenseOptim, OptimSection, RankingProtocol, Section, TablesOptim
+from recmill.config.sections import PROTOCOLS, DenseOptim, OptimSection, Section, TablesOptim, is_protocol
 from recmill.data.frames import Kind, converted
 from recmill.data.names import Names
 from recmill.environment import process_environment
@@ -39,13 +38,13 @@ class Options(Section):
     checkpoint: Which = None
     fallback: Fallback = False
     protocols: list[str] | None = flag(
-        None, "How sequence models rank targets: full, pop100, uni100, with commas.  [default: the run's]", "--protocol"
+        None, "How sequence models rank targets: full, pop<N>, uni<N>, with commas.  [default: the run's]", "--protocol"
     )
     ks: list[int] | None = flag(None, "Cut-offs of ranking metrics, like 1,5,10.  [default: the run's]", "--k")
     metrics: list[str] | None = flag(
         None, "Further metrics, with commas: modules like my_package.accuracy.  [default: the run's]"
     )
-    bootstrap: int = flag(0, "95 % intervals of ranking metrics, from N resamples of the users.", metavar="N")
+    bootstrap: int = flag(0, "95 % intervals, from N resamples of the users or rows.", metavar="N")
     procs: Procs = 1
     verify: Verify = None
     per_user_file: str | None = flag(
@@ -78,7 +77,7 @@ def evaluate(
 
     Options are those of `recmill evaluate --help`, with underscores: evaluate("runs/dlrm", split="val", procs=2);
     `protocols` and `ks` are lists. Sequence models have "popularity/full/ndcg@10", ... as well: what ranking by
-    popularity reaches. For them, `bootstrap=N` adds 95 % intervals, from "low/full/ndcg@10" to "high/full/ndcg@10".
+    popularity reaches. `bootstrap=N` adds 95 % intervals, from "low/auroc" to "high/auroc".
 
     With `per_user`, sequence models return a frame ("polars", "pandas" or "arrow") instead: one row per user, with the
     held-out item, and "full/rank", ...: its rank by protocol, from 1.
@@ -90,7 +89,7 @@ def evaluate(
     if process_environment().rank == 0:
         log.info("evaluating %s on split %s", run, checked.split)
     dataset = assemble.open_matching_dataset(config, dataset_checks(checked.verify))
-    _check_ranking(config, dataset, checked)
+    _check_metrics(config, dataset, checked)
     for problem in metric_problems(checked.metrics or [], assemble.model_module(config).TASK):
         raise ConfigError(f"--metrics: {problem}")
     if checked.per_user_file:
@@ -122,25 +121,24 @@ def _per_user(run: str | Path, frame: Kind, options: EvaluateOptions) -> Any:
         return converted(pl.read_parquet(file), frame)
 
 
-def _check_ranking(config: Config, dataset: Dataset, options: Options) -> None:
-    """Raise ConfigError if the run's model cannot be ranked as the options say."""
-    if dataset.description.kind != "histories":
-        ranking = {"protocol": options.protocols, "k": options.ks, "bootstrap": options.bootstrap}
-        for name, value in (ranking | {"per-user": options.per_user_file}).items():
-            if value:
-                raise ConfigError(f"--{name} is for sequence models, and '{config.model_name}' is none. Leave it out.")
-        return
-    known = get_args(RankingProtocol)
-    for protocol in options.protocols or []:
-        if protocol not in known:
-            raise ConfigError(f"--protocol: {registry.unknown('protocol', protocol, known)}")
-    for k in options.ks or []:
-        if not 1 <= k <= dataset.description.num_items:
-            raise ConfigError(f"--k {k}: give cut-offs of 1 to {dataset.description.num_items}, the number of items.")
+def _check_metrics(config: Config, dataset: Dataset, options: Options) -> None:
+    """Raise ConfigError if the run's model cannot be evaluated as the options say."""
     if not 0 <= options.bootstrap <= MAX_RESAMPLES:
         raise ConfigError(
             f"--bootstrap {options.bootstrap}: give 1 to {MAX_RESAMPLES:,} resamples, or 0 for no intervals."
         )
+    if dataset.description.kind != "histories":
+        ranking = {"protocol": options.protocols, "k": options.ks, "per-user": options.per_user_file}
+        for name, value in ranking.items():
+            if value:
+                raise ConfigError(f"--{name} is for sequence models, and '{config.model_name}' is none. Leave it out.")
+        return
+    for protocol in options.protocols or []:
+        if not is_protocol(protocol):
+            raise ConfigError(f"--protocol '{protocol}': give {PROTOCOLS}.")
+    for k in options.ks or []:
+        if not 1 <= k <= dataset.description.num_items:
+            raise ConfigError(f"--k {k}: give cut-offs of 1 to {dataset.description.num_items}, the number of items.")
 
 
 def work(world: "World", run: str, options: dict[str, Any]) -> Values:

@@ -333,7 +333,20 @@ class TrainSection(Section):
         ]
 
 
-RankingProtocol = Literal["full", "pop100", "uni100"]
+PROTOCOLS = "'full', or pop<N> or uni<N> with 1 to 999,999 negatives, like 'pop100'"
+
+
+def is_protocol(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("full|(pop|uni)[1-9][0-9]{0,5}", value) is not None
+
+
+def _checked_protocol(value: Any) -> str:
+    if not is_protocol(value):
+        raise PydanticCustomError("protocol", f"should be {PROTOCOLS}")
+    return str(value)
+
+
+RankingProtocol = Annotated[str, BeforeValidator(_checked_protocol)]
 
 
 class EvalSection(Section):
@@ -344,7 +357,9 @@ class EvalSection(Section):
     target_auroc: float = key(0.0, "Stop when validation reaches this AUROC (clicks); 0: off.", ge=0.0, le=1.0)
     patience: NonNegativeInt = key(0, "Stop after N validations without an improvement; 0: off.")
     protocols: list[RankingProtocol] = key(
-        ["full", "pop100"], "How targets are ranked: full, pop100, uni100 (histories only).", min_length=1
+        ["full", "pop100"],
+        "How targets are ranked: full, pop<N>, uni<N> (histories only).",
+        min_length=1,
     )
     ks: list[PositiveInt] = key([1, 5, 10], "Cut-offs of HR@K, NDCG@K and MRR@K (histories only).", min_length=1)
     metrics: list[str] = key([], "Further metrics: modules like my_package.accuracy, or entry points.")

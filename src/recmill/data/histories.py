@@ -17,7 +17,7 @@ from recmill.data.parquet_files import reading
 from recmill.data.share import Batching, Share
 from recmill.data.windows import WindowRules, ending_windows, packed, train_windows
 from recmill.errors import DataError
-from recmill.metrics.ranking import NUM_NEGATIVES, Negatives, sampled
+from recmill.metrics.ranking import Negatives, sampled
 from recmill.schema import Dataset
 
 # Counters of a window's random numbers; smaller ones are the positions of its items, counted from its end.
@@ -230,14 +230,14 @@ class HistorySource:
         """Return a sampler of negatives; raise a DataError if a user has seen too many items for it."""
         negatives = Negatives(protocol, self._item_counts(self._items))
         lengths = np.diff(self._offsets)  # at least as many as different items
-        for user in np.flatnonzero(lengths > negatives.available - NUM_NEGATIVES).tolist():
+        for user in np.flatnonzero(lengths > negatives.available - negatives.count).tolist():
             num_seen = len(np.unique(self._items[self._offsets[user] : self._offsets[user + 1]]))
-            if negatives.available - num_seen < NUM_NEGATIVES:
+            if negatives.available - num_seen < negatives.count:
                 file = dataset.path / "users.parquet"
                 with reading(file):
                     names = pl.scan_parquet(file).filter(pl.col("id") == user).collect()
                 raise DataError(
-                    f"{dataset.path}: protocol '{protocol}' needs {NUM_NEGATIVES} items a user has never seen; user "
+                    f"{dataset.path}: protocol '{protocol}' needs {negatives.count} items a user has never seen; user "
                     f"{names['original_id'][0]} has seen {num_seen} of {negatives.available}. "
                     "Use --set 'eval.protocols=[\"full\"]' (train) or --protocol full (evaluate)."
                 )

@@ -1,5 +1,6 @@
 """Exact area under the ROC curve. No process holds more than its share of the scores."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,27 +18,39 @@ def auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
     positives, negatives = np.sort(scores[labels]), np.sort(scores[~labels])  # 10 times faster than argsort
     below = np.searchsorted(negatives, positives, "left")
     not_above = np.searchsorted(negatives, positives, "right")
-    return _combine([(int(below.sum() + not_above.sum()), len(positives), len(negatives))])
+    return combined([(int(below.sum() + not_above.sum()), len(positives), len(negatives))])
 
 
 def auroc_over_ranks(scores: np.ndarray, labels: np.ndarray, world: "World") -> float | None:
-    """Return the AUROC of all ranks' float32 scores. All ranks take part and get the same value.
-
-    Each rank receives one range of scores from all ranks, as counts of positives and negatives per
-    distinct score. Equal scores are never in two ranges.
-    """
+    """Return the AUROC of all ranks' float32 scores. All ranks take part and get the same value."""
     if world.size == 1:
         return auroc(scores, labels)
+    _, positives, negatives = score_range(scores, labels, world)
+    ranges = world.gather((doubled_pairs(positives, negatives), int(positives.sum()), int(negatives.sum())))
+    return world.broadcast(combined(ranges) if ranges else None)
+
+
+def score_range(scores: np.ndarray, labels: np.ndarray, world: "World") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the distinct scores of this rank's range, ascending, and their positives and negatives on all ranks.
+
+    Each rank receives one range from all ranks: equal scores are never in two ranges, and higher
+    ranks have higher scores.
+    """
     values, rows = np.unique(scores, return_counts=True)
     positives = np.diff(np.searchsorted(np.sort(scores[labels.astype(bool)]), values, "right"), prepend=0)
+    if world.size == 1:
+        return values, positives, rows - positives
     ends = np.searchsorted(values, _range_bounds(values, world), "left")
     columns = values, positives, rows - positives
     values, *counts = (np.concatenate(world.exchange(np.split(column, ends))) for column in columns)
-    _, index = np.unique(values, return_inverse=True)  # several ranks may have sent the same score
+    values, index = np.unique(values, return_inverse=True)  # several ranks may have sent the same score
     positives, negatives = (np.bincount(index, count).astype(np.int64) for count in counts)
-    doubled_pairs = int(np.sum(positives * (2 * np.cumsum(negatives) - negatives)))  # negatives below, and not above
-    ranges = world.gather((doubled_pairs, int(positives.sum()), int(negatives.sum())))
-    return world.broadcast(_combine(ranges) if ranges else None)
+    return values, positives, negatives
+
+
+def doubled_pairs(positives: np.ndarray, negatives: np.ndarray) -> int:
+    """Return twice the pairs in the right order, given the counts of ascending scores."""
+    return int(np.sum(positives * (2 * np.cumsum(negatives) - negatives)))  # negatives below, and not above
 
 
 def _range_bounds(values: np.ndarray, world: "World") -> np.ndarray:
@@ -52,14 +65,14 @@ def _range_bounds(values: np.ndarray, world: "World") -> np.ndarray:
     return world.broadcast(bounds)
 
 
-def _combine(ranges: list[tuple[int, int, int]]) -> float | None:
+def combined(ranges: Iterable[tuple[int, int, int]]) -> float | None:
     """Return the AUROC from (doubled pairs, positives, negatives) of ascending ranges of scores.
 
     Pairs count twice, so that ties are integers: exact up to 2**62 pairs (4e9 rows).
     """
-    doubled_pairs = negatives_below = num_positives = 0
+    in_order = negatives_below = num_positives = 0
     for pairs, positives, negatives in ranges:
-        doubled_pairs += pairs + 2 * positives * negatives_below
+        in_order += pairs + 2 * positives * negatives_below
         negatives_below += negatives
         num_positives += positives
-    return doubled_pairs / (2 * num_positives * negatives_below) if num_positives and negatives_below else None
+    return in_order / (2 * num_positives * negatives_below) if num_positives and negatives_below else None

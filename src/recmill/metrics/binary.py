@@ -1,17 +1,23 @@
-"""Metrics of click probabilities: AUROC, log loss, normalised entropy, calibration."""
+"""Metrics of click probabilities: AUROC, log loss, normalised entropy, calibration, and their intervals."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recmill.metrics.auc import auroc_over_ranks
+from recmill import rng
+from recmill.metrics.auc import auroc_over_ranks, combined, doubled_pairs, score_range
 from recmill.metrics.own import UNDEFINED, OwnMetrics, Values
+from recmill.observe.progress import Progress
 
 if TYPE_CHECKING:
     from recmill.protocols import MetricModule
     from recmill.world import World
 
+_BOOTSTRAP_SEED = 20190816  # of the protocol, not of a run
+# P(drawn at most 0, 1, ... times); beyond 18 there is less than a float64 can say.
+_POISSON = np.cumsum([math.exp(-1) / math.factorial(times) for times in range(19)])
 _NAMES = ("auroc", "logloss", "normalised_entropy", "calibration")
 
 
@@ -28,9 +34,13 @@ def log_loss_sum(logits: np.ndarray, labels: np.ndarray) -> float:
 
 
 class BinaryMetrics:
-    """Keeps every score of this rank, because AUROC is exact; the other metrics are sums."""
+    """Keeps every score of this rank, because AUROC is exact; the other metrics are sums.
 
-    def __init__(self, own: "Mapping[str, MetricModule] | None" = None) -> None:
+    The bootstrap draws `resamples` times for confidence intervals; 0: there are none.
+    """
+
+    def __init__(self, own: "Mapping[str, MetricModule] | None" = None, resamples: int = 0) -> None:
+        self._resamples = resamples
         self._own = OwnMetrics(own or {})
         self._logits = [np.empty(0, np.float32)]
         self._labels = [np.empty(0, np.bool_)]
@@ -41,7 +51,10 @@ class BinaryMetrics:
         self._own.update(self._logits[-1], self._labels[-1])
 
     def compute(self, world: "World") -> Values:
-        """Return the metrics by name. All ranks take part and get the same values."""
+        """Return the metrics by name. All ranks take part and get the same values.
+
+        "low/NAME" and "high/NAME" are the ends of a 95 % interval.
+        """
         logits, labels = np.concatenate(self._logits), np.concatenate(self._labels)
         loss, predicted, clicks, rows = world.sum(
             [log_loss_sum(logits, labels), float(sigmoid(logits).sum()), float(labels.sum()), float(len(labels))]
@@ -50,14 +63,65 @@ class BinaryMetrics:
         own = self._own.compute(world)
         if not rows or not np.isfinite(loss):  # no rows, or NaN logits
             return dict.fromkeys(_NAMES, UNDEFINED) | {"rows": int(rows), **own}
-        rate = clicks / rows
-        entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)) if 0 < rate < 1 else 0.0
-        return {
-            "auroc": UNDEFINED if area is None else area,
-            "logloss": loss / rows,
-            # Log loss relative to that of always predicting the click rate: below 1, the model has learnt something.
-            "normalised_entropy": float(loss / rows / entropy) if entropy else UNDEFINED,
-            "calibration": predicted / clicks if clicks else UNDEFINED,  # predicted clicks per click
-            "rows": int(rows),
-            **own,
-        }
+        intervals = _intervals(logits, labels, self._resamples, world) if self._resamples else {}
+        return {**_from_sums(area, loss, predicted, clicks, rows), "rows": int(rows), **own, **intervals}
+
+
+def _from_sums(area: float | None, loss: float, predicted: float, clicks: float, rows: float) -> Values:
+    rate = clicks / rows
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)) if 0 < rate < 1 else 0.0
+    return {
+        "auroc": UNDEFINED if area is None else area,
+        "logloss": loss / rows,
+        # Log loss relative to that of always predicting the click rate: below 1, the model has learnt something.
+        "normalised_entropy": float(loss / rows / entropy) if entropy else UNDEFINED,
+        "calibration": predicted / clicks if clicks else UNDEFINED,  # predicted clicks per click
+    }
+
+
+def _intervals(logits: np.ndarray, labels: np.ndarray, resamples: int, world: "World") -> Values:
+    """Return the ends of 95 % intervals, the same for any number of processes. All ranks take part."""
+    parts = world.gather(_resampled_sums(logits, labels, resamples, world))
+    if parts is None:
+        return world.broadcast({})
+    found: dict[str, list[float]] = {name: [] for name in _NAMES}
+    for ranges in np.stack(parts, axis=1):  # of one resample
+        area = combined((int(pairs), int(clicks), int(rows - clicks)) for pairs, clicks, rows, *_ in ranges)
+        clicks, rows, loss, predicted = ranges[:, 1:].sum(axis=0).tolist()
+        values = _from_sums(area, loss, predicted, clicks, rows) if rows else {}
+        for name, value in values.items():
+            found[name] += [float(value)] if value != UNDEFINED else []
+    intervals: Values = {}
+    for name, drawn in found.items():
+        if drawn:
+            low, high = np.quantile(drawn, (0.025, 0.975)).tolist()
+            intervals |= {f"low/{name}": low, f"high/{name}": high}
+    return world.broadcast(intervals)
+
+
+def _resampled_sums(logits: np.ndarray, labels: np.ndarray, resamples: int, world: "World") -> np.ndarray:
+    """Return doubled pairs, clicks, rows, loss and predicted clicks of this rank's range of scores, per resample.
+
+    Every row is drawn as often as a Poisson variable of mean 1 says. It depends on the row's score,
+    label, and number among the rows of the same score and label: not on the rank that has the row.
+    """
+    scores, *counts = score_range(logits + np.float32(0), labels, world)  # -0 becomes 0
+    rows_of_cell = np.stack(counts, axis=1).ravel()  # per score: clicks, then the others
+    label_of_cell = np.tile([1, 0], len(scores))
+    score_of_cell = np.repeat(scores, 2).astype(np.float64)
+    loss_of_cell = np.logaddexp(0.0, score_of_cell) - label_of_cell * score_of_cell
+    predicted_of_cell = sigmoid(score_of_cell)
+    cells = np.repeat(np.arange(len(rows_of_cell)), rows_of_cell)
+    numbers = np.arange(len(cells)) - np.repeat(np.cumsum(rows_of_cell) - rows_of_cell, rows_of_cell)
+    identities = np.repeat(scores.view(np.uint32).astype(np.uint64) << np.uint64(32), 2)[cells]
+    identities |= (2 * numbers + label_of_cell[cells]).astype(np.uint64)
+    sums = np.zeros((resamples, 5))
+    with Progress("resampling the rows", resamples, "resamples", world) as progress:
+        for number in range(resamples):
+            points = rng.uniform(rng.stream_key(_BOOTSTRAP_SEED, number), identities)
+            drawn = np.bincount(cells, np.searchsorted(_POISSON, points, "right"), minlength=len(rows_of_cell))
+            clicks, others = drawn.astype(np.int64).reshape(-1, 2).T
+            pairs = doubled_pairs(clicks, others)
+            sums[number] = pairs, clicks.sum(), drawn.sum(), drawn @ loss_of_cell, drawn @ predicted_of_cell
+            progress.advance(1)
+    return sums

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from recmill.protocols import MetricModule
     from recmill.world import World
 
-NUM_NEGATIVES = 100
 MAX_RESAMPLES = 100_000  # they take 2 s; the ends of an interval then vary by 0.2 % of its length
 _RESAMPLES_PER_REPORT = 100
 # Seeds of the protocol, not of a run: every model is compared with the same negatives.
@@ -27,7 +26,12 @@ _BOOTSTRAP_SEED = 20190815
 
 def sampled(protocols: Collection[str]) -> list[str]:
     """Return those of `protocols` that draw negatives, in the order of a batch's columns."""
-    return [protocol for protocol in ("pop100", "uni100") if protocol in protocols]
+    return sorted({protocol for protocol in protocols if protocol != "full"})
+
+
+def num_negatives(protocol: str) -> int:
+    """Return how many negatives a protocol draws: 100 for "pop100"."""
+    return int(protocol.removeprefix("pop").removeprefix("uni"))
 
 
 class RankingMetrics:
@@ -143,29 +147,31 @@ class Popularity:
 
 
 class Negatives:
-    """100 distinct items that the user has not interacted with, fixed per user and split.
+    """Distinct items that the user has not interacted with, fixed per user and split; the first ones for any number.
 
-    `pop100` draws by popularity, item_counts[i] of item i + 1 in all splits; `uni100` uniformly.
+    `pop100` draws 100 by popularity, item_counts[i] of item i + 1 in all splits; `uni100` uniformly.
     Drawing with replacement and dropping repeats and seen items equals drawing without replacement.
     """
 
     def __init__(self, protocol: str, item_counts: np.ndarray) -> None:
-        weights = item_counts if protocol == "pop100" else np.ones_like(item_counts)
+        is_by_popularity = protocol.startswith("pop")
+        weights = item_counts if is_by_popularity else np.ones_like(item_counts)
+        self.count = num_negatives(protocol)
         self._cumulative = np.cumsum(weights, dtype=np.float64)
-        self._name = () if protocol == "pop100" else (protocol,)  # a name would change the negatives of pop100
+        self._name = () if is_by_popularity else ("uni100",)  # as in results that are published
         self.available = int(np.count_nonzero(weights))
 
     def draw(self, split: str, user: int, seen: np.ndarray) -> np.ndarray:
-        """Return item ids, int64 [100]. `seen` holds every item of the user, targets included."""
-        assert self.available - len(np.unique(seen)) >= NUM_NEGATIVES
+        """Return item ids, int64 [count]. `seen` holds every item of the user, targets included."""
+        assert self.available - len(np.unique(seen)) >= self.count
         key = rng.stream_key(_NEGATIVES_SEED, split, user, *self._name)
         chosen: np.ndarray = np.empty(0, np.int64)
-        counter, block = 0, 2 * NUM_NEGATIVES
-        while len(chosen) < NUM_NEGATIVES:
+        counter, block = 0, 2 * self.count
+        while len(chosen) < self.count:
             points = rng.uniform(key, np.arange(counter, counter + block)) * self._cumulative[-1]
             items = np.searchsorted(self._cumulative, points, side="right") + 1
             items = np.concatenate([chosen, items[~np.isin(items, seen)]])
             _, first = np.unique(items, return_index=True)
             chosen = items[np.sort(first)]
             counter, block = counter + block, block * 2
-        return chosen[:NUM_NEGATIVES]
+        return chosen[: self.count]

@@ -12,7 +12,7 @@ from torch import Tensor
 from recmill.batch import RankingBatch, SequenceBatch
 from recmill.config.sections import EvalSection
 from recmill.metrics.binary import Values
-from recmill.metrics.ranking import Popularity, RankingMetrics, sampled
+from recmill.metrics.ranking import Popularity, RankingMetrics, num_negatives, sampled
 from recmill.registry import own_metrics
 
 
@@ -42,7 +42,8 @@ def update(metrics: RankingMetrics, logits_BV: Tensor, batch: RankingBatch) -> N
     target_B1 = logits_BV.gather(1, answers_B1)
     popularity, of_popularity = metrics.popularity, metrics.of_popularity
     names = sampled(metrics.protocols)
-    for protocol, negatives_BC in zip(names, batch.negatives_BC.chunk(max(len(names), 1), dim=1), strict=False):
+    columns = batch.negatives_BC.split([num_negatives(protocol) for protocol in names], dim=1)
+    for protocol, negatives_BC in zip(names, columns, strict=True):
         others_BC = logits_BV.gather(1, negatives_BC - 1)
         metrics.update(protocol, (~(others_BC < target_B1)).sum(1).cpu().numpy()[is_real_B])
         if popularity and of_popularity:

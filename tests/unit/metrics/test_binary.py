@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import log_loss
+from sklearn.metrics import log_loss, roc_auc_score
 
 from recmill.metrics.binary import UNDEFINED, BinaryMetrics, Values, log_loss_sum
 from recmill.world import World
@@ -77,3 +77,40 @@ def test_binary_metrics_of_several_batches_equal_those_of_one() -> None:
     logits, labels = np.round(generator.normal(size=100), 1).tolist(), generator.integers(0, 2, 100).tolist()
     batches = [(logits[a:b], labels[a:b]) for a, b in ((0, 1), (1, 60), (60, 60), (60, 100))]
     assert binary(*batches) == binary((logits, labels))
+
+
+def test_intervals_are_those_of_a_bootstrap_that_draws_rows() -> None:
+    """The reference draws the rows of 300 resamples with NumPy and scores each with scikit-learn.
+
+    Some scores occur several times, with both labels. The ends vary by about 5 % of the length.
+    """
+    generator = np.random.default_rng(3)
+    logits = np.round(generator.normal(size=500), 2).astype(np.float32)
+    labels = (generator.random(500) < 1 / (1 + np.exp(-logits))).astype(int)
+    metrics = BinaryMetrics(resamples=1000)
+    metrics.update(logits, labels)
+    values = metrics.compute(ALONE)
+    probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    drawn = [generator.integers(0, 500, 500) for _ in range(300)]
+    rates = [labels[rows].mean() for rows in drawn]
+    losses = [log_loss(labels[rows], probabilities[rows]) for rows in drawn]
+    reference = {
+        "auroc": [roc_auc_score(labels[rows], logits[rows]) for rows in drawn],
+        "logloss": losses,
+        "normalised_entropy": [
+            loss / log_loss([0, 1], [rate, rate], sample_weight=[1 - rate, rate])
+            for loss, rate in zip(losses, rates, strict=True)
+        ],
+        "calibration": [probabilities[rows].sum() / labels[rows].sum() for rows in drawn],
+    }
+    for name, resampled in reference.items():
+        low, high = np.quantile(resampled, (0.025, 0.975))
+        assert (values[f"low/{name}"], values[f"high/{name}"]) == pytest.approx((low, high), abs=0.2 * (high - low))
+        assert values[f"low/{name}"] < values[name] < values[f"high/{name}"]  # type: ignore[operator]
+
+
+def test_metrics_that_no_resample_defines_have_no_interval() -> None:
+    metrics = BinaryMetrics(resamples=5)
+    metrics.update(np.array(logits_of(0.4, 0.8)), np.array([1, 1]))
+    assert {"low/auroc", "low/normalised_entropy"}.isdisjoint(metrics.compute(ALONE))
+    assert "low/logloss" in metrics.compute(ALONE)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from recmill.metrics import ranking
 from recmill.metrics.binary import UNDEFINED, Values
 from recmill.metrics.ranking import Negatives, Popularity, RankingMetrics
 from recmill.observe import progress
@@ -185,6 +184,14 @@ def test_popular_negatives_never_change() -> None:
     assert Negatives("pop100", COUNTS).draw("test", 7, SEEN)[:8].tolist() == [83, 153, 26, 103, 91, 124, 44, 14]
 
 
+@pytest.mark.parametrize("kind", ["pop", "uni"])
+def test_other_numbers_of_negatives_are_the_first_of_more(kind: str) -> None:
+    few, hundred, many = (Negatives(f"{kind}{count}", COUNTS).draw("test", 7, SEEN).tolist() for count in (9, 100, 250))
+    assert (len(few), len(many)) == (9, 250)
+    assert many[:100] == hundred
+    assert hundred[:9] == few
+
+
 def test_popular_negatives_never_hold_an_item_nobody_met_and_may_be_all_that_is_left() -> None:
     """100 unseen items of wildly different popularity: all must be found."""
     counts = np.concatenate([np.zeros(10), np.geomspace(1, 10_000, 105)]).astype(int)
@@ -193,14 +200,13 @@ def test_popular_negatives_never_hold_an_item_nobody_met_and_may_be_all_that_is_
 
 
 @pytest.mark.parametrize(
-    ("protocol", "weights"), [("pop100", {1: 8, 2: 4, 3: 2, 5: 1}), ("uni100", {1: 1, 2: 1, 3: 1, 5: 1, 6: 1})]
+    ("protocol", "weights"), [("pop2", {1: 8, 2: 4, 3: 2, 5: 1}), ("uni2", {1: 1, 2: 1, 3: 1, 5: 1, 6: 1})]
 )
 def test_negatives_come_with_the_probability_of_drawing_without_replacement(
-    protocol: str, weights: dict[int, int], monkeypatch: pytest.MonkeyPatch
+    protocol: str, weights: dict[int, int]
 ) -> None:
     """Against all ordered pairs of unseen items. The user has met the most popular item of all; nobody has met item 6,
-    which `uni100` draws all the same."""
-    monkeypatch.setattr(ranking, "NUM_NEGATIVES", 2)
+    which `uni2` draws all the same."""
     negatives = Negatives(protocol, np.array([8, 4, 2, 20, 1, 0]))
     users = 3000
     found = [tuple(negatives.draw("test", user, np.array([4])).tolist()) for user in range(users)]

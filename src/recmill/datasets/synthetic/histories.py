@@ -15,7 +15,7 @@ from recmill.config.sections import Section, key
 from recmill.datasets.histories.writing import id_table, seal_histories
 from recmill.datasets.synthetic.plan import GeneratedPlan, plan
 from recmill.datasets.writing import Work, write_npy
-from recmill.metrics.ranking import NUM_NEGATIVES, Negatives, RankingMetrics
+from recmill.metrics.ranking import Negatives, RankingMetrics
 from recmill.observe.progress import Progress
 from recmill.schema import Description
 
@@ -144,7 +144,7 @@ def best_reachable(
     popularity, because popular items are candidates more often. Popularity decides between equal probabilities.
     """
     negatives = {protocol: Negatives(protocol, counts) for protocol in ("pop100", "uni100")}
-    negatives = {name: drawn for name, drawn in negatives.items() if drawn.available - lengths.max() >= NUM_NEGATIVES}
+    negatives = {name: drawn for name, drawn in negatives.items() if drawn.available - lengths.max() >= drawn.count}
     ranks: dict[str, list[int]] = {name: [] for name in ("full", *negatives)}
     for user, history in enumerate(np.split(items, np.cumsum(lengths)[:-1])):
         position = len(history) - (1 if split == "test" else 2)
