@@ -7,7 +7,7 @@ SETUP ?= $(if $(filter gpu-validation,$(MAKECMDGOALS)),$(DEVICE),cpu)
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart captures test crashtest hostile gpu-validation check lint format types java launchers clean
+.PHONY: help setup quickstart captures test crashtest rehearse hostile gpu-validation check lint format types java launchers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make check        run the linter and the type checker only"
 	@echo "make format       format the code and fix what the linter can fix"
 	@echo "make crashtest    kill training runs at random moments: ROUNDS=20 times, SEED=any number"
+	@echo "make rehearse     preempt a Slurm job ROUNDS=20 times: saved, requeued, finished with the same losses"
 	@echo "make hostile      try to break the command: TRIALS=1000, MINUTES=at most, SEED=any number, ONLY=one trial"
 	@echo "make gpu-validation  run every feature on the GPUs of this machine: GPUS=all of them, DEVICE=cpu to try it without"
 	@echo "make captures     record what training prints in a terminal, for docs/terminal (needs tmux)"
@@ -85,6 +86,9 @@ ROUNDS ?= 20
 SEED ?=
 crashtest: setup
 	$(BIN)/python -m tests.crashtest --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
+
+rehearse: launchers
+	REHEARSALS=$(ROUNDS) $(BIN)/pytest tests/distributed/test_launchers.py -k preempted_slurm -n 0 -v
 
 gpu-validation: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.gpu_validation --device $(DEVICE) $(if $(GPUS),--procs $(GPUS)) $(if $(STEPS),--steps $(STEPS))

@@ -37,6 +37,7 @@ _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(minutes=30)  # rank 0 may digest a large checkpoint while the others wait
 _POLL_SECONDS = 0.1
 _ANNOUNCE_SECONDS = 1.5  # a job whose processes start together says nothing
+_CONNECT_SECONDS = 3.0
 _GONE_SECONDS = 1.0  # how long a process that lost its connections may take to disappear
 _MAX_RANKS_SHOWN = 8
 _REMEDY = "Look at the output of that process for the cause, then start all of them again: training resumes."
@@ -52,6 +53,7 @@ class World:
     local_size: int
     device: torch.device
     pids: Mapping[int, int] = field(default_factory=dict)  # process ids of the ranks on this machine
+    store: dist.Store | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -127,6 +129,25 @@ class World:
         lost.rank = gone[0] if len(gone) == 1 else None
         return lost
 
+    def silent_ranks(self, seconds: float) -> list[int]:
+        """Return the ranks that do not call this within `seconds`. A rank without a connection to rank 0 returns [0].
+
+        Any thread may call it. The store's own connection may be in use, or broken without anybody noticing.
+        """
+        if self.store is None:
+            return []
+        keys = [f"recmill/silent/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + seconds
+        try:
+            store = _interruptible(self.store.clone, _CONNECT_SECONDS)
+            store.set(keys[self.rank], "")
+            for _ in _attempts(deadline):
+                if not (silent := [rank for rank, key in enumerate(keys) if not store.check([key])]):
+                    break
+            return silent
+        except (RuntimeError, TimeoutError):
+            return [0]
+
     def _gone_ranks(self) -> list[int]:
         """Return the ranks on this machine whose processes have ended; wait a moment for the first."""
         for _ in _attempts(time.monotonic() + _GONE_SECONDS):
@@ -183,7 +204,9 @@ def join_world(device: str, join_seconds: float = 600.0, wait_seconds: float = 0
     deadline = time.monotonic() + join_seconds
     store = _store(own.size, timeout, deadline)
     pids = {} if own.size == 1 else _wait_for_peers(store, own.rank, own.size, deadline)
-    world = World(own.rank, own.size, own.local_rank, own.local_size, own_device, pids)
+    # If our launcher has started all processes, it sees for itself which of them answer.
+    asked = store if own.size > 1 and (own.job is None or own_node().count > 1) else None
+    world = World(own.rank, own.size, own.local_rank, own.local_size, own_device, pids, asked)
 
     def join() -> None:
         use_device(own_device)

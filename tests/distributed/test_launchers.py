@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from recmill.commands.jobs import cancel, logs, status
 from recmill.jobs.records import read_job_end, read_jobs
 
 from ..conftest import Config
-from ..processes import wait_until
+from ..processes import descendants, send, wait_until
 from ..slurm_cluster import missing_programs, slurm_cluster, step_daemons
 from .runs import loss_by_step
 
@@ -77,6 +79,10 @@ def launch(config: Path, run: Path, *arguments: str, **variables: str) -> "subpr
     )
 
 
+def has_trained(run: Path) -> bool:
+    return (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0
+
+
 def has_saved(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*/MANIFEST.json"))
 
@@ -92,7 +98,7 @@ def test_losses_are_those_of_our_own_launcher_also_after_a_stop(
     variables = {"PATH": f"{TOOLS / 'bin'}:{os.environ['PATH']}" if name != "openmpi" else os.environ["PATH"]}
     if name == "torchx":
         variables["PYTHONPATH"] = str(TOOLS)
-    run = tmp_path / "run"
+    run = tmp_path / "it's $(HOME) $$ ${app_id}, 5% a=b; ö"
     if name in ("openmpi", "mpich"):  # Open MPI would kill its ranks on SIGTERM: the script sends SIGUSR1 instead
         job = launch(config, run, "--on", str(profile), **variables)
         wait_until(lambda: has_saved(run), 120)
@@ -109,28 +115,56 @@ def test_losses_are_those_of_our_own_launcher_also_after_a_stop(
     assert ("starting from" in output or "resuming" in output) == (name in ("openmpi", "mpich"))
 
 
-def test_a_run_whose_deadline_is_over_is_preempted_and_continues_without_it_with_the_same_losses(
+def train_past_a_deadline(config: Path, run: Path, seconds: int) -> int:
+    """Train for some steps, pause until the deadline is over, continue, and return the step at which training ends."""
+    deadline = int(time.time()) + seconds
+    endless = ("--on", "local", "--procs", "2", "--set", "train.max_steps=100000")
+    job = launch(config, run, *endless, RECMILL_DEADLINE=str(deadline))
+    wait_until(lambda: job.poll() is not None or has_trained(run), 200)
+    processes = descendants(job.pid)
+    for pid in processes:
+        send(pid, signal.SIGSTOP)
+    wait_until(lambda: time.time() > deadline, 200)
+    for pid in processes:
+        send(pid, signal.SIGCONT)
+    output = job.communicate(timeout=200)[0]
+    assert job.returncode == 75, output
+    return status(run).step
+
+
+def test_a_run_is_preempted_at_its_deadline_and_continues_without_it_with_the_same_losses(
     config: Path, losses: dict[int, float], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    job = launch(config, run, "--on", "local", "--procs", "2", RECMILL_DEADLINE="1", PBS_JOBID="7.server")  # in 1970
+    here = ("--on", "local", "--procs", "2")
+    job = launch(config, run, *here, RECMILL_DEADLINE="1", PBS_JOBID="7.server")  # in 1970
     output = job.communicate(timeout=200)[0]
     assert job.returncode == 75, output
     found = status(run)
-    assert (found.state, found.reason) == ("preempted", "the time limit")
+    assert (found.state, found.reason, found.step) == ("preempted", "the time limit", 0)
     facts = json.loads((run / "env.json").read_text(encoding="utf-8"))
     assert (facts["launcher"], facts["job_id"]) == ("recmill", "7.server")
-    job = launch(config, run, "--on", "local", "--procs", "2")
+    # A slow machine may need more than 10 s to get to the first step.
+    stopped_at = next(step for seconds in (10, 40, 160) if (step := train_past_a_deadline(config, run, seconds)))
+    assert status(run).reason == "the time limit"
+    assert stopped_at in loss_by_step(run)
+    rest = ("--set", f"train.max_steps={max(120, stopped_at + 1)}")
+    job = launch(config, run, *here, *rest)
     output = job.communicate(timeout=200)[0]
     assert job.returncode == 0, output
-    assert loss_by_step(run) == losses
+    again = launch(config, run, *here, *rest)
+    assert "is finished: there is nothing to launch" in again.communicate(timeout=200)[0]
+    assert {step: loss for step, loss in loss_by_step(run).items() if step <= 120} == losses
 
 
-def start_nodes(config: Path, run: Path, port: int, **variables: str) -> list["subprocess.Popen[str]"]:
+def start_nodes(
+    config: Path, run: Path, port: int, *, within: Sequence[Sequence[str]] = ((), ()), **variables: str
+) -> list["subprocess.Popen[str]"]:
+    """Start the command on two "machines"; `within` holds the words before it on each."""
     place = {"RECMILL_NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables}
     return [
         subprocess.Popen(
-            [RECMILL, "train", str(config), "--run", str(run)],
+            [*within[int(node)], RECMILL, "train", str(config), "--run", str(run)],
             env={**os.environ, **place, "RECMILL_NODE_RANK": node},
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -177,9 +211,55 @@ def test_a_node_whose_partner_never_comes_or_is_killed_ends_and_names_the_rank(c
     partner.communicate()
 
 
+@pytest.fixture
+def networks() -> Iterator[list[list[str]]]:
+    """Two network namespaces that a cable joins, 10.77.0.1 and .2: the words that run a command in each."""
+    with ExitStack() as stack:
+        words = []
+        try:
+            for _ in range(2):
+                hold = ["unshare", "--net", "sh", "-c", "echo && exec cat"]
+                holder = stack.enter_context(subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+                stack.callback(holder.kill)
+                assert holder.stdout is not None
+                holder.stdout.readline()  # it is in its namespace
+                words.append(["nsenter", f"--target={holder.pid}", "--net"])
+            cable = f"ip link add cable1 type veth peer name cable2 netns {holder.pid}"
+            subprocess.run([*words[0], *cable.split()], check=True)
+            for number, enter in enumerate(words, 1):
+                end = f"cable{number}"
+                lines = f"link set lo up\nlink set {end} up\naddress add 10.77.0.{number}/24 dev {end}\n"
+                subprocess.run([*enter, "ip", "-batch", "-"], input=lines, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces need root, unshare, nsenter and ip: {error}")
+        yield words
+
+
+def test_a_machine_that_loses_its_network_is_named_by_the_other_after_hang_seconds(
+    config: Path, networks: list[list[str]], tmp_path: Path
+) -> None:
+    endless = config.read_text(encoding="utf-8").replace("max_steps = 120", "hang_seconds = 6.0")
+    (tmp_path / "run.toml").write_text(endless, encoding="utf-8")
+    run = tmp_path / "run"
+    nodes = start_nodes(tmp_path / "run.toml", run, 29500, within=networks, MASTER_ADDR="10.77.0.1")
+    wait_until(lambda: has_saved(run), 120)
+    subprocess.run([*networks[1], "ip", "link", "set", "cable2", "down"], check=True)
+    errors = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [5, 5], errors
+    assert "rank 1 does not answer: its machine cannot be reached" in errors[0]
+    assert "rank 0 does not answer: its machine cannot be reached" in errors[1]
+    assert "rank 1 does not answer" in json.loads((run / "status.json").read_text())["reason"]
+
+
 @needs_slurm
+@pytest.mark.parametrize("number", range(1, 1 + int(os.environ.get("REHEARSALS", "1"))))  # see `make rehearse`
 def test_a_preempted_slurm_job_saves_is_requeued_and_ends_with_the_same_losses(
-    config: Path, losses: dict[int, float], cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int,
+    config: Path,
+    losses: dict[int, float],
+    cluster: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", cluster["SLURM_CONF"])
     run = tmp_path / "a run of 5%"
@@ -214,6 +294,16 @@ def test_wrong_launches_under_slurm_are_named_within_seconds_and_a_killed_rank_e
     config: Path, cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", cluster["SLURM_CONF"])
+    refused = launch(config, tmp_path / "refused", "--on", "slurm", "--nodes", "5")  # sbatch alone would queue it
+    assert "sbatch --test-only: allocation failure: Requested node configuration" in refused.communicate(timeout=60)[0]
+    assert refused.returncode == 5
+    assert not (tmp_path / "refused").exists()
+    drained = tmp_path / "drained"
+    subprocess.run(["scontrol", "update", "NodeName=n1,n2", "State=DRAIN", "Reason=test"], check=True)
+    assert launch(config, drained, "--on", "slurm", "--nodes", "2").wait(60) == 0  # Slurm says the same, for now
+    assert status(drained).state == "queued"
+    assert cancel(drained) == [status(drained).job]
+    subprocess.run(["scontrol", "update", "NodeName=n1,n2", "State=RESUME"], check=True)
     train = f"{RECMILL} train {config} --run {tmp_path}/wrong"
     batch = ["sbatch", "--wait", "-N2", "--ntasks-per-node=1", "-o", str(tmp_path / "out")]
     subprocess.run([*batch, "--wrap", train], check=False, capture_output=True, timeout=60)

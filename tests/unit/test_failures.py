@@ -41,6 +41,14 @@ def test_every_rank_of_a_hanging_job_is_described_with_its_last_step_and_stack(t
     assert "hang-rank-*.txt" in text
 
 
+def test_ranks_that_another_machine_started_are_named_if_they_do_not_answer(tmp_path: Path) -> None:
+    for rank, silent in ((2, [0]), (3, [0, 2])):  # 3 asked before 2 had answered
+        write_json(tmp_path / f"hang-{rank}.json", asdict(Hang(rank, 7, "training", 4.0, [], True, silent)))
+    text = str(first_error(tmp_path, [], 2, [], first_rank=2))
+    assert "rank 0 does not answer: its machine cannot be reached" in text
+    assert "rank 2 does not answer" not in text
+
+
 def test_no_rank_of_a_hanging_job_on_gpus_is_blamed(tmp_path: Path) -> None:
     """A wait for NCCL shows where a value is needed on the CPU, on any rank and at any step: here rank 2 is stuck."""
     waits = {

@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
@@ -31,6 +35,7 @@ FULL = {"nodes": 2, "procs": 4, "cpus": 8}
 PLACES: dict[str, dict[str, Any]] = {
     "slurm.sh": {"launcher": "slurm", "nodes": 2},
     "slurm-full.sh": {"launcher": "slurm", **FULL, **SITE, **SLURM},
+    "pbs.sh": {"launcher": "pbs", **FULL, "memory_gb": 100, "chain": 2, "mpi": "openmpi"},
     "polaris.sh": {**POLARIS, "nodes": 2, "time": "01:00:00", "account": "project"},
     "mpich.sh": {"launcher": "mpi", "procs": 2},
     "openmpi.sh": {"launcher": "mpi", "mpi": "openmpi", **FULL, "hosts": ["a", "b"], "env": {"A": "b"}},
@@ -124,69 +129,165 @@ def test_pods_must_see_the_run() -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("Run's 5%", "recmill-run-s-5"), ("дата", "recmill"), ("A_b" * 40, "recmill-" + "a-b" * 13 + "a")],
+    [("Run's 5%", "recmill-run-s-5"), ("дата", "recmill"), ("A_b" * 40, "recmill-" + "a-b" * 10 + "a")],
 )
 def test_a_job_has_a_name_that_every_scheduler_accepts(name: str, expected: str) -> None:
     assert job(f"/data/{name}", PLACES["slurm.sh"]).name == expected
 
 
+def test_runs_of_the_same_directory_name_have_different_names_in_kubernetes() -> None:
+    names = {job(f"/data/{folder}/{'A_b' * 40}", PLACES["jobset.json"]).name for folder in ("one", "two")}
+    assert len(names) == 2
+    assert all(re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) for name in names)
+    assert all(len(f"{name}-node-0-999-abcde") <= 63 for name in names)  # a pod's
+
+
 SHIM = """#!/bin/sh
-printf '%s\\0' "$@" > "$RECORD"
-env -0 > "$RECORD.env"
+[ -e RECORD ] && exit 0
+printf '%s\\0' "$@" > RECORD.new
+env -0 > RECORD.env
+mv RECORD.new RECORD
 """
 ODD = st.text(
     st.sampled_from("ab \n\t'\"`$(){};&|<>#%\\*?~!,=-дö\u2028\udc80\x00\x1b"), min_size=1, max_size=12
 ) | st.sampled_from(
-    ["$(touch marker)", "`touch marker`", "';touch marker;'", '"; touch marker; "', "a\n#SBATCH --uid=0\ntouch marker"]
+    [
+        *("$(touch marker)", "`touch marker`", "';touch marker;'", '"; touch marker; "', "--args", "-x"),
+        *("a\n#SBATCH --uid=0\ntouch marker", "$(HOME)", "$$(HOME)", "a$$b", "${app_id}", "$app_id", "$local_rank"),
+    ]
 )
-
-
-# 200 cases in `make test`; more with: HYPOTHESIS_MAX_EXAMPLES=2000 pytest tests/unit/test_job_scripts.py -k odd
-@settings(
-    max_examples=int(os.environ.get("HYPOTHESIS_MAX_EXAMPLES", "200")),
+# Launcher, and the program that it starts the ranks with.
+STARTED_BY: dict[str, tuple[dict[str, Any], str]] = {
+    "slurm": ({"launcher": "slurm", "nodes": 2}, "srun"),
+    "pbs": ({"launcher": "pbs", "nodes": 2}, "mpiexec"),
+    "mpich": ({"launcher": "mpi"}, "mpiexec"),
+    "openmpi": ({"launcher": "mpi", "mpi": "openmpi"}, "mpirun"),
+    "local": ({"launcher": "local"}, "python"),
+    "torchrun": ({"launcher": "torchrun"}, "python"),
+    "torchx": ({"launcher": "torchx"}, "torchx"),
+}
+# A few cases in `make test`; more with: HYPOTHESIS_MAX_EXAMPLES=2000 pytest tests/unit/test_job_scripts.py -k odd
+ODD_CASES = settings(
+    max_examples=int(os.environ.get("HYPOTHESIS_MAX_EXAMPLES", "40")),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(run_name=ODD, argument=ODD, value=ODD)
-def test_odd_characters_arrive_exactly_or_are_refused(run_name: str, argument: str, value: str, tmp_path: Path) -> None:
+
+
+def odd_job(keys: dict[str, Any], run: Path, argument: str, value: str, python: str = "python") -> Job | None:
+    """Return a job as `recmill launch` makes it; None if it refuses the values."""
     try:
-        profile = read_place("slurm", {"nodes": 2, "env": {"ODD": value}}, tmp_path)
-        for text in (run_name, argument):
+        place = read_place(
+            keys["launcher"], {**keys, **({} if keys["launcher"] == "torchx" else {"env": {"ODD": value}})}, run
+        )
+        for text in (str(run), argument):
             check_text("--run", text)
     except ConfigError:
+        return None
+    return Job(run, place, python, (argument,), "")
+
+
+def called(program: str, folder: Path, command: list[str]) -> tuple[list[str], list[bytes]]:
+    """Return the arguments and the variables with which a command calls a program first. Nothing real is called."""
+    folder.mkdir(exist_ok=True)
+    for name in ("srun", "scontrol", "mpiexec", "mpirun", "torchx", "torchrun", "python"):
+        (folder / f"{name}.record").unlink(missing_ok=True)
+        if not (folder / name).exists():
+            (folder / name).write_text(SHIM.replace("RECORD", str(folder / f"{name}.record")), encoding="utf-8")
+            (folder / name).chmod(0o755)
+    (folder / "nodes").write_text("n1\n", encoding="utf-8")
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "PBS_JOBID": "7", "PBS_NODEFILE": f"{folder}/nodes"}
+    variables |= {"PATH": f"{folder}:{os.environ['PATH']}", "LANG": "C.UTF-8"}
+    subprocess.run(command, env=variables, stderr=subprocess.DEVNULL, check=True)
+    record = folder / f"{program}.record"
+    return record.read_bytes().decode().split("\0")[:-1], Path(f"{record}.env").read_bytes().split(b"\0")
+
+
+def torchx_command(words: list[str]) -> list[str]:
+    """Return the command that torchx makes of our component with these arguments of `torchx run`."""
+    if (tools := f"{sys.prefix}/launchers") not in sys.path:
+        sys.path.append(tools)
+    import torchx.specs
+
+    component: dict[str, Any] = {}
+    exec((REPO / "src/recmill/jobs/torchx_component.py").read_text(encoding="utf-8"), component)
+    options = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
+    (role,) = component["train"](**options).roles
+    role = torchx.specs.macros.Values(img_root="", app_id="expanded", replica_id="0", rank0_env="HEAD").apply(role)
+    return [role.entrypoint, *role.args]
+
+
+def passed_on_by_torchrun(word: str) -> str:
+    return Template(word).safe_substitute(local_rank="REPLACED")
+
+
+@pytest.mark.parametrize("name", STARTED_BY)
+@ODD_CASES
+@given(run_name=ODD, argument=ODD, value=ODD)
+def test_odd_characters_arrive_exactly_or_are_refused(
+    name: str, run_name: str, argument: str, value: str, tmp_path: Path
+) -> None:
+    keys, program = STARTED_BY[name]
+    here, shims = tmp_path / "runs", tmp_path / "shims"
+    job = odd_job(keys, here / run_name, argument, value, str(shims / "python"))
+    if job is None or "/" in run_name or run_name in (".", ".."):
         return
-    if "/" in run_name or run_name in (".", ".."):
-        return
-    shims = tmp_path / "shims"
-    if not shims.exists():
-        shims.mkdir()
-        for name in ("srun", "scontrol", "python"):
-            (shims / name).write_text(SHIM.replace("$RECORD", f"{tmp_path}/record-{name}"), encoding="utf-8")
-            (shims / name).chmod(0o755)
-    here = tmp_path / "runs"
-    run = here / run_name
-    (run / "jobs").mkdir(parents=True)
-    text = render(Job(run, profile, str(shims / "python"), (argument,)))
-    (output,) = [line for line in text.splitlines() if line.startswith("#SBATCH --output=")]
-    assert shlex.split(output.removeprefix("#SBATCH ")) == [f"--output={str(run).replace('%', '%%')}/jobs/%j.out"]
-    assert sum(line.startswith("#SBATCH") for line in text.splitlines()) == 7
-    subprocess.run(
-        ["bash", "-c", text],
-        env={
-            "PATH": f"{shims}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "n",
-            "LANG": "C.UTF-8",
-        },
-        stderr=subprocess.DEVNULL,
-        check=True,
-    )
-    words = (tmp_path / "record-srun").read_bytes().decode().split("\0")[:-1]
-    assert words[-5:] == ["train", f"{run}/jobs/config.toml", "--run-dir", str(run), argument]
-    assert f"ODD={value}".encode() in (tmp_path / "record-srun.env").read_bytes().split(b"\0")
-    assert sorted(path.name for path in (run / "jobs").iterdir()) == ["7.errors"]
+    job.jobs.mkdir(parents=True)
+    text = render(job)
+    words, variables = called(program, shims, ["bash", "-c", text])
+    if name == "torchx":
+        if not (Path(sys.prefix) / "launchers" / "torchx").is_dir():
+            pytest.skip("no torchx: see `make launchers`")
+        words, _ = called("torchrun", shims, torchx_command(words))
+    else:
+        assert f"ODD={value}".encode() in variables
+    if name in ("torchrun", "torchx"):
+        words = list(map(passed_on_by_torchrun, words))
+    start = words.index("train")
+    assert words[start : start + 5] == ["train", f"{job.jobs}/config.toml", "--run-dir", str(job.run), argument]
+    kept = {"7.errors", "7.out"} if name == "pbs" else {"7.errors"}
+    if name in ("slurm", "pbs"):
+        assert {path.name for path in job.jobs.iterdir()} == kept
+        assert sum(line.startswith(("#SBATCH", "#PBS")) for line in text.splitlines()) == (7 if name == "slurm" else 4)
+    if name == "slurm":
+        (output,) = [line for line in text.splitlines() if line.startswith("#SBATCH --output=")]
+        assert shlex.split(output.removeprefix("#SBATCH ")) == [f"--output={str(job.jobs).replace('%', '%%')}/%j.out"]
     assert not list(tmp_path.rglob("marker"))
     shutil.rmtree(here)
+
+
+def expanded(text: str) -> str:
+    """Return what Kubernetes makes of an argument or variable: its `Expand`, with every variable known."""
+    return re.sub(r"\$(\$|\([^)]*\))", lambda match: "$" if match[1] == "$" else "EXPANDED", text)
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+@ODD_CASES
+@given(run_name=ODD, argument=ODD, value=ODD)
+def test_odd_characters_arrive_in_kubernetes_exactly_or_are_refused(
+    kind: str, run_name: str, argument: str, value: str
+) -> None:
+    keys = {"launcher": "kubernetes", "kind": kind, **MOUNTS}
+    job = odd_job(keys, Path("/data", run_name), argument, value)
+    if job is None or "/" in run_name or run_name in (".", ".."):
+        return
+    *_, manifest = json.loads(render(job))["items"]
+    found = [container for container in dictionaries(manifest) if "args" in container]
+    (container,) = found
+    words = list(map(expanded, container["args"]))
+    if kind == "trainjob":
+        words = list(map(passed_on_by_torchrun, words))
+    start = words.index("train")
+    assert words[start + 2 : start + 5] == ["--run-dir", str(job.run), argument]
+    assert {"ODD": value}.items() <= {one["name"]: expanded(one["value"]) for one in container["env"]}.items()
+
+
+def dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every dictionary in a JSON value."""
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else []:
+        yield from dictionaries(inner)
 
 
 MPIEXEC = """#!/bin/bash
@@ -222,14 +323,17 @@ def test_a_pbs_script_knows_its_end_and_size_and_hands_a_signal_to_its_ranks(tmp
     assert (jobs / "finish").read_text().split()[4:6] == ["7", "75"]
 
 
+def test_a_job_whose_node_does_not_see_the_run_ends_with_one_clear_line(tmp_path: Path) -> None:
+    text = render(job(f"{tmp_path}/not here", PLACES["slurm.sh"]))
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == 5
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"recmill: resource error: {tmp_path}/not here/jobs is not visible on ")
+    assert last.endswith("Choose a --run on a shared disk.")
+
+
 def test_slurm_warns_the_tasks_not_the_script() -> None:
     assert "\n#SBATCH --signal=USR2@120\n" in render(job("/data/a", PLACES["slurm.sh"]))  # not B:USR2
-
-
-def test_kubernetes_expands_nothing_in_arguments() -> None:
-    manifests = json.loads(render(job("/data/a", PLACES["job.json"], "$(HOME)")))
-    (container,) = manifests["items"][2]["spec"]["template"]["spec"]["containers"]
-    assert "$$(HOME)" in container["args"]
 
 
 @pytest.mark.parametrize("name", [name for name in PLACES if name.endswith(".json")])

@@ -15,6 +15,7 @@ from recmill.commands.jobs import cancel, logs, status
 from recmill.commands.launch import launch
 from recmill.errors import ConfigError, ResourceError
 from recmill.files.atomic import write_json
+from recmill.jobs import schedulers
 from recmill.jobs.records import Record, is_cancel_requested, note_job, read_job_end, read_jobs, write_job_end
 from recmill.jobs.schedulers import started_at
 from recmill.launch.failures import report_failure
@@ -79,6 +80,29 @@ def test_the_state_of_a_run_follows_from_its_files_and_its_scheduler(
     assert found.state == expected
     assert reason in found.reason
     assert (found.job, found.step) == ("7", own["step"] if own else 0)
+
+
+def test_a_scheduler_that_does_not_answer_leaves_the_last_known_state(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedulers, "_SECONDS", 0.1)
+    program(run.parent, monkeypatch, "squeue", "exec sleep 60")
+    note(run)
+    write_json(run / "status.json", {"state": "running", "step": 3})
+    found = status(run)
+    assert (found.state, found.step, found.job_state) == ("running", 3, "unknown")
+    assert "squeue did not answer within 0.1 s" in found.reason
+
+
+def test_a_job_on_another_cluster_of_slurm_is_asked_for_and_stopped_there(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, answer in (("squeue", f"echo CLUSTER: other; {RUNNING}"), ("scancel", "")):
+        program(run.parent, monkeypatch, name, answer)
+    note(run, cluster="other")
+    assert cancel(run) == ["7"]
+    assert "--clusters=other -h -t all -j 7" in (run.parent / "squeue.calls").read_text()
+    assert (run.parent / "scancel.calls").read_text() == "--clusters=other --signal=USR2 7\n"
 
 
 @pytest.mark.parametrize(
@@ -304,3 +328,12 @@ def test_a_preempted_slurm_job_is_requeued_unless_somebody_cancelled_it(
         (run / "jobs" / "7.cancelled").touch()
     assert finish(run, 75, SLURM_RESTART_COUNT=restarts).returncode == 75
     assert (run.parent / "scontrol.calls").exists() == is_requeued
+
+
+def test_a_requeue_that_slurm_refuses_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(run.parent, monkeypatch, "squeue", "echo RUNNING")
+    program(run.parent, monkeypatch, "scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")
+    note(run)
+    done = finish(run, 75)
+    assert "scontrol requeue: Requested operation is presently disabled: launch again to resume" in done.stderr
+    assert done.returncode == 75

@@ -66,6 +66,30 @@ def test_what_would_fail_in_the_queue_is_refused_before(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "options", "needed"),
+    # 2,355 rows of 10**6 values: 9.42 GB, and with Adagrad's state twice as much; nodes of 10 GB can use 9.
+    [
+        ("rowwise_adagrad", {"nodes": 1}, "9.4"),
+        ("rowwise_adagrad", {"nodes": 2}, ""),
+        ("adagrad", {"nodes": 2}, "18.8"),
+        ("adagrad", {"nodes": 3}, ""),
+    ],
+)
+def test_tables_that_cannot_fit_in_the_memory_of_the_nodes_are_refused(
+    optimizer: str, options: dict[str, Any], needed: str, config: Path, tmp_path: Path
+) -> None:
+    profile = tmp_path / "site.toml"
+    profile.write_text('launcher = "slurm"\nmemory_gb = 10\n', encoding="utf-8")
+    overrides = ["model.embedding_dim=1000000", "model.bottom_mlp=[1000000]", f"optim.tables.name={optimizer}"]
+    arguments: dict[str, Any] = {"on": str(profile), "overrides": overrides, "dry_run": True, **options}
+    if not needed:
+        assert launch(config, tmp_path / "run", **arguments).text
+        return
+    with pytest.raises(ResourceError, match=rf"The tables need at least {needed} GB .*, but can use .* x 10\.0 GB"):
+        launch(config, tmp_path / "run", **arguments)
+
+
 def test_data_that_only_the_nodes_see_is_not_looked_at(config: Path, tmp_path: Path) -> None:
     elsewhere = ["data.path=/nowhere"]
     assert launch(config, tmp_path / "run", on="slurm", overrides=elsewhere, data_elsewhere=True, dry_run=True).text
@@ -80,7 +104,8 @@ def test_the_config_and_the_script_of_a_job_are_kept_with_the_run_and_a_live_job
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     launched = launch(config, run, on="slurm", overrides=["train.seed=7"])
-    assert [record.id for record in launched.records] == ["7"] == [record.id for record in read_jobs(run / "jobs")]
+    assert [(record.id, record.cluster) for record in read_jobs(run / "jobs")] == [("7", "cluster")]
+    assert launched.records == read_jobs(run / "jobs")
     assert (run / "jobs" / "job.sh").read_text(encoding="utf-8") == launched.text
     assert load_config(run / "jobs" / "config.toml").settings.train.seed == 7
     with pytest.raises(ResourceError, match="job 7 of this run is queued"):
@@ -101,9 +126,23 @@ def test_what_the_scheduler_refuses_is_shown(config: Path, tmp_path: Path, monke
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: x' >&2; exit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(ResourceError, match="invalid partition specified: x"):
+    with pytest.raises(ResourceError, match=r"sbatch --test-only: .*invalid partition specified: x"):
         launch(config, tmp_path / "run", on="slurm", queue="x")
-    assert read_jobs(tmp_path / "run" / "jobs") == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_job_that_cannot_be_noted_is_stopped(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the disk is full: nobody would know of the job."""
+    stopped = tmp_path / "stopped"
+    programs = {"sbatch": "echo 7", "squeue": "echo 'RUNNING|None'", "scancel": f"echo $@ > {stopped}"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "run" / "jobs" / "jobs.jsonl").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        launch(config, tmp_path / "run", on="slurm")
+    assert stopped.read_text() == "7\n"
 
 
 def test_jobs_of_a_chain_wait_for_the_one_before_to_end_unfinished(

@@ -15,10 +15,12 @@ from recmill.config import Config, load_config, to_toml
 from recmill.errors import ConfigError, ResourceError
 from recmill.files.atomic import write_text
 from recmill.files.timestamps import utc_now
+from recmill.hardware.memory import memory_bytes
 from recmill.jobs.place import Place, check_text, read_place
 from recmill.jobs.records import Record, note_job, read_jobs
-from recmill.jobs.schedulers import SCHEDULERS, job_state, started_at, stop_job, submit
+from recmill.jobs.schedulers import SCHEDULERS, check_with_slurm, job_state, started_at, stop_job, submit
 from recmill.jobs.scripts import MPI_SIGNAL, SLURM_SIGNAL, Job, render
+from recmill.tables.spec import OPTIMIZER_STATES, USABLE_SHARE, VALUE_BYTES, TableSpec, state_values
 
 _NEEDED_SIGNAL = {"slurm": SLURM_SIGNAL, "pbs": MPI_SIGNAL, "mpi": MPI_SIGNAL}
 
@@ -81,8 +83,9 @@ def launch(
             check_text(f"'{name}'", str(text))
     profiles = Path.home() / ".config" / "recmill"
     place = read_place(on, flags, profiles)
-    checked, directory = _check(config, run, overrides, data_elsewhere)
+    checked, directory, tables = _check(config, run, overrides, data_elsewhere)
     _check_place(place, checked)
+    _check_memory(place, checked, tables)
     if allow_partial and init_from is None:
         raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
     if init_from is not None and not data_elsewhere:
@@ -110,19 +113,23 @@ def launch(
             )
         if record.launcher == place.launcher == "kubernetes" and state == "gone":  # it keeps jobs that have ended
             stop_job(record, now=False)
+    if place.launcher == "slurm":
+        check_with_slurm(text, place.queue)
     script = _write(job, text)
     command = f"bash {quote(str(script))}{' NUMBER' if place.launcher == 'local' else ''}"
     return Launched(job, text, command, _submit(job, script) if place.launcher in SCHEDULERS else [])
 
 
-def _check(config: str | Path, run: str | Path, overrides: Sequence[str], data_elsewhere: bool) -> tuple[Config, Path]:
+def _check(
+    config: str | Path, run: str | Path, overrides: Sequence[str], data_elsewhere: bool
+) -> tuple[Config, Path, list[TableSpec]]:
     loaded = load_config(config, overrides)
     if data_elsewhere:
-        return train.with_absolute_path(loaded), Path(run).absolute()
-    checked, directory, _, is_finished = train.check_run(loaded, run, "sizes")
+        return train.with_absolute_path(loaded), Path(run).absolute(), []
+    checked, directory, dataset, is_finished = train.check_run(loaded, run, "sizes")
     if is_finished:
         raise ConfigError(f"{directory.path} is finished: there is nothing to launch. Choose another --run.")
-    return checked, directory.path
+    return checked, directory.path, assemble.table_specs(checked, dataset)
 
 
 def _check_place(place: Place, config: Config) -> None:
@@ -141,6 +148,30 @@ def _check_place(place: Place, config: Config) -> None:
         )
 
 
+def _check_memory(place: Place, config: Config, tables: Sequence[TableSpec]) -> None:
+    """Raise ResourceError if the tables cannot fit in the memory of the machines, if that is known.
+
+    This counts each row once, with its optimizer's state; training itself plans what each process holds.
+    """
+    settings = config.settings
+    is_here = place.launcher in ("local", "torchrun", "mpi") and place.nodes == 1
+    memory = place.memory_gb * 10**9 if place.memory_gb else memory_bytes() if is_here else None
+    if memory is None or settings.train.device == "cuda" or place.gpus:
+        return
+    state = OPTIMIZER_STATES[settings.optim.tables.name]
+    in_memory = [table for table in tables if settings.tables.store_of(table.name, table.feature) != "cached_ssd"]
+    values = sum(table.rows * table.dim + state_values(state, table.rows, table.dim) for table in in_memory)
+    needed = VALUE_BYTES * values
+    needed += place.size * (settings.tables.cache_memory_budget_mb << 20) if len(in_memory) < len(tables) else 0
+    usable = USABLE_SHARE * place.nodes * memory
+    if needed > usable:
+        raise ResourceError(
+            f"The tables need at least {needed / 1e9:,.1f} GB with their optimizer's state, but can use "
+            f"{usable / 1e9:,.1f} GB: {USABLE_SHARE:.0%} of {place.nodes} x {memory / 1e9:,.1f} GB. Use more machines, "
+            "smaller tables, a smaller model.embedding_dim, or tables.store = 'cached_ssd'."
+        )
+
+
 def _write(job: Job, text: str) -> Path:
     """Write the resolved config and the script to RUN/jobs, and return the path of the script."""
     job.jobs.mkdir(parents=True, exist_ok=True)
@@ -155,14 +186,19 @@ def _submit(job: Job, script: Path) -> list[Record]:
     for _ in range(job.place.chain):
         after = records[-1].id if records else None
         records.append(_record(job, submit(job.place.launcher, script, job.name, after)))
-        note_job(job.jobs, records[-1])
+        try:
+            note_job(job.jobs, records[-1])
+        except OSError:  # a job that nobody knows of would train
+            stop_job(records[-1], now=True)
+            raise
     return records
 
 
 def _record(job: Job, job_id: str, started: int = 0) -> Record:
     place = job.place
+    job_id, _, cluster = job_id.partition(";")
     facts = (place.launcher, job_id, job.name, place.nodes, place.procs, utc_now(), socket.gethostname(), started)
-    return Record(*facts, namespace=place.namespace, kind=place.kind)
+    return Record(*facts, namespace=place.namespace, kind=place.kind, cluster=cluster or None)
 
 
 def start(launched: Launched) -> None:

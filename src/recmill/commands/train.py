@@ -183,12 +183,13 @@ def _train_watched(
     reach("train.begin")
 
     def on_hang(hang: Hang) -> None:
-        log.error("%s; see hang-rank-%d.txt", hang, hang.rank)
+        log.error("%s; see hang-rank-%d.txt", hang.with_silent_ranks, hang.rank)
         if world.is_main:
-            _write_end(run, UserError(f"Hung: {hang}."))
+            _write_end(run, UserError(f"Hung: {hang.with_silent_ranks}."))
 
     heartbeat = Heartbeat()
-    watch = Watch(world.rank, config.settings.train.hang_seconds, run.path, process_environment().job)
+    seconds = config.settings.train.hang_seconds
+    watch = Watch(world.rank, seconds, run.path, process_environment().job, world.silent_ranks)
     with run.locked() if world.is_main else contextlib.nullcontext():
         try:
             with watching(heartbeat, watch, on_hang):

@@ -30,8 +30,7 @@ def manifests(name: str, run: str, place: Place, arguments: Sequence[str], confi
     }
     train = ["-P", "-m", "recmill", "train", f"{_CONFIG_DIRECTORY}/config.toml", "--run-dir", run, *arguments]
     make = {"job": _job, "jobset": _job_set, "trainjob": _train_job}[place.kind]
-    # Kubernetes expands $(NAME) in arguments.
-    items = [config, *make(name, place, [argument.replace("$(", "$$(") for argument in train])]
+    items = [config, *make(name, place, list(map(_exactly, train)))]
     return {"apiVersion": "v1", "kind": "List", "items": items}
 
 
@@ -71,8 +70,8 @@ def _train_job(name: str, place: Place, train: list[str]) -> list[Manifest]:
     trainer = {
         "image": place.image,
         "command": ["torchrun"],
-        "args": ["--no-python", "python3", *train],
-        "env": [{"name": n, "value": v} for n, v in (TUNING | place.env).items()],
+        "args": ["--no-python", "python3", *map(_exactly, train)],  # torchrun reads $$ as $, too
+        "env": _variables(TUNING | place.env),
         "numNodes": place.nodes,
         "numProcPerNode": place.procs,
         "resourcesPerNode": container["resources"],
@@ -91,6 +90,15 @@ def _train_job(name: str, place: Place, train: list[str]) -> list[Manifest]:
     spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer, "runtimePatches": [patch]}
     kind = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
     return [{**kind, "metadata": _metadata(name, place, queue=True), "spec": spec}]
+
+
+def _exactly(text: str) -> str:
+    """Return what Kubernetes turns into `text`: in arguments and variables it reads $(NAME), and $$ as $."""
+    return text.replace("$", "$$")
+
+
+def _variables(values: dict[str, str]) -> list[Manifest]:
+    return [{"name": name, "value": _exactly(value)} for name, value in values.items()]
 
 
 def _metadata(name: str, place: Place, queue: bool = False) -> Manifest:
@@ -132,7 +140,7 @@ def _pod(name: str, place: Place, train: list[str], head: str) -> Manifest:
         "image": place.image,
         "command": ["python3"],
         "args": [*train, "--procs", str(place.procs)],
-        "env": [{"name": n, "value": value} for n, value in variables.items()],
+        "env": _variables(variables),
         "resources": {"limits": resources, "requests": resources},
         "volumeMounts": [
             *mounts,

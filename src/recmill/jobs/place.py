@@ -20,7 +20,7 @@ _SHELL = {"local", "torchrun", "torchx", "mpi", "slurm", "pbs"}
 # Which launchers use a key. For the others it is an error, not ignored.
 _READ_BY = {
     "cpus": {"torchx", "mpi", "slurm", "pbs", "kubernetes"},
-    "memory_gb": {"torchx", "slurm", "kubernetes"},
+    "memory_gb": {"torchx", "slurm", "pbs", "kubernetes"},
     "gpus": {"torchx", "slurm", "kubernetes"},
     "account": {"slurm", "pbs"},
     "queue": {"slurm", "pbs", "kubernetes"},

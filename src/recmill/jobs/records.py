@@ -23,6 +23,7 @@ class Record:
     started: int = 0  # when a process started, in clock ticks since boot: process ids are reused
     namespace: str | None = None
     kind: str = "job"  # in Kubernetes
+    cluster: str | None = None  # of several that one Slurm serves
 
     @property
     def number(self) -> str:

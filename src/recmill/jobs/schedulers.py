@@ -29,10 +29,26 @@ class JobState:
     reason: str = ""
 
 
+def check_with_slurm(script: str, queue: str | None) -> None:
+    """Raise ResourceError if Slurm has no nodes for a script: sbatch alone would let it wait forever."""
+    tried = _try(["sbatch", "--test-only"], text=script)
+    if tried.returncode == 0:
+        return
+    if "configuration is not available" in tried.stderr:
+        # Also said of nodes that are down or drained for now, for which sbatch lets a job wait.
+        nodes = _ask(["sinfo", "-h", "-o", "%a %T", *(["-p", queue] if queue else [])]).split()
+        if not {"up", "idle", "mixed", "allocated", "completing"}.issuperset(nodes):
+            return
+    raise _error(["sbatch --test-only"], tried.stderr)
+
+
 def submit(launcher: str, script: Path, name: str, after: str | None = None) -> str:
-    """Submit a script and return the job's id. `after`: start only if this job ends without success."""
+    """Submit a script and return the job's id: for Slurm, ID or ID;CLUSTER.
+
+    `after`: start only if this job ends without success.
+    """
     if launcher == "slurm":
-        return _ask(["sbatch", "--parsable", str(script)]).partition(";")[0].strip()
+        return _ask(["sbatch", "--parsable", str(script)]).strip()
     if launcher == "pbs":
         dependency = ["-W", f"depend=afternotok:{after}"] if after else []
         # The server copies its own files of output to the current directory.
@@ -45,7 +61,7 @@ def job_state(record: Record) -> JobState:
     """Ask the scheduler about a job."""
     try:
         if record.launcher == "slurm":
-            return _slurm_state(record.id)
+            return _slurm_state(record)
         if record.launcher == "pbs":
             return _pbs_state(record.id)
         if record.launcher == "kubernetes":
@@ -59,7 +75,7 @@ def stop_job(record: Record, now: bool) -> None:
     """Let a job save and end, or end it at once if `now` or if it has not started."""
     is_gentle = not now and job_state(record).state == "running"
     if record.launcher == "slurm":
-        _ask(["scancel", *([f"--signal={_STOP_SIGNAL}"] if is_gentle else []), record.id])
+        _ask(["scancel", *_cluster(record), *([f"--signal={_STOP_SIGNAL}"] if is_gentle else []), record.id])
     elif record.launcher == "pbs":
         _ask(["qsig", "-s", f"SIG{_STOP_SIGNAL}", record.id] if is_gentle else ["qdel", record.id])
     elif record.launcher == "kubernetes":
@@ -85,11 +101,16 @@ def _kill_with_descendants(pid: int) -> None:
             os.kill(one, signal.SIGKILL)
 
 
-def _slurm_state(job_id: str) -> JobState:
+def _cluster(record: Record) -> list[str]:
+    return [f"--clusters={record.cluster}"] if record.cluster else []
+
+
+def _slurm_state(record: Record) -> JobState:
     # Not JSON, whose shape changes between versions.
-    found = _try(["squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T|%r"])
-    if found.returncode == 0 and found.stdout.strip():
-        state, _, reason = found.stdout.strip().splitlines()[0].partition("|")
+    found = _try(["squeue", *_cluster(record), "-h", "-t", "all", "-j", record.id, "-o", "%T|%r"])
+    if found.returncode == 0 and "|" in found.stdout:
+        # Some versions print the name of the cluster first.
+        state, _, reason = next(line for line in found.stdout.splitlines() if "|" in line).partition("|")
         if state in ("PENDING", "REQUEUED", "SPECIAL_EXIT", "REQUEUE_HOLD", "CONFIGURING"):
             return JobState("queued", reason)
         is_live = state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
@@ -164,9 +185,13 @@ def _namespace(record: Record) -> list[str]:
     return ["--namespace", record.namespace] if record.namespace else []
 
 
-def _try(command: Sequence[str], directory: Path | None = None) -> "subprocess.CompletedProcess[str]":
+def _try(
+    command: Sequence[str], directory: Path | None = None, text: str | None = None
+) -> "subprocess.CompletedProcess[str]":
     try:
-        return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        return subprocess.run(
+            command, cwd=directory, input=text, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
     except FileNotFoundError:
         raise ResourceError(
             f"{command[0]} is not installed here. Run this on a machine from which jobs can be submitted."

@@ -1,6 +1,8 @@
 """Render job scripts. The same job gives the same text on every machine, and every value is quoted or validated."""
 
+import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,9 +31,14 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Return a name that every scheduler accepts."""
-        reduced = re.sub("[^a-z0-9]+", "-", self.run.name.lower()).strip("-")[:40].strip("-")
-        return f"recmill-{reduced}" if reduced else "recmill"
+        """Return a name that every scheduler accepts. Kubernetes identifies a job by it, so the path counts there.
+
+        Pods of a JobSet add up to 17 characters to it, and may have 63.
+        """
+        reduced = re.sub("[^a-z0-9]+", "-", self.run.name.lower())[:31].strip("-")
+        is_unique = self.place.launcher == "kubernetes"
+        digest = hashlib.sha256(os.fsencode(self.run)).hexdigest()[:6] if is_unique else ""
+        return "-".join(part for part in ("recmill", reduced, digest) if part)
 
     @property
     def jobs(self) -> Path:
@@ -82,7 +89,9 @@ def _slurm(job: Job) -> list[str]:
 
 def _pbs(job: Job) -> list[str]:
     place = job.place
-    options = [f"-N {job.name[:15].strip('-')}", f"-l select={place.nodes}{f':{place.chunk}' if place.chunk else ''}"]
+    chunk = [str(place.nodes), *([place.chunk] if place.chunk else [])]
+    chunk += [f"mem={place.memory_gb}gb"] if place.memory_gb else []
+    options = [f"-N {job.name[:15].strip('-')}", f"-l select={':'.join(chunk)}"]
     options += [f"-l walltime={_clock(place.seconds)}"] if place.seconds else []
     options += [f"-A {place.account}"] if place.account else []
     options += [f"-q {place.queue}"] if place.queue else []
@@ -110,8 +119,8 @@ def _mpi_command(job: Job) -> list[str]:
         cores = f":PE={place.cpus}" if place.cpus else " --bind-to none"
         options = [f"--map-by ppr:{place.procs}:node{cores}"]
         options += [f"--host {','.join(f'{host}:{place.procs}' for host in place.hosts)}"] if place.hosts else []
-        names = ["MASTER_ADDR", "MASTER_PORT", "RECMILL_WORLD_SIZE", "OMP_NUM_THREADS", *TUNING, *place.env]
-        names += ["RECMILL_DEADLINE"] if place.seconds else []
+        names = ["MASTER_ADDR", "MASTER_PORT", "RECMILL_ERRORS", "RECMILL_WORLD_SIZE", "OMP_NUM_THREADS"]
+        names += [*TUNING, *place.env, *(["RECMILL_DEADLINE"] if place.seconds else [])]
         options += [f"-x {name}" for name in sorted(set(names))]
     program = "mpirun" if place.mpi == "openmpi" else "mpiexec"
     words = [program, "-n", str(place.size), *options, *map(quote, place.mpi_options), _python(job)]
@@ -143,7 +152,8 @@ def _torchrun(job: Job) -> list[str]:
         meeting = f"--rdzv-backend c10d --rdzv-id {job.name} --rdzv-endpoint {place.hosts[0]}:{_PORT}"
     words = [quote(job.python), "-m torch.distributed.run", f"--nnodes {place.nodes}"]
     words += [f"--nproc-per-node {place.procs}", meeting, f"--signals-to-handle {_TORCHRUN_SIGNALS}"]
-    command = " ".join([*words, *map(quote, job.train)])
+    train = [word.replace("$", "$$") for word in job.train]  # torchrun replaces $local_rank, and $$ by $
+    command = " ".join([*words, *map(quote, train)])
     return [*_head(job, "", [], "$$"), *_exports(job, "id"), *_in_background(job, command, "TERM")]
 
 
@@ -170,7 +180,7 @@ def _torchx(job: Job) -> list[str]:
     options |= {"cpu": place.cpus and place.cpus * place.procs, "gpu": place.gpus or None, "image": place.image}
     options |= {"memMB": place.memory_gb and place.memory_gb * 1000, "args": join(job.arguments) or None}
     words = ["torchx", "run", "-s", place.scheduler, f"{component}:train"]
-    words += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    words += [f"--{name}={value}" for name, value in options.items() if value is not None]
     path = f'export PATH="$PATH":{quote(str(Path(job.python).parent))}'  # torchx calls torchrun
     return [*_head(job, "", [], "$$"), path, " ".join(map(quote, words)), *_tail(job, "code=$?")]
 

@@ -36,12 +36,9 @@ def train(
         "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
         "GOMP_SPINCOUNT": "2000",
     }
+    words = ["train", config, "--run-dir", run, *shlex.split(args)]
     return ddp(
-        "train",
-        config,
-        "--run-dir",
-        run,
-        *shlex.split(args),
+        *(word.replace("$", "$$$$") for word in words),  # torchx replaces $NAME, and $$ by $; so does torchrun
         m="recmill",
         name="recmill",
         image=image,

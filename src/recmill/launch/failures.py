@@ -91,9 +91,8 @@ def first_error(
     reported = {report.rank for report in reports}
     if hangs := read_hangs(job):
         answered = reported.union(*failed) | {hang.rank for hang in hangs}
-        return _hang_error(
-            hangs, [rank for rank in range(first_rank, first_rank + num_workers) if rank not in answered]
-        )
+        own = {*range(first_rank, first_rank + num_workers)}
+        return _hang_error(hangs, own - answered, {rank for hang in hangs for rank in hang.silent} - own)
     silent = [{rank: code for rank, code in codes.items() if rank not in reported} for codes in failed]
     for codes in silent:
         if numbers := [-code for code in codes.values() if code < 0]:
@@ -139,9 +138,11 @@ def _killed_error(ranks: Sequence[int], name: str, signals: Sequence[str]) -> Us
     return error
 
 
-def _hang_error(hangs: Sequence[Hang], silent: Sequence[int]) -> LostWorkerError:
-    """Describe every rank: the stack that it reported, or that it did not answer."""
-    lines = [f"\n  rank {rank} does not answer: it was stopped, or is stuck outside Python" for rank in silent]
+def _hang_error(hangs: Sequence[Hang], silent: set[int], unreached: set[int]) -> LostWorkerError:
+    """Describe every rank: the stack that it reported, or that it did not answer, here or on another machine."""
+    lines = [f"\n  rank {rank} does not answer: it was stopped, or is stuck outside Python" for rank in sorted(silent)]
+    why = "its machine cannot be reached, or it was stopped"
+    lines += [f"\n  rank {rank} does not answer: {why}" for rank in sorted(unreached)]
     for hang in hangs:
         frames = "".join(f"\n    {frame}" for frame in hang.frames[-_MAX_FRAMES_SHOWN:])
         lines.append(f"\n  {hang}, in{frames}")

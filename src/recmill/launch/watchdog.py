@@ -13,13 +13,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from recmill.files.atomic import write_json
 
 _POLL_SECONDS = 0.5
 _COLLECTIVES = ("/torch/distributed/", "/recmill/world.py")  # in the stack of a process that waits for others
+_ANSWER_SECONDS = 5.0  # how much later another machine may notice the same hang
+_MAX_RANKS_SHOWN = 4
 _LINGER_SECONDS = 10.0  # if a rank left at once, the others would report its absence instead of their stacks
 
 
@@ -27,7 +29,8 @@ _LINGER_SECONDS = 10.0  # if a rank left at once, the others would report its ab
 class Hang:
     """A process that made no progress for `seconds`. `frames`: the stack of its main thread, innermost last.
 
-    `is_waiting`: it was in a collective, so that another rank may be the one that hangs.
+    `is_waiting`: it was in a collective, so that another rank may be the one that hangs. `silent`: the ranks that do
+    not answer, because they were stopped or their machine cannot be reached.
     """
 
     rank: int
@@ -36,10 +39,15 @@ class Hang:
     seconds: float
     frames: list[str]
     is_waiting: bool = False
+    silent: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
         did = "waited for the other ranks" if self.is_waiting else "made no progress"
         return f"rank {self.rank} {did} for {self.seconds:g} s, {self.phase}, after step {self.step:,}"
+
+    @property
+    def with_silent_ranks(self) -> str:
+        return f"{self}" + "".join(f"; rank {rank} does not answer" for rank in self.silent[:_MAX_RANKS_SHOWN])
 
 
 @dataclass(frozen=True)
@@ -63,12 +71,16 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Watch:
-    """After `seconds` without a beat, stacks are written to the run directory and to our launcher's `job` directory."""
+    """After `seconds` without a beat, stacks are written to the run directory and to our launcher's `job` directory.
+
+    `silent_ranks` waits for answers of other ranks and returns those that give none.
+    """
 
     rank: int
     seconds: float
     run: Path
     job: Path | None
+    silent_ranks: Callable[[float], list[int]] = lambda _: []
 
 
 @contextmanager
@@ -113,12 +125,14 @@ def _report(watch: Watch, last: _Beat, quiet_seconds: float) -> Hang:
     stack = traceback.extract_stack(sys._current_frames().get(ident))
     frames = [f"{frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in stack]
     is_waiting = any(part in frame.filename for frame in stack for part in _COLLECTIVES)
-    hang = Hang(watch.rank, last.step, last.phase, round(quiet_seconds, 1), frames, is_waiting)
+    # A rank that learned of the hang from another one does not wait: the launcher gathers reports for a short time.
+    silent = watch.silent_ranks(_ANSWER_SECONDS if quiet_seconds >= watch.seconds else 0.0)
+    hang = Hang(watch.rank, last.step, last.phase, round(quiet_seconds, 1), frames, is_waiting, silent)
     if watch.job is not None and watch.job.is_dir():  # its launcher may be gone
         write_json(watch.job / f"hang-{hang.rank}.json", asdict(hang))
     path = watch.run / f"hang-rank-{hang.rank}.txt"
     with contextlib.suppress(OSError), path.open("w", encoding="utf-8") as file:  # the directory may be gone, or full
-        file.write(f"{hang}\n\nmain thread:\n" + "\n".join(hang.frames) + "\n\nall threads:\n")
+        file.write(f"{hang.with_silent_ranks}\n\nmain thread:\n" + "\n".join(hang.frames) + "\n\nall threads:\n")
         file.flush()
         faulthandler.dump_traceback(file)
     return hang

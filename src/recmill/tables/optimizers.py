@@ -5,11 +5,12 @@ FBGEMM, or our CPU kernel, updates fused tables in backward; `update` is for rep
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
+
+from recmill.tables.spec import OPTIMIZER_STATES, Shape, state_values
 
 _BETA1, _BETA2 = 0.9, 0.999  # FBGEMM's defaults
 
@@ -24,15 +25,13 @@ class TableOptimizer:
     """
 
     fbgemm_type: EmbOptimType
-    state: dict[str, Literal["per row", "per value", "scalar"]]
+    state: dict[str, Shape]
     update: Callable[[Tensor, Rows, list[Tensor], float], Tensor]
     native_rule: int | None  # its number in kernels/steps.cpp
     is_fused_on_cpu: bool = True
 
     def state_values(self, rows: int, columns: int) -> int:
-        """Return the number of values in the state of a shard, without scalars."""
-        sizes = {"per row": rows, "per value": rows * columns, "scalar": 0}
-        return sum(sizes[shape] for shape in self.state.values())
+        return state_values(self.state, rows, columns)
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the state of a table that was never updated."""
@@ -67,16 +66,10 @@ def _adam(gradient: Tensor, rows: Rows, states: list[Tensor], eps: float) -> Ten
 
 
 OPTIMIZERS = {
-    "sgd": TableOptimizer(EmbOptimType.EXACT_SGD, {}, _sgd, native_rule=0),
-    "adagrad": TableOptimizer(EmbOptimType.EXACT_ADAGRAD, {"momentum1": "per value"}, _adagrad, native_rule=1),
+    "sgd": TableOptimizer(EmbOptimType.EXACT_SGD, OPTIMIZER_STATES["sgd"], _sgd, native_rule=0),
+    "adagrad": TableOptimizer(EmbOptimType.EXACT_ADAGRAD, OPTIMIZER_STATES["adagrad"], _adagrad, native_rule=1),
     "rowwise_adagrad": TableOptimizer(
-        EmbOptimType.EXACT_ROWWISE_ADAGRAD, {"momentum1": "per row"}, _rowwise_adagrad, native_rule=2
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD, OPTIMIZER_STATES["rowwise_adagrad"], _rowwise_adagrad, native_rule=2
     ),
-    "adam": TableOptimizer(
-        EmbOptimType.ADAM,
-        {"momentum1": "per value", "exp_avg_sq": "per value", "steps": "scalar"},
-        _adam,
-        native_rule=None,
-        is_fused_on_cpu=False,
-    ),
+    "adam": TableOptimizer(EmbOptimType.ADAM, OPTIMIZER_STATES["adam"], _adam, native_rule=None, is_fused_on_cpu=False),
 }

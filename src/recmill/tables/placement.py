@@ -20,10 +20,9 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from recmill.config.sections import ADAM_ON_CPU
 from recmill.errors import ConfigError, ResourceError
 from recmill.tables.optimizers import OPTIMIZERS
-from recmill.tables.spec import VALUE_BYTES, Stores, TableSpec
+from recmill.tables.spec import USABLE_SHARE, VALUE_BYTES, Stores, TableSpec
 
 _MIN_SHARDED_ROWS = 1_000_000  # for 'auto': sharding a smaller table costs more in messages than it saves
-_USABLE_SHARE = 0.9  # of the memory; the rest is for activations, the libraries and, on CPU, dense layers and data
 _GPU_BATCHES = 3  # in flight: one is computed, the ids of the next are exchanged, the one after is copied
 # Estimates, never measured. NCCL_BUFFSIZE is 4 MiB by default, for each channel and direction; 8 channels.
 _NCCL_PEER_BYTES = 2 * 8 * (4 << 20)
@@ -89,7 +88,7 @@ class Placed:
 def make_plan(network: nn.Module, sharders: list[Any], request: Request, machines: Machines) -> ShardingPlan:
     """Place the tables of `network`, which are on 'meta'. Raise ResourceError if a rank lacks memory."""
     _check_types(network, request, machines)
-    usable = int(machines.bytes_per_rank * _USABLE_SHARE)
+    usable = int(machines.bytes_per_rank * USABLE_SHARE)
     beside = bytes_beside_tables(network, request, machines)
     if request.stores.in_files:
         beside += request.stores.budget_bytes
@@ -105,7 +104,7 @@ def make_plan(network: nn.Module, sharders: list[Any], request: Request, machine
         memory = "the free memory of its GPU" if machines.device_type == "cuda" else "its share of the memory"
         raise ResourceError(
             f"The tables do not fit: process {rank} of {machines.world_size} needs {_size(most)} for its rows, their "
-            f"optimizer's state and batches{dense}, but can use {_size(usable)} ({_USABLE_SHARE:.0%} of {memory}), "
+            f"optimizer's state and batches{dense}, but can use {_size(usable)} ({USABLE_SHARE:.0%} of {memory}), "
             f"{_size(most - usable)} too little. Use more machines, another sharding, smaller tables, a "
             "smaller model.embedding_dim or a smaller train.global_batch_size."
         ) from error
@@ -116,7 +115,7 @@ def bytes_beside_tables(network: nn.Module, request: Request, machines: Machines
 
     These are the dense layers with gradients and optimizer state, the copies that the loss makes of the catalogue's
     output weights or of their gradient, and NCCL's buffers. Activations are not among them. On CPU the result is 0:
-    `_USABLE_SHARE` leaves room for the dense layers.
+    `USABLE_SHARE` leaves room for the dense layers.
     """
     if machines.device_type == "cpu":
         return 0

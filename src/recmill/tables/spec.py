@@ -2,8 +2,24 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 VALUE_BYTES = 4  # rows, their optimizer state and their gradients are float32
+USABLE_SHARE = 0.9  # of the memory; the rest is for activations, the libraries and, on CPU, dense layers and data
+Shape = Literal["per row", "per value", "scalar"]
+# The state that each optimizer of tables keeps, by FBGEMM's names.
+OPTIMIZER_STATES: dict[str, dict[str, Shape]] = {
+    "sgd": {},
+    "adagrad": {"momentum1": "per value"},
+    "rowwise_adagrad": {"momentum1": "per row"},
+    "adam": {"momentum1": "per value", "exp_avg_sq": "per value", "steps": "scalar"},
+}
+
+
+def state_values(state: dict[str, Shape], rows: int, columns: int) -> int:
+    """Return the number of values in an optimizer's state of a table or shard, without scalars."""
+    sizes = {"per row": rows, "per value": rows * columns, "scalar": 0}
+    return sum(sizes[shape] for shape in state.values())
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-8589934592}"
 export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-17179869184}"
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-2000}"
 export A=b
-mpirun -n 8 --map-by ppr:4:node:PE=8 --host a:4,b:4 -x A -x GOMP_SPINCOUNT -x MALLOC_MMAP_THRESHOLD_ -x MALLOC_TRIM_THRESHOLD_ -x MASTER_ADDR -x MASTER_PORT -x OMP_NUM_THREADS -x RECMILL_WORLD_SIZE /env/bin/python -P -m recmill train '/data/Run'"'"'s 5%/jobs/config.toml' --run-dir '/data/Run'"'"'s 5%' --init-from '/data/$(old)' &
+mpirun -n 8 --map-by ppr:4:node:PE=8 --host a:4,b:4 -x A -x GOMP_SPINCOUNT -x MALLOC_MMAP_THRESHOLD_ -x MALLOC_TRIM_THRESHOLD_ -x MASTER_ADDR -x MASTER_PORT -x OMP_NUM_THREADS -x RECMILL_ERRORS -x RECMILL_WORLD_SIZE /env/bin/python -P -m recmill train '/data/Run'"'"'s 5%/jobs/config.toml' --run-dir '/data/Run'"'"'s 5%' --init-from '/data/$(old)' &
 child=$!
 trap 'kill -USR1 "$child"' TERM USR1 USR2
 while true; do

@@ -14,7 +14,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( $(nproc) < 2 ? 1 : $(nproc) / 2 )
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-8589934592}"
 export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-17179869184}"
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-2000}"
-/env/bin/python -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id recmill-run-s-5 --rdzv-endpoint a:20000 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 -m recmill train '/data/Run'"'"'s 5%/jobs/config.toml' --run-dir '/data/Run'"'"'s 5%' --init-from '/data/$(old)' &
+/env/bin/python -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id recmill-run-s-5 --rdzv-endpoint a:20000 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 -m recmill train '/data/Run'"'"'s 5%/jobs/config.toml' --run-dir '/data/Run'"'"'s 5%' --init-from '/data/$$(old)' &
 child=$!
 trap 'kill -TERM "$child"' TERM USR1 USR2
 while true; do

@@ -9,7 +9,7 @@ cd "$jobs" || {
 export RECMILL_ERRORS="$jobs/$id.errors"
 rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"
 export PATH="$PATH":/env/bin
-torchx run -s slurm REPO/src/recmill/jobs/torchx_component.py:train --config '/data/Run'"'"'s 5%/jobs/config.toml' --run '/data/Run'"'"'s 5%' --j 2x4 --cpu 32 --args '--init-from '"'"'/data/$(old)'"'"''
+torchx run -s slurm REPO/src/recmill/jobs/torchx_component.py:train '--config=/data/Run'"'"'s 5%/jobs/config.toml' '--run=/data/Run'"'"'s 5%' --j=2x4 --cpu=32 '--args=--init-from '"'"'/data/$(old)'"'"''
 code=$?
 /env/bin/python -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
 exit $?
