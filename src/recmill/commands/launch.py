@@ -159,7 +159,7 @@ def _check_memory(place: Place, config: Config, tables: Sequence[TableSpec]) -> 
     if memory is None or settings.train.device == "cuda" or place.gpus:
         return
     state = OPTIMIZER_STATES[settings.optim.tables.name]
-    in_memory = [table for table in tables if settings.tables.store_of(table.name, table.feature) != "cached_ssd"]
+    in_memory = [table for table in tables if settings.tables.store_of(table.name, *table.features) != "cached_ssd"]
     values = sum(table.rows * table.dim + state_values(state, table.rows, table.dim) for table in in_memory)
     needed = VALUE_BYTES * values
     needed += place.size * (settings.tables.cache_memory_budget_mb << 20) if len(in_memory) < len(tables) else 0
