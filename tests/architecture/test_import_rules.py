@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "metrics": {"observe", "protocols", "rng", "world"},
     "models": {"config", "data", "errors", "nn", "schema", "tables"},
     "nn": {"kernels", "tables"},
-    "observe": {"errors", "files", "hardware", "recmill", "world"},
+    "observe": {"errors", "failpoints", "files", "hardware", "recmill", "world"},
     "protocols": {"config", "data", "metrics", "tables", "world"},
     "recmill": {"commands"},
     "registry": {"errors"},

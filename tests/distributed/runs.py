@@ -26,11 +26,14 @@ def close_to(values: dict[str, Any], rel: float = 2e-5) -> dict[str, Any]:
     return {name: value if isinstance(value, str) else pytest.approx(value, rel=rel) for name, value in values.items()}
 
 
+OF_THIS_MACHINE = ("samples_per_s", "step_ms_p50", "step_ms_p95", "memory_gb")
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     """Every logged loss and metric, step by step; speeds differ, of course."""
     ours, theirs = metric_lines(one), metric_lines(other)
     assert [(a["step"], a["split"]) for a in ours] == [(b["step"], b["split"]) for b in theirs]
     for a, b in zip(ours, theirs, strict=True):
-        numbers = [name for name, value in a.items() if isinstance(value, float) and name != "samples_per_s"]
+        numbers = [name for name, value in a.items() if isinstance(value, float) and name not in OF_THIS_MACHINE]
         assert numbers
         assert [a[n] for n in numbers] == pytest.approx([b[n] for n in numbers], rel=2e-5), f"step {a['step']}"

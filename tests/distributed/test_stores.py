@@ -14,7 +14,7 @@ from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest, tensors_of
 from ..group import evaluate, exit_code, train
-from .runs import metric_lines
+from .runs import OF_THIS_MACHINE, metric_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -49,7 +49,7 @@ def clicks_config(random_clicks: Path) -> Config:
 
 def learned(run: Path) -> list[dict[str, Any]]:
     """Losses and metrics, without times and counters."""
-    noise = ("time", "samples_per_s")
+    noise = ("time", *OF_THIS_MACHINE)
     return [
         {k: v for k, v in line.items() if k not in noise and not k.startswith("store_")} for line in metric_lines(run)
     ]

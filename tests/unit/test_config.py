@@ -347,6 +347,7 @@ def test_the_keys_that_may_change_on_resume_are_these() -> None:
         "train.join_seconds",
         "eval",
         "checkpoint",
+        "observe",
     }
 
 

@@ -57,7 +57,8 @@ CONDITIONS = {
 
 
 @pytest.mark.parametrize(
-    "place", [place for place in POINTS if not place.startswith(("prepare.", "probe.", "store.", "ckpt.rows"))]
+    "place",
+    [place for place in POINTS if not place.startswith(("prepare.", "probe.", "store.", "ckpt.rows", "observe."))],
 )
 def test_a_kill_anywhere_loses_nothing_that_was_committed(
     place: str, tiny: dict[str, Any], unbroken: Any, tmp_path: Path

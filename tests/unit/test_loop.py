@@ -9,6 +9,7 @@ import torch
 
 from recmill.checkpoints.format import Position
 from recmill.config.sections import EvalSection
+from recmill.observe.recorder import Recorder
 from recmill.training import loop
 from recmill.world import World
 
@@ -67,7 +68,7 @@ def test_gpus_sum_weights_and_flags_during_the_step_before_and_see_flags_one_ste
     world = World(0, 1, 0, 1, torch.device(device))
     batches: list[Any] = [SimpleNamespace(weight=lambda number=number: number) for number in range(10, 16)]
     steps: list[list[float]] = []
-    agreed = loop._agreed(iter(batches), [lambda: len(steps) >= 2], world, loop._sums_ahead(world.device))
+    agreed = loop._agreed(iter(batches), [lambda: len(steps) >= 2], world, loop._sums_ahead(world.device), Recorder())
     for batch, sums in agreed:
         assert batch is batches[len(steps)]
         steps.append(sums)

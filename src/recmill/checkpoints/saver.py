@@ -88,6 +88,7 @@ class Saver:
     world: World
     heartbeat: Heartbeat
     on_commit: Callable[[int], None] = lambda step: None
+    timed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # around each write
 
     def __post_init__(self) -> None:
         self.committed_step: int | None = None
@@ -198,6 +199,10 @@ class Saver:
     # The methods below run in the thread.
 
     def _write(self, save: _Save) -> None:
+        with self.timed():
+            self._write_and_commit(save)
+
+    def _write_and_commit(self, save: _Save) -> None:
         try:
             use_device(self.world.device)
             save.tensors |= save.rows

@@ -36,6 +36,7 @@ class RunReport:
     checkpoint: str = ""  # the tested one, in the run directory
     seconds: float | None = None
     samples_per_s: float | None = None
+    verdict: str = ""  # what limits the speed
     values: Values = field(default_factory=dict)  # of the test split
     popularity: dict[str, float] = field(default_factory=dict)  # the baseline's
     reachable: dict[str, float] = field(default_factory=dict)  # the best that any model can reach; of synthetic data
@@ -119,7 +120,8 @@ def _tested(run: RunDirectory, path: str | Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{run.results_file}: missing, though the run is done. Test it again: recmill evaluate {path}."
         )
-    tested = run.read_results().get("test")
+    results = run.read_results()
+    tested = results.get("test")
     if not isinstance(tested, dict):
         raise CheckpointError(
             f"{run.results_file}: no metrics of split 'test'. Remove it and train again to write a new one."
@@ -127,7 +129,9 @@ def _tested(run: RunDirectory, path: str | Path) -> dict[str, Any]:
     step = tested.get("step")
     values = {name: value for name, value in tested.items() if name not in ("step", "checkpoint")}
     popularity = {name: values.pop(name) for name in list(values) if name.startswith("popularity/")}
+    timing = results.get("timing")
     return {
+        "verdict": str(timing.get("verdict", "")) if isinstance(timing, dict) else "",
         "tested_step": step if isinstance(step, int) else None,
         "checkpoint": str(tested.get("checkpoint", "")),
         "values": values,

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from recmill.commands import assemble
 from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, flag
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.config.options import given_path
-from recmill.config.sections import Section, TrainSection
+from recmill.config.sections import Section, Settings, TrainSection
 from recmill.data.opening import Checks
 from recmill.environment import job_id, own_node, process_environment
 from recmill.errors import CheckpointError, ConfigError, Interrupted, Preempted, UserError
@@ -90,7 +91,7 @@ def train(
     checked, directory, dataset, is_finished = check_run(checked, run, dataset_checks(verify))
     if is_finished:
         log.info("%s is finished: nothing to do", directory.path)
-        results = directory.read_results()
+        results = {split: values for split, values in directory.read_results().items() if split != "timing"}
     else:
         options = Options(run=str(directory.path), allow_partial=allow_partial, fallback=fallback)
         if init_from is not None:
@@ -192,8 +193,8 @@ def _train_watched(
     watch = Watch(world.rank, seconds, run.path, process_environment().job, world.silent_ranks)
     with run.locked() if world.is_main else contextlib.nullcontext():
         try:
-            with watching(heartbeat, watch, on_hang):
-                return _train(world, config, run, options, dataset, stop, heartbeat)
+            with watching(heartbeat, watch, on_hang), contextlib.ExitStack() as recording:
+                return _train(world, config, run, options, dataset, stop, heartbeat, recording)
         except BaseException as error:
             error = world.explained(error)
             if isinstance(error, KeyboardInterrupt) and stop.signal:
@@ -211,6 +212,7 @@ def _train(
     dataset: Dataset | None,
     stop: StopRequest,
     heartbeat: Heartbeat,
+    recording: contextlib.ExitStack,
 ) -> dict[str, Any]:
     """Train from an empty or interrupted run directory to its results, or to {"stopped": ...}. All ranks take part."""
     import_libraries(in_own_process=True)
@@ -219,6 +221,7 @@ def _train(
     from recmill.checkpoints.saver import Saver
     from recmill.kernels.library import load_library
     from recmill.observe.log import log_to_file
+    from recmill.observe.recorder import Recorder
     from recmill.tables.first_values import fill_tables
     from recmill.tables.placement import as_rows, placements
     from recmill.training import advice
@@ -231,6 +234,7 @@ def _train(
 
     # Build the parts
     heartbeat.beat("starting")
+    recorder = Recorder()
     settings = config.settings
     compiling = threading.Thread(target=load_library, daemon=True)
     if world.device.type == "cpu" and settings.train.kernels == "auto":
@@ -245,7 +249,7 @@ def _train(
     _wait_for_kernels(compiling, stop, heartbeat)
     model = assemble.build_sharded(config, dataset, world, run.path)
     optimizer = build_optimizer(model, settings.optim)
-    parts = Parts(model, assemble.task_module(config), source, world, settings.data.prefetch, heartbeat)
+    parts = Parts(model, assemble.task_module(config), source, world, settings.data.prefetch, heartbeat, recorder)
     placed = placements(model.plan, tables, settings.optim.tables.name, model.cache_bytes)
     if world.is_main:
         _log_facts(parts, config, dataset, tables, steps)
@@ -299,6 +303,8 @@ def _train(
         write_json(run.path / "sharding.json", [asdict(table) for table in placed])
         run.results_file.unlink(missing_ok=True)
         run.forget_metrics_after(position.step if found else -1)
+    trace = world.broadcast(run.new_trace() if settings.observe.record and world.is_main else None)
+    recording.enter_context(recorder.writing(trace, {"rank": world.rank, "world_size": world.size}))
     if found:
         load(found, model, optimizer)
         log.info("resuming from step %s: %s", f"{position.step:,}", found.path)
@@ -347,6 +353,7 @@ def _train(
         return round(time.monotonic() - started, 1)
 
     saver = Saver(run.checkpoints, model, optimizer, origin, settings.checkpoint, world, heartbeat, on_commit)
+    saver.timed = partial(recorder.span, "write checkpoint", "saving")
     if settings.eval.before_training and not position.step:
         evaluate("val", position)
         _log_validation(position, results["val"], parts)
@@ -359,8 +366,10 @@ def _train(
                 saver.finish()
         raise
     restarts = process_environment().attempt
+    timing = _timing(parts, settings)
     if signal:
         if world.is_main:
+            log.info("%s", timing["verdict"])
             facts = {"rank": signal.rank, "reason": signal.name, "restarts": restarts, "seconds": seconds()}
             run.write_status(signal.state, step=at.step, **facts)
             log.info("stopped at step %s%s", f"{at.step:,}", _by(signal.name, signal.rank))
@@ -382,14 +391,15 @@ def _train(
                 f"the best checkpoint, of step {at.best_step:,}, was not kept: testing step {at.step:,}. "
                 "It could not be saved, or checkpoint.keep_best was not set yet."
             )
-    evaluate("test", tested)
+    with recorder.span("test"):
+        evaluate("test", tested)
     if world.is_main:
         _log_values(tested, "test", results["test"], console="")  # the summary at the end shows them
     results = {split: values | assemble.named_in_results(tested.step) for split, values in results.items()}
     if settings.data.multi_hot.collect_frequencies:
         _write_frequencies(run, source, at, world)
     if world.is_main:
-        write_json(run.results_file, results)
+        write_json(run.results_file, results | {"timing": timing})
         early = early_end(at, settings.eval)
         end = early or "all steps done"
         run.write_status(
@@ -405,7 +415,22 @@ def _train(
         )
         extra = {} if early else {"console": ""}  # the summary says the same
         log.info("finished at step %s: %s", f"{at.step:,}", end, extra=extra)
+        for text in (timing["verdict"], *timing["notes"]):
+            log.info("%s", text, extra={"console": ""})  # the summary shows the verdict
     return results
+
+
+def _timing(parts: "Parts", settings: Settings) -> dict[str, Any]:
+    """Return what limits the speed of the run and how its time was spent; empty on other ranks than 0."""
+    from recmill.observe.recorder import PARTS
+    from recmill.observe.verdict import Hints, RankTimes, verdict
+
+    recorder, world = parts.recorder, parts.world
+    spent = {part: nanoseconds / 1e9 for part, nanoseconds in zip(PARTS, recorder.sums, strict=True)}
+    own = RankTimes(world.rank, socket.gethostname(), recorder.steps, spent, recorder.counted)
+    ranks = world.gather(own)
+    hints = Hints(settings.data.prefetch, settings.checkpoint.background)
+    return verdict(ranks, hints).as_dict() if ranks else {}
 
 
 def _warn(text: str) -> None:

@@ -389,6 +389,10 @@ class CheckpointSection(Section):
         return []
 
 
+class ObserveSection(Section):
+    record: bool = key(True, "Write the steps, spans and counters of each process to the run's trace/.")
+
+
 class Settings(Section):
     """All sections but the model's, whose keys depend on its name."""
 
@@ -399,6 +403,7 @@ class Settings(Section):
     train: TrainSection = TrainSection()
     eval: MayChange[EvalSection] = EvalSection()
     checkpoint: MayChange[CheckpointSection] = CheckpointSection()
+    observe: MayChange[ObserveSection] = ObserveSection()
 
     def contradictions(self) -> list[str]:
         problems = self._contradictions_of_stores()

@@ -194,6 +194,8 @@ def print_summary(report: Any, next_command: str) -> None:
     seconds = f" in {human_time(report.seconds)}" if report.seconds is not None else ""
     rate = f", {human_rate(report.samples_per_s)} samples/s" if report.samples_per_s else ""
     _print(f"{report.model} is trained: {counted(report.step, 'step')}{seconds}{rate}")
+    if report.verdict:
+        _print(report.verdict)
     if report.best_step is not None:
         _print(f"best validation: {report.metric} {_shown(report.best_value)} at step {report.best_step:,}")
     _print()

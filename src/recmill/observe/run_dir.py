@@ -1,6 +1,7 @@
 """The run directory: config, status, metrics and results of a run, and its lock."""
 
 import json
+import logging
 import os
 import re
 import threading
@@ -15,6 +16,8 @@ from recmill.files.atomic import write_json, write_text
 from recmill.files.locks import exclusive_lock, is_holder_gone
 from recmill.files.reading import read_json
 from recmill.files.timestamps import utc_now
+
+log = logging.getLogger(__name__)
 
 State = Literal["running", "done", "preempted", "interrupted", "failed"]
 # What a run has before it writes its status
@@ -31,6 +34,7 @@ class RunDirectory:
         self.results_file = self.path / "results.json"
         self.status_file = self.path / "status.json"
         self.metrics_file = self.path / "metrics.jsonl"
+        self.trace = self.path / "trace"
         self._status_lock = threading.Lock()
         self._has_ended = False
         self._lock_file: os.stat_result | None = None  # while this object holds the lock
@@ -127,6 +131,21 @@ class RunDirectory:
                 if isinstance(values["step"], int) and isinstance(values.get("split", ""), str):
                     lines.append(values)
         return lines
+
+    def new_trace(self) -> Path | None:
+        """Create the next directory for what the ranks record; None and a warning if that is not possible."""
+        try:
+            numbers = (
+                [int(path.name) for path in self.trace.iterdir() if path.name.isdecimal()]
+                if self.trace.is_dir()
+                else []
+            )
+            new = self.trace / str(max(numbers, default=-1) + 1)
+            new.mkdir(parents=True)
+        except OSError as error:
+            log.warning("%s: cannot be created (%s): this run is not recorded.", self.trace, error.strerror)
+            return None
+        return new
 
     def has_lost_its_process(self) -> bool:
         """Return whether the process that trained here has ended, as far as this machine knows."""

@@ -17,10 +17,13 @@ from recmill.checkpoints.saver import Saver
 from recmill.config.sections import CheckpointSection, EvalSection, OptimSection, TrainSection
 from recmill.failpoints import reach
 from recmill.launch.signals import ReceivedSignal, StopRequest
+from recmill.observe.counters import rss_bytes
 from recmill.observe.progress import Progress, human_rate
+from recmill.observe.recorder import INPUT, OTHER, SAVE, SYNC, VALIDATE, Recorder
 from recmill.observe.run_dir import RunDirectory
 from recmill.protocols import Batch, BatchSource
 from recmill.training import store_meter
+from recmill.training.exchange import timed_exchanges
 from recmill.training.guards import check_replicas
 from recmill.training.look_ahead import looking_ahead
 from recmill.training.meter import Meter
@@ -60,7 +63,7 @@ def fit(
 
     Return the last position and the signal that requested the stop, if one did. All ranks take part.
     """
-    model, source, world = parts.model, parts.source, parts.world
+    model, source, world, recorder = parts.model, parts.source, parts.world, parts.recorder
     train, checkpoint, steps = sections.train, sections.checkpoint, sections.steps
     position = start
     saved_step = start.step
@@ -79,8 +82,10 @@ def fit(
         saver.save(start)
         saver.handle_failure()  # raise now if this run cannot be saved
     all_batches = pinned(_batches_from(source, start), world.device)
+    all_batches = recorder.around_next(all_batches, "prepare batch", "prefetch" if parts.prefetch else "training")
     ahead_of_steps = looking_ahead(model, source, start, num_steps)
-    with progress, ahead_of_steps, prefetched(all_batches, parts.prefetch) as batches:
+    exchanges = timed_exchanges(recorder, world)
+    with progress, ahead_of_steps, exchanges, prefetched(all_batches, parts.prefetch) as batches:
         step = Step(parts, optimizer, train, sections.optim.dense, start)
         take_step: Callable[[Batch, float], Tensor] = step
         if can_overlap(model, world.device):
@@ -88,7 +93,8 @@ def fit(
             stretches = _stretches(ahead, start, source.batches_per_epoch, num_steps, is_validation_due)
             take_step = OverlappedStep(step, stretches)
         flags = (lambda: stop.is_set, lambda: saver.has_failed, lambda: world.is_main and timer.is_due())
-        agreed = _agreed(batches, flags, world, _sums_ahead(world.device))
+        agreed = _agreed(batches, flags, world, _sums_ahead(world.device), recorder)
+        recorder.begin(start.step)
         while position.step < num_steps and not early_end(position, sections.eval):
             parts.heartbeat.beat("training", position.step)
             reach("train.step", position.step)
@@ -101,7 +107,9 @@ def fit(
                 with meter.paused():
                     saver.save(meter.recorded_in(position))
                 saved_step = position.step
+                recorder.lap(SAVE)
             rates = set_learning_rates(optimizer, sections.optim, steps, position.step)
+            recorder.lap(OTHER)
             # Gradients are averaged over ranks, so this factor makes them those of the global batch's mean loss.
             loss_sum = take_step(batch, world.size / weight)
             samples = min(train.global_batch_size, source.samples_per_epoch - position.batch * train.global_batch_size)
@@ -115,22 +123,29 @@ def fit(
             is_report_due = position.step % train.log_every_steps == 0
             if is_report_due or is_last:
                 of_stores = stores.values(meter.steps, meter.seconds)
-                _report(meter.values(position) | rates | of_stores, position, world, run, progress)
+                (memory,) = world.sum([rss_bytes() / 1e9])
+                speed = recorder.latency() | {"memory_gb": memory}
+                _report(meter.values(position) | speed | rates | of_stores, position, world, run, progress)
             else:
                 progress.advance(1)
             if is_report_due:
                 meter.reset()
+            recorder.lap(OTHER)
             if is_last:
+                recorder.end_step()
                 break  # validated and saved below
             with meter.paused():
                 is_save_due = _is_due(steps.checkpoint, position)
                 if is_validation_due(position):
                     position = validate(position)
                     validated_step = position.step
+                    recorder.lap(VALIDATE)
                     is_save_due |= checkpoint.each_eval or (checkpoint.keep_best and position.is_best)
                 if is_save_due:
                     saver.save(meter.recorded_in(position))
                     saved_step = position.step
+                    recorder.lap(SAVE)
+            recorder.end_step()
         progress.close()
         if (summary := stores.summary(time.monotonic() - started)) and world.is_main:
             log.info("%s", summary)
@@ -139,10 +154,13 @@ def fit(
             validated = validate(position)
             if position.step != start.step:  # otherwise `start` already counts this validation
                 position = validated
+            recorder.lap(VALIDATE)
         saver.handle_failure()
         if position.step not in (start.step, saver.committed_step):
             saver.save(meter.recorded_in(position))
         saver.finish()
+        recorder.lap(SAVE)
+        recorder.finish()
         (stops,) = world.sum([float(stop.is_set)])
         parts.heartbeat.beat("ending", position.step)
         signal = _first_signal(stop, world) if stops else None
@@ -177,7 +195,7 @@ def _sums_ahead(device: torch.device) -> int:
 
 
 def _agreed(
-    batches: Iterator[Batch], flags: Iterable[Callable[[], bool]], world: World, ahead: int
+    batches: Iterator[Batch], flags: Iterable[Callable[[], bool]], world: World, ahead: int, recorder: Recorder
 ) -> Iterator[tuple[Batch, list[float]]]:
     """Yield each batch with the sums over ranks of its weight and of each flag. All ranks take part.
 
@@ -186,10 +204,13 @@ def _agreed(
     """
     started: deque[tuple[Batch, Callable[[], list[float]]]] = deque()
     for new in batches:
+        recorder.lap(INPUT)
         started.append((new, world.start_sum([new.weight(), *(float(flag()) for flag in flags)])))
         if len(started) > ahead:
             batch, finish = started.popleft()
-            yield batch, finish()
+            sums = finish()
+            recorder.lap(SYNC)
+            yield batch, sums
 
 
 def _stretches(
@@ -238,11 +259,13 @@ class _SaveTimer:
 
 
 def _report(values: dict[str, float], position: Position, world: World, run: RunDirectory, progress: Progress) -> None:
-    progress.advance(1, note=f"loss {values['loss']:.4f}{store_meter.note(values)}")
+    speed = f"{values['step_ms_p50']:.3g}/{values['step_ms_p95']:.3g} ms  {values['memory_gb']:.2f} GB"
+    progress.advance(1, note=f"loss {values['loss']:.4f}{store_meter.note(values)}  {speed}")
     if world.is_main:
         run.append_metrics({"step": position.step, "epoch": position.epoch, "split": "train", **values})
         rate = human_rate(values["samples_per_s"])
-        text = f"step {position.step:,}  loss {values['loss']:.4f}  {rate} samples/s  lr {values['lr']:.3g}"
-        extra = {"console": ""} if progress.is_shown else {}  # on a terminal the progress bar shows the same
-        text = f"{text}, tables {values['lr_tables']:.3g}{store_meter.note(values)}"
-        log.info("%s  %s left", text, progress.time_left(), extra=extra)
+        start = f"step {position.step:,}  loss {values['loss']:.4f}  {rate} samples/s"
+        end = f"{store_meter.note(values)}  {speed}  {progress.time_left()} left"
+        text = f"{start}  lr {values['lr']:.3g}, tables {values['lr_tables']:.3g}{end}"
+        # On a terminal the progress bar shows the same; elsewhere lines are to fit 80 columns.
+        log.info("%s", text, extra={"console": "" if progress.is_shown else f"{start}{end}"})

@@ -1,5 +1,6 @@
 """One training step: forward, backward, update. GPUs receive the following batches meanwhile."""
 
+import time
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +11,9 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.checkpoints.format import Position
 from recmill.config.sections import DenseOptim, TrainSection
+from recmill.observe.recorder import BACKWARD, FORWARD, UPDATE
 from recmill.protocols import Batch
+from recmill.training.exchange import BackwardEnd
 from recmill.training.parts import Parts
 from recmill.training.precision import LossScale, usable_dtype
 
@@ -31,6 +34,8 @@ class Step:
         self._dtype = usable_dtype(train, parts.world)
         self._scale = LossScale(parts.model, train.loss_scale, start) if self._dtype == torch.float16 else None
         self.factor = 1.0
+        self._recorder = parts.recorder
+        self._backward_end = BackwardEnd() if parts.world.size > 1 and self.device.type == "cpu" else None
 
     def __call__(self, batch: Batch, factor: float) -> Tensor:
         """Return the sum of this rank's losses, detached; the gradients are those of `factor` times this sum."""
@@ -51,12 +56,23 @@ class Step:
         """Return the loss to differentiate and this rank's sum of losses."""
         loss_sum = self._task.loss_sum(self._outputs, batch)
         scale = self._scale.value if self._scale else 1.0
-        return loss_sum * (self.factor * scale), loss_sum.detach()
+        loss = loss_sum * (self.factor * scale)
+        if self._backward_end:
+            self._backward_end.watch(loss)
+        self._recorder.lap(FORWARD)
+        return loss, loss_sum.detach()
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
     def step(self) -> None:
+        if self._backward_end and self._backward_end.at:
+            self._recorder.exchanged(self._backward_end.at, time.perf_counter_ns())
+        self._recorder.lap(BACKWARD)
+        self._update()
+        self._recorder.lap(UPDATE)
+
+    def _update(self) -> None:
         if self._scale and not self._scale.finish_backward(self._dense_parameters, self._world):
             self._optimizer.zero_grad()  # or `first_bad_tensor` would report the overflowed gradients
             return

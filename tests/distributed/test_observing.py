@@ -1,0 +1,145 @@
+"""Real runs that wait for something on purpose: the verdict names it, with the share that a stopwatch measured."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import recmill
+from recmill.checkpoints.saver import Saver
+from recmill.data.clicks import ClickSource
+from recmill.environment import process_environment
+from recmill.observe.recorder import PARTS, STEP, WARM_UP_STEPS, Recorder
+from recmill.training import evaluate
+from recmill.training.step import Step
+
+from ..conftest import Config
+from ..group import exit_code, in_group, train
+from .runs import losses
+
+STEPS = 26
+Laps = list[tuple[float, float]]
+
+
+def timed(target: Any, name: str, extra_seconds: float = 0.0) -> Laps:
+    """Let calls of a function take longer from now on; return a list to which they add when they began and ended."""
+    function = getattr(target, name)
+    laps: Laps = []
+
+    def timed_function(*arguments: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        time.sleep(extra_seconds)
+        result = function(*arguments, **options)
+        laps.append((began, time.perf_counter()))
+        return result
+
+    setattr(target, name, timed_function)
+    return laps
+
+
+def train_slowly(config: Config, run: Path, bottleneck: str) -> tuple[Laps, list[float], tuple[float, float]]:
+    """Train with a bottleneck; return the laps in it, when each step ended, and when training began and ended."""
+    laps: Laps = []
+    if bottleneck == "input":
+        laps = timed(ClickSource, "_batch", 0.02)
+    elif bottleneck == "late" and process_environment().rank == 1:
+        timed(Step, "forward", 0.04)
+    elif bottleneck == "exchange":
+        laps = timed(dist.Work, "wait", 0.01)
+    elif bottleneck == "save":
+        laps = timed(Saver, "save", 0.04)
+    elif bottleneck == "validate":
+        laps = timed(evaluate, "evaluate_split", 0.04)
+    elif bottleneck == "compute":
+        laps = timed(Step, "__call__")
+        timed(Step, "forward", 0.06)
+    steps, begin, finish = (timed(Recorder, name) for name in ("end_step", "begin", "finish"))
+    recmill.train(config, run)
+    return laps, [end for _, end in steps], (begin[0][1], finish[0][0])
+
+
+def measured(laps: Laps, start: float, end: float) -> float:
+    """Return the share of the time from `start` to `end` that the stopwatch ran."""
+    return sum(stop - begin for begin, stop in laps if begin >= start and stop <= end) / (end - start)
+
+
+@pytest.mark.parametrize("bottleneck", ["input", "late", "exchange", "save", "validate", "compute"])
+def test_a_bottleneck_is_named_with_the_share_that_a_stopwatch_measures(
+    bottleneck: str, dlrm: Config, tmp_path: Path
+) -> None:
+    dlrm["data"]["prefetch"] = 0
+    dlrm["train"] |= {"num_epochs": 9, "max_steps": STEPS, "log_every_steps": 10, "kernels": "torch"}
+    dlrm["eval"]["every_steps"] = 2 if bottleneck == "validate" else 1000
+    dlrm["checkpoint"] = {"every_steps": 2 if bottleneck == "save" else 1000, "background": False}
+    procs = 2 if bottleneck in ("late", "exchange") else 1
+    laps, step_ends, training = in_group(procs, train_slowly, dlrm, tmp_path / "run", bottleneck)
+    steps = step_ends[WARM_UP_STEPS - 1], step_ends[-1]
+    timing = json.loads((tmp_path / "run" / "results.json").read_text())["timing"]
+    text, shares = timing["verdict"], timing["shares"]
+    assert text in (tmp_path / "run" / "log.txt").read_text()
+    assert timing["steps"] == STEPS - WARM_UP_STEPS
+    assert sum(shares.values()) == pytest.approx(1, abs=0.01)
+    if bottleneck == "input":
+        assert text.startswith("input-bound ")
+        assert text.endswith("; try data.prefetch=2")
+        assert shares["input"] == pytest.approx(measured(laps, *steps), abs=0.05)
+    elif bottleneck == "late":
+        assert "rank 1 on " in text
+        assert " is late: the others wait " in text
+    elif bottleneck == "exchange":
+        assert text.startswith("exchange-bound ")
+        assert shares["exchange"] + shares["sync"] > measured(laps, *steps) - 0.05, "and DDP's waits, in C++"
+    elif bottleneck == "compute":
+        assert "compute-bound" in text
+        assert shares["compute"] == pytest.approx(measured(laps, *steps), abs=0.05)
+    else:
+        assert text.startswith({"save": "checkpoint-bound ", "validate": "validation-bound "}[bottleneck])
+        share = timing["seconds"][bottleneck] / sum(timing["seconds"].values())
+        assert share == pytest.approx(measured(laps, *training), abs=0.05)
+    for rank in range(procs):
+        records = np.fromfile(tmp_path / "run" / "trace" / "0" / f"rank-{rank}.steps", STEP)
+        assert records["step"].tolist() == list(range(1, STEPS + 1))
+        durations = np.diff(records["start"]) / 1e9
+        assert records["parts"][:-1].sum(axis=1) == pytest.approx(durations, abs=1e-4)
+
+
+def test_a_killed_run_keeps_its_recordings_and_a_resumed_one_adds_its_own(dlrm: Config, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    dlrm["train"]["max_steps"] = 9
+    dlrm["checkpoint"]["background"] = False
+    assert exit_code(recmill.train, dlrm, run, fail="train.updated@step=7:kill") != 0
+    train(dlrm, run)
+    assert sorted(path.name for path in (run / "trace").iterdir()) == ["0", "1"]
+    assert np.fromfile(run / "trace" / "1" / "rank-0.steps", STEP)["step"].tolist() == [6, 7, 8, 9]
+    assert json.loads((run / "trace" / "0" / "rank-0.json").read_text())["parts"] == list(PARTS)
+
+
+def full_disk(config: Config, run: Path) -> None:
+    assert exit_code(recmill.train, config, run, fail="observe.write:nospace") == 0
+
+
+def file_instead_of_directory(config: Config, run: Path) -> None:
+    assert exit_code(recmill.train, config, run, fail="train.end:kill") != 0
+    (run / "trace" / "0" / "rank-0.json").unlink(missing_ok=True)
+    (run / "trace").rename(run / "moved")
+    (run / "trace").touch()
+    assert exit_code(recmill.train, config, run) == 0
+
+
+@pytest.mark.parametrize("trouble", [full_disk, file_instead_of_directory])
+def test_a_run_that_cannot_be_recorded_learns_the_same_and_warns_once(
+    trouble: Any, dlrm: Config, tmp_path: Path
+) -> None:
+    dlrm["train"]["max_steps"] = 6
+    dlrm["observe"] = {"record": False}
+    train(dlrm, tmp_path / "unrecorded")
+    assert not (tmp_path / "unrecorded" / "trace").exists()
+    dlrm["observe"] = {"record": True}
+    trouble(dlrm, tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(tmp_path / "unrecorded")
+    lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
+    assert len([line for line in lines if "WARNING" in line and "not recorded" in line]) == 1, lines
