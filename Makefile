@@ -15,7 +15,7 @@ help:
 	@echo "make test         set up $(VENV), then run the linter, the type checker and all tests"
 	@echo "make check        run the linter and the type checker only"
 	@echo "make format       format the code and fix what the linter can fix"
-	@echo "make crashtest    kill training runs at random moments: ROUNDS=20 times, SEED=any number"
+	@echo "make crashtest    kill training runs at random moments: ROUNDS=20 times, SEED=any number, STORE=cached_ssd"
 	@echo "make rehearse     preempt a Slurm job ROUNDS=20 times: saved, requeued, finished with the same losses"
 	@echo "make hostile      try to break the command: TRIALS=1000, MINUTES=at most, SEED=any number, ONLY=one trial"
 	@echo "make gpu-validation  run every feature on the GPUs of this machine: GPUS=all of them, DEVICE=cpu to try it without"
@@ -84,8 +84,9 @@ test: check java launchers
 
 ROUNDS ?= 20
 SEED ?=
+STORE ?=
 crashtest: setup
-	$(BIN)/python -m tests.crashtest --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.crashtest --rounds $(ROUNDS) $(if $(STORE),--store $(STORE)) $(if $(SEED),--seed $(SEED))
 
 rehearse: launchers
 	REHEARSALS=$(ROUNDS) $(BIN)/pytest tests/distributed/test_launchers.py -k preempted_slurm -n 0 -v

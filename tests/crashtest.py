@@ -1,7 +1,8 @@
 """Kill training runs at random moments, and check that no checkpoint is corrupt, no step lost and no number different.
 
 It uses only the command and the files of a run directory. An unbroken run gives the expected losses and tensors; then
-the same command is started and killed, again and again, until the run is done.
+the same command is started and killed, again and again, until the run is done. With --store cached_ssd the unbroken run
+has its tables in memory, the others have theirs in files, and processes are also killed at points of the store's work.
 """
 
 import argparse
@@ -18,22 +19,23 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tomli_w
-import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 
-from recmill.checkpoints.safe_reader import SafeReader
+from recmill.checkpoints.format import verify
 
+from .checkpoints import tensors_of
 from .processes import born, children, descendants, send
 
 GONE_SECONDS = 60.0  # after a kill, all processes of the job must have ended by then
 STUCK_SECONDS = 180.0  # longest time without a step, a save or the end of the run
+DEAD_WORKER_EXIT_CODE = 5  # a worker was killed
 PREEMPTED_EXIT_CODE = 75  # after SIGTERM while training
 TOLERANCE = 2e-5  # if the number of processes changed: relative to a loss, and to a tensor's largest value
 VICTIMS = ("one worker", "the launcher", "everything", "SIGTERM")
@@ -59,6 +61,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "optim": {"dense": {"eps": 1e-3}, "tables": {"eps": 1e-3}},
     },
 }
+# So wide that most of the rows that are trained do not fit in a budget of 2 MB, with any number of processes. Such a
+# wide transformer amplifies rounding, which depends on the number of processes, unless steps are small.
+WIDE: dict[str, dict[str, Any]] = {
+    "dlrm": {
+        "model": {"embedding_dim": 128, "bottom_mlp": [128]},
+        "optim": {"tables": {"name": "rowwise_adagrad"}},
+    },
+    "bert4rec": {
+        "model": {"embedding_dim": 256},
+        "optim": {
+            "dense": {"name": "sgd", "lr": 0.05},
+            "tables": {"name": "rowwise_adagrad", "lr": 0.002, "eps": 0.01},
+        },
+    },
+}
+# Where a process kills itself, and up to which time that it gets there.
+POINTS = {"store.read": 1000, "store.append": 20, "store.compact": 8, "store.snapshot": 5, "ckpt.rows": 5}
+AT_A_POINT = 1 / 3  # share of the kills, with cached_ssd
 
 
 @dataclass
@@ -68,6 +88,7 @@ class Tally:
     kills: int = 0
     runs: int = 0
     resumed: int = 0  # starts that resumed from a checkpoint
+    points: Counter[str] = field(default_factory=Counter)  # kills by point of the store's work
     wrong: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, message: str) -> None:
@@ -123,13 +144,19 @@ def corruption(checkpoint: Path) -> str | None:
 
 def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     """Return every tensor, put together from its shards."""
-    reader = SafeReader(checkpoint)
-    facts = reader.read_metadata().state_dict_metadata
-    state: dict[str, Any] = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in facts.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it warns that there is no process group
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    return {name: value.numpy() for name, value in state.items()}
+        return {name: value.numpy() for name, value in tensors_of(verify(checkpoint)).items()}
+
+
+def held_open(folder: Path) -> list[str]:
+    """Return the files in `folder`, named or unnamed, that are there or that a process still has open."""
+    found = [str(path) for path in folder.glob("*")]
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # the process has ended meanwhile
+            if folder in (target := link.readlink()).parents:
+                found.append(f"{link} -> {target}")
+    return found
 
 
 # One start of the command
@@ -138,7 +165,7 @@ def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 class Attempt:
     """One start of the command, and its processes."""
 
-    def __init__(self, config: Path, run: Path, procs: int) -> None:
+    def __init__(self, config: Path, run: Path, procs: int, fail: str = "") -> None:
         self.run = run
         self.procs = procs
         self.steps_before = steps_on_disk(run)
@@ -147,7 +174,7 @@ class Attempt:
         self._members: dict[int, int] = {}  # process id -> start time
         command = [sys.executable, "-P", "-m", "recmill", "train", str(config), "--run", str(run)]
         # One thread per process; the files of a killed launcher are removed with ours.
-        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(run.parent)}
+        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(run.parent), "RECMILL_FAIL": fail}
         self.started = time.time()
         with Path(f"{run}.out").open("ab") as output:
             self.process = subprocess.Popen(
@@ -248,7 +275,6 @@ def _changed_at(path: Path) -> float:
 
 @dataclass(frozen=True)
 class Unbroken:
-    config: Path
     losses: dict[int, float]
     tensors: dict[str, np.ndarray]
     start_seconds: float
@@ -266,7 +292,6 @@ def unbroken(config: Path, run: Path) -> Unbroken:
     seconds = time.time() - attempt.started
     last = run / "checkpoints" / f"step-{steps_on_disk(run)[-1]:08d}"
     return Unbroken(
-        config,
         {line["step"]: line["loss"] for line in lines},
         tensors(last),
         start_seconds=lines[0]["time"] - attempt.started,
@@ -307,13 +332,15 @@ def _digest(value: np.ndarray) -> tuple[Any, ...]:
 class Broken:
     name: str
     path: Path
+    config: Path
+    rows: Path | None  # directory of row files, with cached_ssd
     procs: int = 2
     is_same_world: bool = True  # all steps ran with the same number of processes
 
 
-def attempt_to_the_end(run: Broken, expected: Unbroken, tally: Tally) -> None:
+def attempt_to_the_end(run: Broken, tally: Tally) -> None:
     """Run the command to the end without a kill."""
-    with Attempt(expected.config, run.path, run.procs) as attempt:
+    with Attempt(run.config, run.path, run.procs) as attempt:
         if not attempt.wait_for(lambda: False):
             tally.add("left", f"{run.path}: not done after {STUCK_SECONDS} s")
     check_after(attempt, run, tally)
@@ -322,7 +349,7 @@ def attempt_to_the_end(run: Broken, expected: Unbroken, tally: Tally) -> None:
 def attempt_and_kill(run: Broken, expected: Unbroken, choice: random.Random, tally: Tally) -> None:
     moment = choice.choices(list(MOMENTS), list(MOMENTS.values()))[0]
     victim, share = choice.choice(VICTIMS), choice.random()
-    with Attempt(expected.config, run.path, run.procs) as attempt:
+    with Attempt(run.config, run.path, run.procs) as attempt:
         if not wait_for_moment(attempt, moment, share, expected):
             tally.add("left", f"{run.path}: no progress for {STUCK_SECONDS} s")
         seconds = time.time() - attempt.started
@@ -341,6 +368,20 @@ def attempt_and_kill(run: Broken, expected: Unbroken, choice: random.Random, tal
     is_stopped = killed == "SIGTERM" and was_training and not is_done(run.path)
     if is_stopped and code != PREEMPTED_EXIT_CODE:
         tally.add("left", f"{run.path}: exit code {code} after SIGTERM, not {PREEMPTED_EXIT_CODE}")
+    check_after(attempt, run, tally)
+
+
+def attempt_to_a_point(run: Broken, choice: random.Random, tally: Tally) -> None:
+    """Let a process kill itself at a point of the store's work; if it never gets there, the run ends."""
+    point, most = choice.choice(list(POINTS.items()))
+    entry = f"{point}@rank={choice.randrange(run.procs)}@hit={choice.randint(1, most)}:kill"
+    with Attempt(run.config, run.path, run.procs, fail=entry) as attempt:
+        if not attempt.wait_for(lambda: False):
+            tally.add("left", f"{run.path}: neither done nor killed after {STUCK_SECONDS} s with {entry}")
+    attempt.was_killed |= attempt.process.returncode == DEAD_WORKER_EXIT_CODE
+    tally.kills += attempt.was_killed
+    tally.points[point] += attempt.was_killed
+    print(f"{tally.kills:3} {run.name}: {entry}, exit code {attempt.process.returncode}", flush=True)
     check_after(attempt, run, tally)
 
 
@@ -375,6 +416,8 @@ def check_after(attempt: Attempt, run: Broken, tally: Tally) -> None:
     leftovers = attempt.hidden() if is_done(run.path) else attempt.stale()
     if attempt.has_saved() and leftovers:
         tally.add("left", f"{leftovers[0]} is still there after a later save")
+    if run.rows and (files := held_open(run.rows)):
+        tally.add("left", f"{len(files)} row files: {files[0]}")
     if not attempt.was_killed and not is_done(run.path):
         tally.add("left", f"{run.path}: it ended without a kill, with exit code {attempt.process.returncode}")
 
@@ -387,40 +430,63 @@ def compare(run: Broken, expected: Unbroken, tally: Tally) -> None:
     print(f"{run.name} is done, {'NOT ' if found else ''}equal to the unbroken run {how}", flush=True)
 
 
-def crash(folder: Path, models: list[str], rounds: int, steps: int, choice: random.Random) -> Tally:
+def crash(
+    folder: Path, models: list[str], rounds: int, steps: int, choice: random.Random, store: str = "device_mem"
+) -> Tally:
     """Kill `rounds` times, then finish the current run. Stop at the first problem."""
     tally = Tally()
-    expected = {model: unbroken(prepared(folder, model, steps), folder / f"unbroken-{model}") for model in models}
+    rows = folder / "rows" if store == "cached_ssd" else None
+    if rows:
+        rows.mkdir()
+    expected, configs = {}, {}
+    for model in models:
+        config = prepared(folder, model, steps, is_wide=rows is not None)
+        whole = folder / f"unbroken-{model}"
+        expected[model] = unbroken(write_config(Path(f"{whole}.toml"), config), whole)
+        if rows:
+            config["tables"] = {"store": store, "cache_memory_budget_mb": 2, "path": str(rows)}
+        configs[model] = write_config(folder / f"{model}.toml", config)
     for number in range(rounds):  # each run is killed at least once
         if tally.wrong or tally.kills >= rounds:
             break
         model = models[number % len(models)]
-        run = Broken(f"{model} {number + 1}", folder / f"run-{number + 1}-{model}")
+        run = Broken(f"{model} {number + 1}", folder / f"run-{number + 1}-{model}", configs[model], rows)
         can_change = number // len(models) % 2 == 1  # the others must be equal bit for bit
         while not tally.wrong and not is_done(run.path) and tally.kills < rounds:
-            attempt_and_kill(run, expected[model], choice, tally)
+            if rows and choice.random() < AT_A_POINT:
+                attempt_to_a_point(run, choice, tally)
+            else:
+                attempt_and_kill(run, expected[model], choice, tally)
             if can_change and choice.random() < 1 / 3:
                 run.procs = choice.choice([procs for procs in (1, 2, 3) if procs != run.procs])
         if not tally.wrong and not is_done(run.path):
-            attempt_to_the_end(run, expected[model], tally)
+            attempt_to_the_end(run, tally)
         if not tally.wrong:
             compare(run, expected[model], tally)
             tally.runs += 1
     return tally
 
 
-def prepared(folder: Path, model: str, steps: int) -> Path:
-    """Prepare the data of a run and return its config file."""
-    data, file = folder / DATASETS[model], folder / f"{model}.toml"
+def prepared(folder: Path, model: str, steps: int, is_wide: bool) -> dict[str, Any]:
+    """Prepare the data of a run and return its config."""
+    data, own = folder / DATASETS[model], CONFIGS[model]
     command = [sys.executable, "-P", "-m", "recmill", "prepare", DATASETS[model], "--output", str(data)]
     subprocess.run([*command, *PREPARED[DATASETS[model]]], check=True, capture_output=True)
-    own = CONFIGS[model]
     config = own | {
         "data": {"path": str(data), "limit_val_batches": 1, "limit_test_batches": 1},
         "train": {"device": "cpu", "num_epochs": 10**6, "max_steps": steps, "log_every_steps": 1, **own["train"]},
         "eval": {"every_steps": 10**6, "global_batch_size": 64, **own.get("eval", {})},
         "checkpoint": {"every_steps": SAVE_EVERY_STEPS},
     }
+    if is_wide:
+        config["model"] = own["model"] | WIDE[model]["model"]
+        config["optim"] = WIDE[model]["optim"]
+        config["sharding"] = {"default": "row_wise"}
+        config["checkpoint"]["full_every"] = 3
+    return config
+
+
+def write_config(file: Path, config: dict[str, Any]) -> Path:
     file.write_text(tomli_w.dumps(config), encoding="utf-8")
     return file
 
@@ -434,20 +500,21 @@ def main() -> int:
         help="of what is killed when, up to the machine's speed (default: random)",
     )
     parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
+    parser.add_argument("--store", choices=["device_mem", "cached_ssd"], default="device_mem", help="tables.store")
     parser.add_argument("--steps", type=int, default=400, help="steps of a run (default 400)")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="recmill-crashtest-"))
-    tally = crash(folder, options.models, options.rounds, options.steps, random.Random(seed))
+    tally = crash(folder, options.models, options.rounds, options.steps, random.Random(seed), options.store)
     if tally.wrong:
         print(f"files are kept in {folder}; run-*.out holds what each run printed")
     else:
         shutil.rmtree(folder)
-    counts = {kind: tally.wrong[kind] for kind in ("corrupt", "lost", "different", "left")}
-    seconds = round(time.monotonic() - started, 1)
-    print(json.dumps({"seed": seed, "kills": tally.kills, "runs": tally.runs, **counts, "seconds": seconds}))
+    counts: dict[str, float] = {kind: tally.wrong[kind] for kind in ("corrupt", "lost", "different", "left")}
+    counts |= {"seconds": round(time.monotonic() - started, 1)}
+    print(json.dumps({"seed": seed, "kills": tally.kills, "runs": tally.runs, **tally.points, **counts}))
     return int(bool(tally.wrong))
 
 

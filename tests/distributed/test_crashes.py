@@ -15,3 +15,12 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(tmp_path: 
     assert tally.kills == 3
     assert tally.runs
     assert tally.resumed
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_run_with_tables_in_files_ends_like_one_in_memory_that_never_was(tmp_path: Path) -> None:
+    """Two kills at points of the store's work, or at random moments."""
+    tally = crash(tmp_path, ["dlrm"], rounds=2, steps=60, choice=random.Random(1), store="cached_ssd")
+    assert not tally.wrong
+    assert tally.kills == 2
+    assert tally.runs
