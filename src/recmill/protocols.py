@@ -75,8 +75,8 @@ class BatchSource(Protocol):
     def train_batches(self, epoch: int, first: int) -> Iterator[Batch]:
         """Yield batch `first` of the epoch and all later ones, in an order that depends only on seed and epoch."""
 
-    def global_ids(self, epoch: int, batch: int) -> "dict[str, np.ndarray] | None":
-        """Return the ids of all ranks in a training batch, by feature; None if they cannot be read ahead.
+    def global_ids(self, epoch: int, batch: int) -> "dict[str, np.ndarray]":
+        """Return the ids of all ranks in a training batch, by feature.
 
         Called in another thread than the batches are made in.
         """

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,15 +235,19 @@ def test_our_loader_gives_every_row_once_an_epoch(
 ) -> None:
     dataset = open_dataset(npy if layout == "npy" else parquet)
     rows: list[tuple[float, ...]] = []
+    ids_of_batch: dict[int, list[list[int]]] = defaultdict(list)
     for rank in range(ranks):
         batching = Batching(order, seed=2, train_batch_size=100, eval_batch_size=64, rank=rank, size=ranks)
         source = ClickSource(dataset, batching)
-        for batch in source.train_batches(epoch=0, first=0):
+        for number, batch in enumerate(source.train_batches(epoch=0, first=0)):
             assert isinstance(batch, CtrBatch)
             real = batch.weights_B > 0
             ids = batch.sparse.values().reshape(26, -1).T[real]
             labels, dense = batch.labels_B[real].tolist(), batch.dense_BF[real].tolist()
             rows += [(y, *d, *i) for y, d, i in zip(labels, dense, ids.tolist(), strict=True)]
+            ids_of_batch[number] += ids.tolist()
+    for number, expected in ids_of_batch.items():  # what is read ahead
+        assert np.stack([*source.global_ids(0, number).values()], axis=1).tolist() == expected
     assert len(rows) == 557
     assert sorted(rows) == sorted(train_table(npy))
     if ranks == 1:

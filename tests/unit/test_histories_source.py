@@ -143,6 +143,18 @@ def test_a_batch_of_windows_and_its_masks_are_the_same_for_any_world_size(
     assert one == two == three
 
 
+@pytest.mark.parametrize("order", ["shuffled", "file", "batch"])
+@pytest.mark.parametrize("rules", [MASKING, replace(MASKING, predicts_next=True)])
+def test_tokens_read_ahead_are_those_of_all_ranks_in_a_batch(histories: Path, order: str, rules: WindowRules) -> None:
+    """Also in another epoch than the batches that are made meanwhile."""
+    source = history_source(histories, rank=1, size=3, order=order, window_rules=rules)
+    for epoch in (1, 0):
+        under_way = source.train_batches(0, 0)
+        for number, rows in enumerate(history_epoch(histories, size=3, epoch=epoch, order=order, window_rules=rules)):
+            next(under_way)
+            assert source.global_ids(epoch, number)["item"].tolist() == [token for row in rows for token in row[0]]
+
+
 def test_a_rank_without_windows_gets_a_filler_of_weight_0(histories: Path) -> None:
     first, *_ = history_source(histories, rank=0, size=30, train_batch_size=25).train_batches(0, 0)
     assert len(first.lengths_B) == 1

@@ -128,10 +128,11 @@ class ClickSource:
         for share, rows in self._train_shares(self._batching, epoch, first):
             yield self._batch(self._train, share, rows)
 
-    def global_ids(self, epoch: int, batch: int) -> dict[str, np.ndarray] | None:
-        """Return the ids of all ranks in a training batch; None for Parquet, whose blocks would be decoded twice."""
-        if self._dataset.clicks.layout == "parquet":
-            return None
+    def global_ids(self, epoch: int, batch: int) -> dict[str, np.ndarray]:
+        """Return the ids of all ranks in a training batch.
+
+        Blocks of Parquet files are decoded once for this and for training, unless it is more than a window ahead.
+        """
         _, rows = next(self._train_shares(replace(self._batching, rank=0, size=1), epoch, batch))
         ends = np.cumsum([len(rows) * ids for ids in self._ids_per_row])
         return dict(zip(self._features, np.split(self._values(self._train.take(rows).ids), ends[:-1]), strict=True))

@@ -4,6 +4,7 @@ Order and masks are computed from (seed, epoch, window): new in each epoch, and 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,7 @@ class HistorySource:
         self.batches_per_epoch = batching.num_batches("train", self.samples_per_epoch)
         self._negatives = [self._checked_negatives(dataset, protocol) for protocol in sampled(protocols)]
         self._drawn: dict[tuple[str, int], np.ndarray] = {}  # by split and user
+        self._orders: dict[int, np.ndarray] = {}  # by epoch
 
     def window_facts(self) -> str:
         """Describe the training windows, and how much padding rectangular batches would need."""
@@ -76,12 +78,15 @@ class HistorySource:
             f"items on average; batches padded to their longest would be {1 - lengths.sum() / padded:.1%} padding"
         )
 
-    def global_ids(self, epoch: int, batch: int) -> None:
-        """Histories are not read ahead."""
+    def global_ids(self, epoch: int, batch: int) -> dict[str, np.ndarray]:
+        """Return the tokens of all ranks in a training batch."""
+        whole = replace(self._batching, rank=0, size=1)
+        share = next(whole.shares("train", self.samples_per_epoch, batch))
+        return {"item": self._examples(epoch, self._order_of(epoch)[share.positions])[1].tokens}
 
     def train_batches(self, epoch: int, first: int) -> Iterator[SequenceBatch]:
         """Yield batch `first` of the epoch and all later ones; order and masks depend on seed and epoch alone."""
-        order = self._epoch_order(epoch)
+        order = self._order_of(epoch)
         for number, share in enumerate(self._batching.shares("train", self.samples_per_epoch, first), start=first):
             yield self._training_batch(epoch, number, order[share.positions], share)
 
@@ -107,6 +112,14 @@ class HistorySource:
     def _num_users(self, split: str) -> int:
         return self._batching.num_used(split, len(self._offsets) - 1)
 
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """Return `_epoch_order`. The last two are kept: the thread that looks ahead may be in the next epoch."""
+        order = self._orders.get(epoch)
+        if order is None:
+            order = self._epoch_order(epoch)
+            self._orders = dict([*self._orders.items()][-1:]) | {epoch: order}
+        return order
+
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Return the windows of an epoch: those of batch 0, of batch 1, ... Only the last batch may be incomplete."""
         count = len(self._starts)
@@ -127,15 +140,19 @@ class HistorySource:
         full = order[: num_full * size].reshape(num_full, size)[shuffled]
         return np.concatenate([full.reshape(-1), order[num_full * size :]])
 
-    def _training_batch(self, epoch: int, number: int, windows: np.ndarray, share: Share) -> SequenceBatch:
-        seed = self._batching.seed
-        keys = rng.bits(rng.stream_key(seed, "window", epoch), windows)
+    def _examples(self, epoch: int, windows: np.ndarray) -> tuple[np.ndarray, _Examples]:
+        """Return the key of each window and what is learned from them."""
+        keys = rng.bits(rng.stream_key(self._batching.seed, "window", epoch), windows)
         starts, lengths = self._starts[windows], self._lengths[windows]
         if self._rules.predicts_next:
-            made = self._next_item_examples(starts, lengths)
-        else:
-            made = self._masked_examples(starts, lengths, keys)
-        chances = rng.uniform(rng.stream_key(seed, "negatives", epoch, number), np.arange(self._rules.negatives))
+            return keys, self._next_item_examples(starts, lengths)
+        return keys, self._masked_examples(starts, lengths, keys)
+
+    def _training_batch(self, epoch: int, number: int, windows: np.ndarray, share: Share) -> SequenceBatch:
+        keys, made = self._examples(epoch, windows)
+        chances = rng.uniform(
+            rng.stream_key(self._batching.seed, "negatives", epoch, number), np.arange(self._rules.negatives)
+        )
         return SequenceBatch(
             tokens_N=torch.from_numpy(made.tokens),
             lengths_B=torch.from_numpy(made.lengths),

@@ -27,7 +27,7 @@ def looking_ahead(model: nn.Module, source: BatchSource, start: Position, num_st
         yield
         return
 
-    def ids_of(step: int) -> Ids | None:
+    def ids_of(step: int) -> Ids:
         done = start.epoch * source.batches_per_epoch + start.batch + step - start.step
         return source.global_ids(*divmod(done, source.batches_per_epoch))
 
@@ -49,17 +49,13 @@ def looking_ahead(model: nn.Module, source: BatchSource, start: Position, num_st
             cached.next_batch = -1
 
 
-def _hint(
-    caches: list[CachedTables], ids_of: Callable[[int], Ids | None], steps: range, is_over: threading.Event
-) -> None:
+def _hint(caches: list[CachedTables], ids_of: Callable[[int], Ids], steps: range, is_over: threading.Event) -> None:
     step = steps.start
     while step < steps.stop and not is_over.is_set():
         try:
             ids = ids_of(step)
         except UserError:
             return  # raised again where the batch is used
-        if ids is None:
-            return
         for cached in caches:
             keys = cached.own_keys(ids)
             while step >= cached.next_batch and not is_over.is_set():
