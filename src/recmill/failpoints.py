@@ -4,7 +4,8 @@
 
 Each entry is a point, conditions and an action. Conditions: `rank`, `step`, `hit` (the N-th time that this process
 reaches the point, from 1) and `attempt` (restarts of the job so far). Actions: kill, sigill (as on a CPU that lacks an
-instruction), raise, hang, nospace, eio.
+instruction), raise, hang, nospace, eio; in store.read and store.append also eintr (interrupted), short (only a part is
+read or written) and slow (50 ms).
 """
 
 import errno
@@ -50,6 +51,8 @@ POINTS = {
 }
 _ERRORS = {"nospace": errno.ENOSPC, "eio": errno.EIO}
 _SIGNALS = {"kill": signal.SIGKILL, "sigill": signal.SIGILL}
+_OF_DISKS = {"eintr": int(errno.EINTR), "short": 10_001, "slow": 10_002}  # as in kernels/rows.cpp
+_ON_DISKS = ("store.read", "store.append")
 _ACTIONS = (*_SIGNALS, "raise", "hang", *_ERRORS)
 _CONDITIONS = ("rank", "step", "hit", "attempt")
 
@@ -101,7 +104,8 @@ def native_failures(points: list[str]) -> list[tuple[int, int, int]]:
         fixed = failure.conditions.keys() - {"hit"}
         if failure.point in points and all(now.get(name) == failure.conditions[name] for name in fixed):
             signal_number = _SIGNALS.get(failure.action, 0)
-            action = 0 if failure.action == "hang" else -signal_number or _ERRORS.get(failure.action, errno.EIO)
+            numbers = _ERRORS | _OF_DISKS
+            action = 0 if failure.action == "hang" else -signal_number or numbers.get(failure.action, errno.EIO)
             found.append((points.index(failure.point), failure.conditions.get("hit", 0), int(action)))
     return found
 
@@ -112,7 +116,8 @@ def _parse(text: str) -> list[_Failure]:
         where, _, action = part.rpartition(":")
         point, *conditions = where.split("@")
         pairs = dict(condition.partition("=")[::2] for condition in conditions)
-        is_known = point in POINTS and action in _ACTIONS and pairs.keys() <= set(_CONDITIONS)
+        actions = (*_ACTIONS, *_OF_DISKS) if point in _ON_DISKS else _ACTIONS
+        is_known = point in POINTS and action in actions and pairs.keys() <= set(_CONDITIONS)
         if not is_known or not all(value.isdecimal() for value in pairs.values()):
             raise ConfigError(
                 f"{VARIABLE}: '{part}' is not POINT[@CONDITION=NUMBER...]:ACTION. Points: {', '.join(POINTS)}. "

@@ -1,11 +1,15 @@
 """Tables in files behind a cache: the same bits as in memory, from any checkpoint to any other."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 
 import recmill
@@ -13,13 +17,15 @@ from recmill import prepare
 from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest, tensors_of
-from ..group import evaluate, exit_code, train
+from ..group import evaluate, exit_code, in_group, train
 from .runs import OF_THIS_MACHINE, metric_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 Config = dict[str, Any]
 CACHED = {"store": "cached_ssd", "cache_memory_budget_mb": 2}
+# So wide that the rows of two processes do not fit in their caches either.
+WIDE = {"model": {"name": "dlrm", "embedding_dim": 256, "bottom_mlp": [256], "top_mlp": [8]}}
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +160,7 @@ def test_a_run_changes_its_store_sharding_and_budget_when_it_resumes(clicks_conf
 
 
 @pytest.mark.parametrize(
-    "point", ["store.read@hit=40", "store.append@hit=3", "store.snapshot@hit=2", "ckpt.rows@step=10"]
+    "point", ["store.read@hit=40", "store.append@hit=3", "store.compact", "store.snapshot@hit=2", "ckpt.rows@step=10"]
 )
 def test_a_killed_run_leaves_nothing_of_its_row_file_and_resumes_with_the_same_bits(
     point: str, clicks_config: Config, tmp_path: Path
@@ -167,3 +173,56 @@ def test_a_killed_run_leaves_nothing_of_its_row_file_and_resumes_with_the_same_b
     train(clicks_config, tmp_path / "memory")
     assert learned(run) == learned(tmp_path / "memory")
     assert_same_tensors(run, tmp_path / "memory")
+
+
+def test_a_new_run_with_another_seed_starts_from_the_rows_of_an_earlier_one(
+    clicks_config: Config, tmp_path: Path
+) -> None:
+    """Rows that the earlier run never trained have the first values of its seed, which row files do not hold."""
+
+    def config(seed: int, tables: Config) -> Config:
+        return clicks_config | {"tables": tables, "train": clicks_config["train"] | {"seed": seed, "max_steps": 6}}
+
+    for name, tables in (("memory", {}), ("cached", CACHED)):
+        train(config(1, tables), tmp_path / name)
+    train(config(2, {}), tmp_path / "expected", init_from=tmp_path / "memory")
+    for earlier in ("memory", "cached"):
+        run = tmp_path / f"from-{earlier}"
+        train(config(2, CACHED), run, init_from=tmp_path / earlier)
+        assert learned(run) == learned(tmp_path / "expected")
+        assert_same_tensors(run, tmp_path / "expected")
+
+
+def train_with_failure(config: Config, run: Path, entry: str) -> None:
+    """In each process."""
+    os.environ["RECMILL_FAIL"] = entry
+    recmill.train(config, run)
+
+
+def test_one_slow_rank_changes_no_bit(clicks_config: Config, tmp_path: Path) -> None:
+    config = clicks_config | WIDE | {"sharding": {"default": "row_wise"}, "tables": CACHED | {"lookahead": 0}}
+    config["train"] = config["train"] | {"max_steps": 12}
+    in_group(2, train_with_failure, config, tmp_path / "slow", "store.read@rank=1@hit=5:slow")
+    train(config | {"tables": {}}, tmp_path / "memory", procs=2)
+    assert learned(tmp_path / "slow") == learned(tmp_path / "memory")
+    assert_same_tensors(tmp_path / "slow", tmp_path / "memory")
+    assert sum(counters(tmp_path / "slow", "store_misses")) > 0
+
+
+def test_all_processes_end_with_the_error_of_the_one_whose_disk_fails(clicks_config: Config, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    config = clicks_config | WIDE | {"tables": CACHED | {"path": str(tmp_path / "rows")}}
+    config["sharding"] = {"default": "row_wise"}
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+    command = [sys.executable, "-P", "-m", "recmill", "train", str(tmp_path / "config.toml"), "--procs", "2"]
+    ended = subprocess.run(
+        [*command, "--run", str(tmp_path / "run")],
+        env={**os.environ, "RECMILL_FAIL": "store.read@rank=1@hit=40:eio", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 5, ended.stderr
+    fact = f"{tmp_path / 'rows'}: the row file: reading at byte "
+    assert fact in ended.stderr and "Input/output error. The disk reports an error" in ended.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["rank"] == 1
+    assert list((tmp_path / "rows").iterdir()) == []

@@ -11,6 +11,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -104,8 +105,11 @@ enum Point { kRead, kAppend, kCompact, kSnapshot, kPoints };
 
 struct Failure {
     int64_t point, hit;  // hit 0: every time
-    int64_t action;      // > 0: an error number; < 0: minus a signal; 0: hang
+    int64_t action;      // > 0: an error number, kShort or kSlow; < 0: minus a signal; 0: hang
 };
+
+constexpr int kShort = 10001;  // only a part is read or written
+constexpr int kSlow = 10002;   // 50 ms
 
 // ---- I/O engines ----
 
@@ -736,6 +740,10 @@ class Cache : public Receiver {
         const int64_t hit = ++hits_[point];
         for (const Failure& failure : failures_) {
             if (failure.point != point || (failure.hit && failure.hit != hit)) continue;
+            if (failure.action == kSlow) {
+                usleep(50000);
+                continue;
+            }
             if (failure.action > 0) return int(failure.action);
             if (failure.action < 0) raise(int(-failure.action));
             while (failure.action == 0) sleep(1000);
@@ -936,7 +944,8 @@ class Cache : public Receiver {
 
     // Checks what was read and copies it to its row. Leaves a positive result, 0 (wrong checksum) or minus an error.
     void settle(Request& request) {
-        if (const int error = reach(kRead)) request.result = -error;
+        if (const int error = reach(kRead); error == kShort) request.result = request.result / 2 / o_.alignment * o_.alignment;
+        else if (error) request.result = -error;
         if (request.result == -EINTR || request.result == -EAGAIN) request.result = 0;
         if (request.result >= 0)
             request.result = read_fully(int(o_.fd), request.buffer, request.length, request.offset, request.result);
@@ -1068,12 +1077,19 @@ class Cache : public Receiver {
         const int buffer = segments_[number].buffer;
         const int64_t offset = int64_t(number) * o_.segment_bytes;
         lock.unlock();
-        int error = reach(kAppend);
+        int error = 0;
         for (int64_t have = 0; have < o_.segment_bytes && !error;) {
-            const ssize_t put = pwrite(int(o_.fd), buffers_[buffer] + have, o_.segment_bytes - have, offset + have);
+            const int failure = reach(kAppend);
+            const int64_t left = failure == kShort ? o_.alignment : o_.segment_bytes - have;
+            ssize_t put = -1;
+            if (failure && failure != kShort) errno = failure;
+            else put = pwrite(int(o_.fd), buffers_[buffer] + have, size_t(left), offset + have);
             if (put >= 0) have += put;
             else if (errno != EINTR && errno != EAGAIN) error = errno;
         }
+        rlimit limit;  // in the middle of a block, it makes direct writes invalid
+        if (error == EINVAL && !getrlimit(RLIMIT_FSIZE, &limit) && uint64_t(offset + o_.segment_bytes) > limit.rlim_cur)
+            error = EFBIG;
         if (!error && !o_.is_direct) {
             sync_file_range(int(o_.fd), offset, o_.segment_bytes,
                             SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);

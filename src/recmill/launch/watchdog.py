@@ -22,6 +22,7 @@ _POLL_SECONDS = 0.5
 _COLLECTIVES = ("/torch/distributed/", "/recmill/world.py")  # in the stack of a process that waits for others
 _ANSWER_SECONDS = 5.0  # how much later another machine may notice the same hang
 _MAX_RANKS_SHOWN = 4
+_STORE = "/recmill/tables/stores/"  # in the stack of a process that waits for a row file
 _LINGER_SECONDS = 10.0  # if a rank left at once, the others would report its absence instead of their stacks
 
 
@@ -125,9 +126,12 @@ def _report(watch: Watch, last: _Beat, quiet_seconds: float) -> Hang:
     stack = traceback.extract_stack(sys._current_frames().get(ident))
     frames = [f"{frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in stack]
     is_waiting = any(part in frame.filename for frame in stack for part in _COLLECTIVES)
+    phase = last.phase
+    if any(_STORE in frame.filename for frame in stack):
+        phase += ", waiting for the disk of cached_ssd (tables.path)"
     # A rank that learned of the hang from another one does not wait: the launcher gathers reports for a short time.
     silent = watch.silent_ranks(_ANSWER_SECONDS if quiet_seconds >= watch.seconds else 0.0)
-    hang = Hang(watch.rank, last.step, last.phase, round(quiet_seconds, 1), frames, is_waiting, silent)
+    hang = Hang(watch.rank, last.step, phase, round(quiet_seconds, 1), frames, is_waiting, silent)
     if watch.job is not None and watch.job.is_dir():  # its launcher may be gone
         write_json(watch.job / f"hang-{hang.rank}.json", asdict(hang))
     path = watch.run / f"hang-rank-{hang.rank}.txt"

@@ -38,7 +38,7 @@ _MAX_ALIGNMENT = 4096
 _MAX_SEGMENT_BYTES = 8 << 20
 _MAX_RECORDS = 2**31 - 2
 _MIN_LIVE = 0.7
-_SNAPSHOT_BYTES = 16 << 20  # of a chunk
+_SNAPSHOT_SEGMENTS = 2  # of a chunk
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,10 @@ def _segment_bytes(layout: RowLayout, budget_bytes: int) -> int:
 
 
 def _buffer_bytes(layout: RowLayout, segment_bytes: int) -> int:
-    """Return the bytes of write buffers, chunks and read buffers, for the largest alignment."""
+    """Return the bytes of write buffers, a snapshot's chunk, chunks and read buffers, for the largest alignment."""
     chunk = min(_CHUNK_BYTES, segment_bytes) + 3 * _MAX_ALIGNMENT
-    return _BUFFERS * segment_bytes + 2 * chunk + DEPTH * (layout.record_bytes + 3 * _MAX_ALIGNMENT)
+    segments = (_BUFFERS + _SNAPSHOT_SEGMENTS) * segment_bytes
+    return segments + 2 * chunk + DEPTH * (layout.record_bytes + 3 * _MAX_ALIGNMENT)
 
 
 class Chunk(NamedTuple):
@@ -198,6 +199,7 @@ class RowCache:
         engine: Engine = "auto",
         lookahead: int = 0,
         disk_budget_bytes: int = 0,
+        eviction_seed: int = 1,
         slab: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
         """Open the file and start the threads.
@@ -220,7 +222,7 @@ class RowCache:
         for function in ("rows_snapshot_begin", "rows_snapshot_next", "rows_advance", "rows_position"):
             getattr(self._library, function).restype = c_int64
         self.file = open_row_file(directory)
-        options = self._options(self.file, engine, lookahead, disk_budget_bytes)
+        options = self._options(self.file, engine, lookahead, disk_budget_bytes, eviction_seed)
         self._handle = c_void_p(self._library.rows_open(ctypes.byref(options)) or None)
         if not self._handle:
             os.close(self.file.fd)
@@ -228,7 +230,9 @@ class RowCache:
                 raise ResourceError("This system does not allow io_uring. Use the engine 'auto'.")
             raise MemoryError(f"cache of {plan.slots:,} rows")
 
-    def _options(self, file: RowFile, engine: Engine, lookahead: int, disk_budget_bytes: int) -> _Options:
+    def _options(
+        self, file: RowFile, engine: Engine, lookahead: int, disk_budget_bytes: int, eviction_seed: int
+    ) -> _Options:
         layout = self.layout
         bounds = [(np.float32(shard.bound * 2.0**-23), np.float32(shard.bound)) for shard in layout.shards]
         shards = [
@@ -247,7 +251,7 @@ class RowCache:
             min(48, 16 * num_cores()),
             lookahead,
             disk_budget_bytes,
-            1,
+            eviction_seed,
             len(failures),
             (_Failure * len(failures))(*failures),
         )
@@ -390,13 +394,15 @@ class Snapshot:
         self._cache: RowCache | None = cache
 
     def __iter__(self) -> Iterator[Chunk]:
-        layout = self._cache.layout if self._cache else None
-        while self._cache and layout:
-            cache = self._cache
-            room = max(1, max(_SNAPSHOT_BYTES, _CHUNK_BYTES) // layout.record_bytes)
-            room = min(room, layout.rows + _CHUNK_BYTES // layout.record_bytes + 1)
-            keys = np.empty(room, np.int64)
-            weights, state = (np.empty((room, columns), np.float32) for columns in (layout.dim, layout.state_columns))
+        """Yield chunks, each of which is valid until the next one: all of them use the same memory."""
+        cache = self._cache
+        if not cache:
+            return
+        layout = cache.layout
+        room = max(1, _SNAPSHOT_SEGMENTS * cache.plan.segment_bytes // layout.record_bytes)
+        keys = np.empty(room, np.int64)
+        weights, state = (np.empty((room, columns), np.float32) for columns in (layout.dim, layout.state_columns))
+        while self._cache:
             count = cache._call("rows_snapshot_next", room, _address(keys), _address(weights), _address(state))
             cache._check(int(count < 0))
             if not count:

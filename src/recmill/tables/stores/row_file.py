@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, ResourceError, remedy_for
 
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -21,13 +21,18 @@ class RowFile(NamedTuple):
 
 
 def check_row_directory(directory: Path, place: str = "tables.path") -> None:
-    """Raise ConfigError if `directory` does not exist or is on a file system in memory."""
+    """Raise a UserError if `directory` does not exist, is on a file system in memory, or cannot hold a file."""
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise ConfigError(f"{place}: {directory} {what}. Create it on a local SSD, or choose another one.")
     kind = file_system(directory)
     if kind in _IN_MEMORY:
         raise ConfigError(f"{place}: {directory} is a {kind}, which is memory. Choose a directory on a disk.")
+    try:
+        os.close(open_row_file(directory).fd)
+    except OSError as error:
+        problem = f"{place}: {directory}: a row file cannot be written there: {error.strerror}."
+        raise ResourceError(f"{problem} {remedy_for(error)}".rstrip()) from error
 
 
 def file_system(directory: Path) -> str:
