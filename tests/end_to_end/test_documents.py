@@ -225,14 +225,17 @@ def test_a_click_log_in_csv_is_prepared_as_the_page_of_data_shows(
     }
 
 
-def test_a_dry_run_prints_the_script_that_the_page_of_launching_shows(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "mark"), [("slurm", "#SBATCH"), ("polaris", "#PBS -A"), ("kubernetes", '"apiVersion"')]
+)
+def test_a_dry_run_prints_the_script_that_the_page_of_launching_shows(place: str, mark: str, tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(REPO / "configs")
-    command = next(words for words in commands(DOCS / "launching.md") if "--dry-run" in words)
+    command = next(words for words in commands(DOCS / "launching.md") if "--dry-run" in words and place in words)
     done = run([*command, "--data-elsewhere"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "runs").exists()
     printed = re.sub(r"\S+/python[\d.]*", "python", done.stdout.replace(str(tmp_path), "/shared")).splitlines()
-    sample = block_with(DOCS / "launching.md", "#SBATCH").splitlines()
+    sample = block_with(DOCS / "launching.md", mark).splitlines()
     gap = sample.index("...")
     assert sample[:gap] == printed[:gap]
     rest = iter(printed[gap:])
