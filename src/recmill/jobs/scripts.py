@@ -196,11 +196,12 @@ _RENDER: dict[str, Callable[[Job], list[str]]] = {
 
 
 def _head(job: Job, mark: str, directives: list[str], job_id: str) -> list[str]:
-    """Return the directives, the variables `jobs` and `id`, and the lines of `setup`."""
+    """Return the directives, the variables `jobs`, `python` and `id`, and the lines of `setup`."""
     return [
         "#!/bin/bash -l",
         *(f"{mark} {directive}" for directive in directives),
         f"jobs={quote(str(job.jobs))}",
+        f"python={quote(job.python)}",
         f'id="{job_id}"',
         "started=$(date +%s)",
         'cd "$jobs" || {',
@@ -244,7 +245,7 @@ def _tail(job: Job, *first: str) -> list[str]:
     return [
         *first,
         *job.place.after,
-        f'{quote(job.python)} -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"',
+        '"$python" -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"',
         "exit $?",
     ]
 

@@ -1,5 +1,6 @@
 #!/bin/bash -l
 jobs='/data/Run'"'"'s 5%/jobs'
+python=/env/bin/python
 id="$$"
 started=$(date +%s)
 cd "$jobs" || {
@@ -26,5 +27,5 @@ done
 wait "$child"; ended=$?  # it may have ended before kill -0, and code is then that of the signal
 [ "$ended" -eq 127 ] || code=$ended
 trap : TERM USR1 USR2
-/env/bin/python -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
+"$python" -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
 exit $?

@@ -4,6 +4,7 @@
 #PBS -j oe
 #PBS -r y
 jobs='/data/Run'"'"'s 5%/jobs'
+python=/env/bin/python
 id="${PBS_JOBID%%.*}"
 started=$(date +%s)
 cd "$jobs" || {
@@ -30,5 +31,5 @@ done
 wait "$child"; ended=$?  # it may have ended before kill -0, and code is then that of the signal
 [ "$ended" -eq 127 ] || code=$ended
 trap : TERM USR1 USR2
-/env/bin/python -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
+"$python" -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
 exit $?

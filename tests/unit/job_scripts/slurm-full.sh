@@ -14,6 +14,7 @@
 #SBATCH --output='/data/Run'"'"'s 5%%/jobs/%j.out'
 #SBATCH --qos=high
 jobs='/data/Run'"'"'s 5%/jobs'
+python=/env/bin/python
 id="$SLURM_JOB_ID"
 started=$(date +%s)
 cd "$jobs" || {
@@ -38,5 +39,5 @@ trap : TERM USR1 USR2  # this shell must outlive its tasks
 srun --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 --unbuffered /env/bin/python -P -m recmill train '/data/Run'"'"'s 5%/jobs/config.toml' --run-dir '/data/Run'"'"'s 5%' --init-from '/data/$(old)'
 code=$?
 date
-/env/bin/python -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
+"$python" -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
 exit $?

@@ -7,6 +7,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output='/data/Run'"'"'s 5%%/jobs/%j.out'
 jobs='/data/Run'"'"'s 5%/jobs'
+python=/env/bin/python
 id="$SLURM_JOB_ID"
 started=$(date +%s)
 cd "$jobs" || {
@@ -27,5 +28,5 @@ export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-2000}"
 trap : TERM USR1 USR2  # this shell must outlive its tasks
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 --unbuffered /env/bin/python -P -m recmill train '/data/Run'"'"'s 5%/jobs/config.toml' --run-dir '/data/Run'"'"'s 5%' --init-from '/data/$(old)'
 code=$?
-/env/bin/python -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
+"$python" -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
 exit $?

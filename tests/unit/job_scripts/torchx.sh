@@ -1,5 +1,6 @@
 #!/bin/bash -l
 jobs='/data/Run'"'"'s 5%/jobs'
+python=/env/bin/python
 id="$$"
 started=$(date +%s)
 cd "$jobs" || {
@@ -11,5 +12,5 @@ rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"
 export PATH="$PATH":/env/bin
 torchx run -s slurm REPO/src/recmill/jobs/torchx_component.py:train '--config=/data/Run'"'"'s 5%/jobs/config.toml' '--run=/data/Run'"'"'s 5%' --j=2x4 --cpu=32 '--args=--init-from '"'"'/data/$(old)'"'"''
 code=$?
-/env/bin/python -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
+"$python" -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
 exit $?
