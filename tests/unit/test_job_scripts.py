@@ -310,6 +310,7 @@ def test_a_pbs_script_knows_its_end_and_size_and_hands_a_signal_to_its_ranks(tmp
     text = render(Job(tmp_path / "run", place, str(tmp_path / "python")))
     assert "\n#PBS -r y\n" in text
     jobs = tmp_path / "run" / "jobs"
+    (jobs / "7.end.json").write_text("{}")  # of the start before, if the job was requeued
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PBS_JOBID": "7.s", "PBS_NODEFILE": f"{tmp_path}/nodes"}
     before = int(time.time())
     with subprocess.Popen(["bash", "-c", text], env=variables) as script:
@@ -321,6 +322,7 @@ def test_a_pbs_script_knows_its_end_and_size_and_hands_a_signal_to_its_ranks(tmp
     assert before + 3600 - 120 <= int(found["RECMILL_DEADLINE"]) <= after + 3600 - 120
     assert found["RECMILL_WORLD_SIZE"] == "8"
     assert (jobs / "finish").read_text().split()[4:6] == ["7", "75"]
+    assert not (jobs / "7.end.json").exists()
 
 
 def test_a_job_whose_node_does_not_see_the_run_ends_with_one_clear_line(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def _head(job: Job, mark: str, directives: list[str], job_id: str) -> list[str]:
         "}",
         *(['exec >> "$jobs/$id.out" 2>&1'] if mark == "#PBS" else []),
         'export RECMILL_ERRORS="$jobs/$id.errors"',
-        'rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"',
+        'rm -rf "$RECMILL_ERRORS" "$id.end.json" && mkdir "$RECMILL_ERRORS"  # those of a start before a requeue',
         *job.place.setup,
     ]
 

@@ -8,7 +8,7 @@ cd "$jobs" || {
     exit 5
 }
 export RECMILL_ERRORS="$jobs/$id.errors"
-rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"
+rm -rf "$RECMILL_ERRORS" "$id.end.json" && mkdir "$RECMILL_ERRORS"  # those of a start before a requeue
 export A='b c'
 /env/bin/python -P -m recmill train '/data/Run'"'"'s 5%/jobs/config.toml' --run-dir '/data/Run'"'"'s 5%' --init-from '/data/$(old)' --procs 2 &
 child=$!

@@ -8,7 +8,7 @@ cd "$jobs" || {
     exit 5
 }
 export RECMILL_ERRORS="$jobs/$id.errors"
-rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"
+rm -rf "$RECMILL_ERRORS" "$id.end.json" && mkdir "$RECMILL_ERRORS"  # those of a start before a requeue
 export MASTER_ADDR=a
 export MASTER_PORT=$(( 20000 + id % 20000 ))
 export RECMILL_WORLD_SIZE=8

@@ -13,7 +13,7 @@ cd "$jobs" || {
 }
 exec >> "$jobs/$id.out" 2>&1
 export RECMILL_ERRORS="$jobs/$id.errors"
-rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"
+rm -rf "$RECMILL_ERRORS" "$id.end.json" && mkdir "$RECMILL_ERRORS"  # those of a start before a requeue
 export MASTER_ADDR=$(head -n 1 "$PBS_NODEFILE")
 export MASTER_PORT=$(( 20000 + ${id//[^0-9]/} % 20000 ))
 export RECMILL_WORLD_SIZE=8

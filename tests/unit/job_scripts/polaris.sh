@@ -19,7 +19,7 @@ cd "$jobs" || {
 }
 exec >> "$jobs/$id.out" 2>&1
 export RECMILL_ERRORS="$jobs/$id.errors"
-rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"
+rm -rf "$RECMILL_ERRORS" "$id.end.json" && mkdir "$RECMILL_ERRORS"  # those of a start before a requeue
 module use /soft/modulefiles
 module load conda
 conda activate

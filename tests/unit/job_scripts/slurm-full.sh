@@ -22,7 +22,7 @@ cd "$jobs" || {
     exit 5
 }
 export RECMILL_ERRORS="$jobs/$id.errors"
-rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"
+rm -rf "$RECMILL_ERRORS" "$id.end.json" && mkdir "$RECMILL_ERRORS"  # those of a start before a requeue
 module load conda
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol -o show node "$head" | tr " " "\n" | sed -n "s/^NodeAddr=//p")

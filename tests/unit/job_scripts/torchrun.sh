@@ -8,7 +8,7 @@ cd "$jobs" || {
     exit 5
 }
 export RECMILL_ERRORS="$jobs/$id.errors"
-rm -rf "$RECMILL_ERRORS" && mkdir "$RECMILL_ERRORS"
+rm -rf "$RECMILL_ERRORS" "$id.end.json" && mkdir "$RECMILL_ERRORS"  # those of a start before a requeue
 export MASTER_PORT=$(( 20000 + id % 20000 ))
 export RECMILL_WORLD_SIZE=4
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( $(nproc) < 2 ? 1 : $(nproc) / 2 ))}"
