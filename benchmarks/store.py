@@ -2,36 +2,41 @@
 
 device_mem       all rows in memory: the reference
 cached_ssd_4x    our cache, with a budget of a quarter of the tables; _16x: a sixteenth; _fits: larger than the tables
-cached_ssd_first the quarter, from tables that were never trained; for the others, every row was written before
+cached_ssd_first the quarter, from tables that were never trained, again and again; for the others, every row was
+                 written before
 mmap_4x          the tables in a mapped file, used in place by the same kernels
 lmdb_4x, rocksdb_4x, sqlite_4x    the rows of a step are read from a database and written back
 python_lru_4x    a dictionary of recently used rows in Python, over a mapped file
+train, train_4x  `recmill train`, with device_mem and with cached_ssd at a quarter, after the first epoch
 
-All do the same step with the same kernels, and differ in where the rows are. Row-wise Adagrad; ids follow Zipf's law
-with exponent 1.05, numbered by frequency or hashed. Each contender runs in its own process. What the process takes more
-with the store than without is limited by a control group to the budget and 128 MB. The peers' packages are in
-requirements/store.txt.
+All but the last do the same step with the same kernels, and differ in where the rows are. Row-wise Adagrad; ids follow
+Zipf's law with exponent 1.05, numbered by frequency or hashed. Each contender is a process. What it takes more with the
+store than without, page cache included, is limited by a control group to the budget and 128 MB; train and train_4x have
+no limit. All are started, then paused (SIGSTOP) except during their turns. Rates are medians over rounds, shares are
+medians over neighbouring turns. The peers' packages are in requirements/store.txt.
 """
 
 import argparse
+import itertools
 import json
 import mmap
 import os
 import sqlite3
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from turns import Contender, Notes, Work, median_ratio, noted_times, noted_work, our_times, run_all
 
 from recmill import rng
 from recmill.kernels.layers import use_kernels
@@ -47,9 +52,15 @@ NUM_DENSE = 13
 BATCH = 2048
 ZIPF = 1.05
 WARM_UP = 8  # steps
+FIRST = 150  # steps that cached_ssd_first takes before it begins again
+TRAIN_ROWS = 200 * BATCH  # of an epoch of `recmill train`
 SLACK_BYTES = 128 << 20
 CHUNK = 1 << 13  # rows written at a time before the measurement
-CGROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+# By version of control groups: where they are, and the files of the limit and of the peak.
+CGROUPS = {
+    Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+    Path("/sys/fs/cgroup"): ("memory.max", "memory.peak"),
+}
 
 
 @dataclass(frozen=True)
@@ -117,13 +128,18 @@ class CachedSsd:
         for keys, rows in setting.chunks() if setting.is_filled else ():
             self.cache.load(keys, rows[:, :-1], rows[:, -1:])
         self._batches, self._pinned, self._step = setting.batches, threading.Condition(), 0
-        threading.Thread(target=self._hint, daemon=True).start()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._hint, daemon=True)
+        self._thread.start()
 
     def _hint(self) -> None:
-        for batch, keys in enumerate(self._batches):
+        for batch in itertools.count():
+            keys = self._batches[batch % len(self._batches)]
             with self._pinned:
-                while batch > self._step and not self.cache.hint(batch, keys):
+                while not self._is_over and batch > self._step and not self.cache.hint(batch, keys):
                     self._pinned.wait()
+                if self._is_over:
+                    return
 
     def begin(self, step: int, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         slots = self.cache.pin(keys, step)
@@ -135,11 +151,19 @@ class CachedSsd:
     def end(self) -> None:
         self.cache.unpin()
 
+    def close(self) -> None:
+        with self._pinned:
+            self._is_over = True
+            self._pinned.notify()
+        self._thread.join()
+        self.cache.close()
+
     def facts(self) -> str:
         seen = self.cache.counters()
         return (
             f"{self.cache.plan.slots:,} slots, hits {seen.hits / seen.rows:.0%}, misses {seen.misses / seen.rows:.0%}, "
-            f"waited {seen.wait_seconds:.1f} s, horizon {seen.horizon}, {seen.disk_bytes / 1e6:,.0f} MB on disk"
+            f"waited {seen.wait_seconds:.1f} s in {self._step:,} steps, horizon {seen.horizon}, "
+            f"{seen.disk_bytes / 1e6:,.0f} MB on disk"
         )
 
 
@@ -294,6 +318,8 @@ CONTENDERS: dict[str, tuple[type[Any], float, bool]] = {
     "python_lru_4x": (PythonLru, 4, True),
 }
 
+IMPOSSIBLE = {("cached_ssd_16x", "dim16")}  # the index takes 5.1 bytes a row, more than a sixteenth of 68
+
 
 class Dlrm:
     """The dense part of DLRM, and the kernels that read and update rows."""
@@ -345,93 +371,163 @@ def zipf_batches(count: int, rows: int, is_hashed: bool) -> list[np.ndarray]:
     return batches
 
 
-def limit_memory(size: int) -> bool:
-    """Put this process into a control group that may use `size` bytes more; return whether that is possible."""
-    for root, name in zip(CGROUPS, ("memory.limit_in_bytes", "memory.max"), strict=True):
+def limit_memory(size: int) -> None:
+    """Put this process into a control group that may use `size` bytes more, if that is possible."""
+    for root, (limit, _) in CGROUPS.items():
         group = root / f"recmill-store-{os.getpid()}"
         try:
             group.mkdir()
-            (group / name).write_text(str(size))
+            (group / limit).write_text(str(size))
             (group / "cgroup.procs").write_text(str(os.getpid()))
-            return True
+            return
         except OSError:
             continue
-    return False
 
 
-def child(arguments: argparse.Namespace) -> None:
-    """Measure one contender; print the result as JSON."""
-    kind, ratio, is_filled = CONTENDERS[arguments.child]
-    shape, rows = SHAPES[arguments.shape], arguments.rows_per_table
+class LimitedContender(Contender):
+    """A contender whose peak is that of its control group: what the store takes, with its page cache."""
+
+    def _group(self) -> Iterator[tuple[Path, str]]:
+        for root, (_, peak) in CGROUPS.items():
+            if (group := root / f"recmill-store-{self._processes[0].pid}").is_dir():
+                yield group, peak
+
+    def peak_mb(self) -> int:
+        sizes = [int((group / peak).read_text()) for group, peak in self._group()]
+        if not sizes:
+            print(f"{self.name}: memory is not limited, because no control group can be made here")
+        return round(sizes[0] / 2**20) if sizes else super().peak_mb()
+
+    def end(self) -> None:
+        groups = list(self._group())
+        super().end()
+        for group, _ in groups:
+            group.rmdir()
+
+
+def child(options: argparse.Namespace) -> None:
+    """Take steps with one store, and record when each ended."""
+    kind, ratio, is_filled = CONTENDERS[options.child]
+    shape, rows = SHAPES[options.shape], options.rows_per_table
     library = load_library()
     assert library
     dlrm = Dlrm(shape, library)
-    batches = zipf_batches(WARM_UP + arguments.steps, rows, arguments.ids == "hashed")
+    batches = zipf_batches(options.batches, rows, options.ids == "hashed")
     table_bytes = NUM_TABLES * rows * 4 * (shape.dim + 1)
-    budget = int(table_bytes / ratio) if ratio else 0
     tiny = Setting(NUM_TABLES * rows // 50, shape.dim, 0, Path(), [], True)
     for keys in batches[:2]:
         dlrm.step(DeviceMem(tiny), 0, keys % tiny.rows)
-    directory = Path(arguments.directory)
-    is_limited = bool(budget) and limit_memory(budget + SLACK_BYTES)
-    store = kind(Setting(NUM_TABLES * rows, shape.dim, budget, directory, batches, is_filled))
-    for step in range(WARM_UP):
-        dlrm.step(store, step, batches[step])
-    start, steps = time.perf_counter(), 0
-    while steps < arguments.steps and time.perf_counter() - start < arguments.seconds:
-        dlrm.step(store, WARM_UP + steps, batches[WARM_UP + steps])
-        steps += 1
-    rate = steps * BATCH / (time.perf_counter() - start)
-    facts = store.facts() if isinstance(store, CachedSsd) else f"{steps} steps"
-    print(json.dumps({"rate": rate, "facts": facts, "is_limited": is_limited}), flush=True)
-    os._exit(0)  # databases would write what is left
+    directory = options.times.parent / f"{options.child}-rows"
+    directory.mkdir()
+    budget = int(table_bytes / ratio) if ratio else table_bytes
+    limit_memory(budget + SLACK_BYTES)
+    setting = Setting(NUM_TABLES * rows, shape.dim, budget, directory, batches, is_filled)
+    store, notes = kind(setting), Notes(options.times)
+    for number in itertools.count():
+        step = number if is_filled else number % FIRST
+        if number and not step:
+            store.close()
+            store = kind(setting)
+        dlrm.step(store, step, batches[number % len(batches)] if is_filled else batches[step])
+        if number >= WARM_UP:
+            notes.step(BATCH)
+        if number % 50 == 49 and isinstance(store, CachedSsd):
+            options.times.with_suffix(".facts").write_text(store.facts())
 
 
-def measure(arguments: argparse.Namespace, contender: str, shape: str, ids: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", contender, "--shape", shape, "--ids", ids]
-    for name in ("steps", "seconds", "rows_per_table"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="store-") as directory:
-        process = subprocess.Popen(
-            [*command, "--directory", directory], env={**TUNING, **os.environ}, stdout=subprocess.PIPE, text=True
-        )
-        output, _ = process.communicate()
-        for root in CGROUPS:
-            if (group := root / f"recmill-store-{process.pid}").is_dir():
-                group.rmdir()
-    if process.returncode:
-        return {"rate": 0.0, "facts": f"ended with {process.returncode}", "is_limited": True}
-    return dict(json.loads(output.splitlines()[-1]))
+def write_rows(path: Path, rows_per_table: int, is_hashed: bool) -> None:
+    """Write a dataset for `recmill train`."""
+    from recmill import adopt
+
+    batches = zipf_batches(TRAIN_ROWS // BATCH + 4, rows_per_table, is_hashed)
+    starts = rows_per_table * np.arange(NUM_TABLES, dtype=np.int32)[:, None]
+    random = np.random.default_rng(2)
+    ids = np.concatenate([(keys.reshape(NUM_TABLES, BATCH) - starts).T for keys in batches])
+    path.mkdir()
+    np.save(path / "day_0_sparse.npy", np.ascontiguousarray(ids))
+    np.save(path / "day_0_dense.npy", random.random((len(ids), NUM_DENSE), np.float32))
+    np.save(path / "day_0_labels.npy", (random.random((len(ids), 1)) < 0.25).astype(np.int32))
+    adopt(path, table_size=[rows_per_table] * NUM_TABLES, val_fraction=4 * BATCH / len(ids))
+
+
+def train_child(options: argparse.Namespace) -> None:
+    from recmill import train
+
+    shape, rows = SHAPES[options.shape], options.rows_per_table
+    tables: dict[str, Any] = {}
+    if options.child == "train_4x":
+        budget = NUM_TABLES * rows * (shape.dim + 1)  # a quarter of 4 bytes
+        tables = {"store": "cached_ssd", "cache_memory_budget_mb": budget >> 20, "path": str(options.times.parent)}
+    config = {
+        "data": {"path": str(options.times.parent / "rows"), "limit_val_batches": 1, "limit_test_batches": 1},
+        "model": {"name": "dlrm", "embedding_dim": shape.dim, "bottom_mlp": shape.bottom, "top_mlp": shape.top},
+        "optim": {"dense": {"name": "sgd", "lr": 0.01}, "tables": {"name": "rowwise_adagrad", "lr": 0.01}},
+        "train": {"device": "cpu", "global_batch_size": BATCH, "num_epochs": 10**6, "log_every_steps": 1},
+        "eval": {"every_steps": 10**9},
+        "checkpoint": {"every_steps": 10**9},
+        "tables": tables,
+    }
+    train(config, options.times, procs=1)
+
+
+def start(name: str, options: argparse.Namespace, shape: str, ids: str, folder: Path) -> Contender:
+    times = folder / name
+    command = [sys.executable, __file__, "--child", name, "--shape", shape, "--ids", ids, "--times", str(times)]
+    for option in ("batches", "rows_per_table"):
+        command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
+    run = [command], [{**TUNING, **os.environ}], folder / f"{name}.txt"
+    if name in CONTENDERS:
+        return LimitedContender(name, *run, partial(noted_times, times), partial(noted_work, times))
+    if not (folder / "rows").exists():
+        write_rows(folder / "rows", options.rows_per_table, ids == "hashed")
+    work = lambda reports: Work(BATCH * (reports.stop - reports.start))  # noqa: E731
+    return Contender(name, *run, partial(our_times, times), work, first_steps=TRAIN_ROWS // BATCH)
+
+
+def compare(options: argparse.Namespace, shape: str, ids: str) -> dict[str, int]:
+    """Return samples per second, and print them with what they are compared with."""
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="store-") as name:
+        folder = Path(name)
+        names = [name for name in options.contenders.split(",") if (name, shape) not in IMPOSSIBLE]
+        contenders = (start(name, options, shape, ids, folder) for name in names)
+        turns, memory = run_all(contenders, options.rounds, options.seconds)
+        facts = {path.stem: path.read_text() for path in folder.glob("*.facts")}
+    rates = {name: [turn.samples for turn in of] for name, of in turns.items()}
+    medians = {name: round(statistics.median(of)) for name, of in rates.items()}
+    print(f"{shape}, ids {ids}: samples/s, share of the same in memory, peak memory of the store")
+    for name, of in rates.items():
+        reference = "train" if name.startswith("train") else "device_mem"
+        share = f"{median_ratio(of, rates[reference]):6.1%}" if reference in rates else ""
+        peak = f"{memory[name]:6,} MB" + (" (whole process)" if name.startswith("train") else "")
+        print(f"  {name:17} {medians[name]:8,} {share} {peak}  {facts.get(name, '')}", flush=True)
+    return medians
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="dim128,dim16")
     parser.add_argument("--ids", default="frequency,hashed")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--contenders", default=",".join((*CONTENDERS, "train", "train_4x")))
     parser.add_argument("--rows-per-table", type=int, default=200_000)
-    parser.add_argument("--steps", type=int, default=150, help="At most, after the first few.")
-    parser.add_argument("--seconds", type=float, default=20.0, help="At most.")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--batches", type=int, default=400, help="Different ones.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="Length of each turn.")
     parser.add_argument("--directory", default=".", help="On the disk to measure.")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        child(arguments)
-    disk = measure_disk(Path(arguments.directory))
+    parser.add_argument("--times", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options) if options.child in CONTENDERS else train_child(options)
+        return
+    disk = measure_disk(Path(options.directory))
     print("disk:", *(f"{reads.engine} depth {reads.depth}: {reads}" for reads in disk.reads), sep="\n  ")
-    rates: dict[str, dict[str, float]] = {name: {} for name in arguments.contenders.split(",")}
-    for shape in arguments.shape.split(","):
-        for ids in arguments.ids.split(","):
-            print(f"{shape}, ids {ids}", flush=True)
-            for name, of in rates.items():
-                results = [measure(arguments, name, shape, ids) for _ in range(arguments.rounds)]
-                rate = of[f"{shape}/{ids}"] = round(statistics.median(result["rate"] for result in results))
-                reference = rates.get("device_mem", {}).get(f"{shape}/{ids}")
-                share = f"{rate / reference:6.1%}" if reference else ""
-                limit = "" if results[0]["is_limited"] or name == "device_mem" else ", memory not limited"
-                print(f"  {name:17} {rate:8,} samples/s {share}  {results[0]['facts']}{limit}", flush=True)
-    print(json.dumps({"benchmark": "store", **rates, "disk_reads": round(disk.reads[-1].per_second)}))
+    rates: dict[str, dict[str, int]] = {name: {} for name in options.contenders.split(",")}
+    for shape in options.shape.split(","):
+        for ids in options.ids.split(","):
+            for name, rate in compare(options, shape, ids).items():
+                rates[name][f"{shape}/{ids}"] = rate
+    reads_per_second = round(max(reads.per_second for reads in disk.reads))
+    print(json.dumps({"benchmark": "store", **rates, "disk_reads": reads_per_second}))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_FIRST_STEPS = 5  # before the first turn
 _RECORD = struct.Struct("ddd")
 
 
@@ -73,8 +72,10 @@ class Contender:
         log: Path,
         times: Callable[[], list[float]],
         work: Callable[[slice], Work],
+        first_steps: int = 5,  # before the first turn
     ) -> None:
         self.name, self._log, self._times, self._work = name, log, times, work
+        self._first_steps = first_steps
         with log.open("wb") as output:
             self._processes = [
                 subprocess.Popen(command, env={**environment, "TMPDIR": str(log.parent)}, stdout=output, stderr=output)
@@ -83,7 +84,7 @@ class Contender:
 
     def start(self) -> None:
         """Wait for the first steps, then pause the processes."""
-        while len(self._times()) < _FIRST_STEPS:
+        while len(self._times()) < self._first_steps:
             self._check()
             time.sleep(0.2)
         self.signal(signal.SIGSTOP)

@@ -275,7 +275,7 @@ def test_a_budget_counts_every_byte_and_says_how_much_is_missing(tmp_path: Path)
         assert cache.memory_bytes() <= plan.memory_bytes <= 4 << 20
     assert plan_cache(of, 1 << 30).slots == 50_000  # never more than all
     with pytest.raises(
-        ConfigError, match=r"cache_memory_budget_mb: 4 MB for 50,000 rows of width 32 is 6 MB too little"
+        ConfigError, match=r"cache_memory_budget_mb: 4 MB for 50,000 rows of width 32 is 5 MB too little"
     ):
         plan_cache(of, 4 << 20, min_slots=50_000)
     with pytest.raises(ConfigError, match="more than a row file can hold"):

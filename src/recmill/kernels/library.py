@@ -51,7 +51,13 @@ _KERNELS = _Recipe(
     needs_trial=True,
 )
 # First values must have the bits of rng.py, so nothing may be contracted.
-_ROWS = _Recipe("rows", ("rows.cpp",), (), "-std=c++17 -O2 -ffp-contract=off -pthread -shared -fPIC", needs_trial=False)
+_ROWS = _Recipe(
+    "rows",
+    ("rows.cpp", "disk_probe.cpp"),
+    ("row_reader.h",),
+    "-std=c++17 -O2 -ffp-contract=off -pthread -shared -fPIC",
+    needs_trial=False,
+)
 _MAX_SECONDS = 60.0  # for everything, also for waiting until another process has compiled; it takes 3 s
 _POLL_SECONDS = 0.1
 _LOADING = threading.Lock()

@@ -7,35 +7,21 @@
 // One mutex guards everything but the rows themselves: those of a slot belong to the training thread while it is pinned,
 // to an I/O thread while it is loading, and otherwise to whoever holds the mutex. Nobody holds it during I/O.
 #include <fcntl.h>
-#include <linux/io_uring.h>
-#include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cerrno>
-#include <condition_variable>
-#include <cstdint>
-#include <cstring>
 #include <deque>
-#include <memory>
-#include <mutex>
-#include <thread>
 #include <utility>
-#include <vector>
+
+#include "row_reader.h"
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #endif
 
 namespace {
-
-using Lock = std::unique_lock<std::mutex>;
 
 // ---- first values: the twin of recmill/rng.py ----
 
@@ -111,216 +97,6 @@ struct Failure {
 constexpr int kShort = 10001;  // only a part is read or written
 constexpr int kSlow = 10002;   // 50 ms
 
-// ---- I/O engines ----
-
-struct Request {
-    uint8_t* buffer;
-    int64_t offset;
-    uint32_t length, skip;  // what the caller wants starts `skip` bytes after the offset
-    uint32_t ticket, key, segment, sequence;
-    int64_t result;  // bytes, or minus an error number
-};
-
-struct Receiver {
-    virtual void done(Request** requests, int count) = 0;  // called by threads of the engine
-    virtual ~Receiver() = default;
-};
-
-// Reads what a short or interrupted read left; returns bytes or minus an error number.
-int64_t read_fully(int fd, uint8_t* buffer, int64_t length, int64_t offset, int64_t have = 0) {
-    while (have < length) {
-        const ssize_t got = pread(fd, buffer + have, length - have, offset + have);
-        if (got < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-        if (got < 0) return -errno;
-        if (got == 0) break;
-        have += got;
-    }
-    return have;
-}
-
-struct Engine {
-    virtual void submit(Request** requests, int count) = 0;  // at most `depth` at a time
-    virtual ~Engine() = default;
-};
-
-class Threads : public Engine {
-  public:
-    Threads(int fd, int count, Receiver* receiver) : fd_(fd), receiver_(receiver) {
-        for (int i = 0; i < count; ++i) threads_.emplace_back([this] { run(); });
-    }
-    ~Threads() override {
-        {
-            Lock lock(mutex_);
-            closing_ = true;
-        }
-        wake_.notify_all();
-        for (auto& thread : threads_) thread.join();
-    }
-    void submit(Request** requests, int count) override {
-        {
-            Lock lock(mutex_);
-            queue_.insert(queue_.end(), requests, requests + count);
-        }
-        count > 1 ? wake_.notify_all() : wake_.notify_one();
-    }
-
-  private:
-    void run() {
-        Lock lock(mutex_);
-        while (true) {
-            wake_.wait(lock, [this] { return closing_ || !queue_.empty(); });
-            if (closing_) return;
-            Request* request = queue_.front();
-            queue_.pop_front();
-            lock.unlock();
-            request->result = read_fully(fd_, request->buffer, request->length, request->offset);
-            receiver_->done(&request, 1);
-            lock.lock();
-        }
-    }
-    const int fd_;
-    Receiver* const receiver_;
-    std::mutex mutex_;
-    std::condition_variable wake_;
-    std::deque<Request*> queue_;
-    bool closing_ = false;
-    std::vector<std::thread> threads_;
-};
-
-class Uring : public Engine {
-  public:
-    Uring(int fd, unsigned depth, Receiver* receiver) : fd_(fd), receiver_(receiver) {
-        io_uring_params params{};
-        ring_ = int(syscall(__NR_io_uring_setup, depth, &params));
-        if (ring_ < 0) return;
-        const unsigned needed = IORING_FEAT_SINGLE_MMAP | IORING_FEAT_RW_CUR_POS;  // Linux 5.6: IORING_OP_READ
-        const size_t submissions = params.sq_off.array + params.sq_entries * sizeof(unsigned);
-        const size_t completions = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
-        ring_bytes_ = std::max(submissions, completions);
-        entry_bytes_ = params.sq_entries * sizeof(io_uring_sqe);
-        if ((params.features & needed) == needed) {
-            rings_ = map(ring_bytes_, IORING_OFF_SQ_RING);
-            entries_ = static_cast<io_uring_sqe*>(map(entry_bytes_, IORING_OFF_SQES));
-        }
-        if (!rings_ || !entries_) return;
-        auto at = [this](unsigned offset) { return reinterpret_cast<unsigned*>(static_cast<char*>(rings_) + offset); };
-        tail_ = at(params.sq_off.tail), mask_ = *at(params.sq_off.ring_mask), array_ = at(params.sq_off.array);
-        done_head_ = at(params.cq_off.head), done_tail_ = at(params.cq_off.tail);
-        done_mask_ = *at(params.cq_off.ring_mask);
-        done_ = reinterpret_cast<io_uring_cqe*>(at(params.cq_off.cqes));
-        thread_ = std::thread([this] { run(); });
-    }
-    ~Uring() override {
-        if (thread_.joinable()) {
-            Request* stop = nullptr;
-            submit(&stop, 1);
-            thread_.join();
-        }
-        if (entries_) munmap(entries_, entry_bytes_);
-        if (rings_) munmap(rings_, ring_bytes_);
-        if (ring_ >= 0) close(ring_);
-    }
-    bool works() const { return thread_.joinable(); }
-    void submit(Request** requests, int count) override {
-        Lock lock(mutex_);
-        unsigned tail = *tail_;
-        for (int i = 0; i < count; ++i, ++tail) {
-            io_uring_sqe& entry = entries_[tail & mask_];
-            std::memset(&entry, 0, sizeof entry);
-            entry.opcode = IORING_OP_NOP;
-            if (Request* request = requests[i]) {
-                entry.opcode = IORING_OP_READ;
-                entry.fd = fd_;
-                entry.addr = reinterpret_cast<uint64_t>(request->buffer);
-                entry.len = request->length;
-                entry.off = request->offset;
-                entry.user_data = reinterpret_cast<uint64_t>(request);
-            }
-            array_[tail & mask_] = tail & mask_;
-        }
-        in_flight_ += unsigned(count);
-        __atomic_store_n(tail_, tail, __ATOMIC_RELEASE);
-        for (int left = count; left > 0;) {
-            const long taken = syscall(__NR_io_uring_enter, ring_, left, 0, 0, nullptr, 0);
-            if (taken > 0) left -= int(taken);
-            if (taken < 0 && errno != EINTR) std::this_thread::yield();  // EAGAIN, EBUSY: the kernel is short of memory
-        }
-    }
-
-  private:
-    void* map(size_t bytes, off_t offset) {
-        void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_, offset);
-        return memory == MAP_FAILED ? nullptr : memory;
-    }
-    void run() {
-        std::vector<Request*> batch;
-        for (bool stop = false; !stop;) {
-            // Several at a time, which takes less CPU time; only this thread lowers the number in flight.
-            const unsigned wanted = std::max(1u, std::min(16u, in_flight_ / 2));
-            syscall(__NR_io_uring_enter, ring_, 0, wanted, IORING_ENTER_GETEVENTS, nullptr, 0);
-            Lock lock(mutex_);  // orders this after the submission, which the kernel does, but not in C++'s terms
-            lock.unlock();
-            unsigned head = *done_head_;
-            const unsigned tail = __atomic_load_n(done_tail_, __ATOMIC_ACQUIRE);
-            batch.clear();
-            in_flight_ -= tail - head;
-            for (; head != tail; ++head) {
-                const io_uring_cqe& entry = done_[head & done_mask_];
-                auto* request = reinterpret_cast<Request*>(entry.user_data);
-                if (!request) {
-                    stop = true;
-                    continue;
-                }
-                request->result = entry.res;
-                batch.push_back(request);
-            }
-            __atomic_store_n(done_head_, head, __ATOMIC_RELEASE);
-            if (!batch.empty()) receiver_->done(batch.data(), int(batch.size()));
-        }
-    }
-    const int fd_;
-    Receiver* const receiver_;
-    std::mutex mutex_;
-    std::atomic<unsigned> in_flight_{0};
-    int ring_ = -1;
-    size_t ring_bytes_ = 0, entry_bytes_ = 0;
-    void* rings_ = nullptr;
-    io_uring_sqe* entries_ = nullptr;
-    unsigned *tail_ = nullptr, *array_ = nullptr, *done_head_ = nullptr, *done_tail_ = nullptr;
-    unsigned mask_ = 0, done_mask_ = 0;
-    io_uring_cqe* done_ = nullptr;
-    std::thread thread_;
-};
-
-enum EngineKind { kAuto, kUring, kThreads };
-
-// Returns null if io_uring is asked for and refused.
-std::unique_ptr<Engine> make_engine(int64_t kind, int fd, int64_t depth, int64_t threads, Receiver* receiver) {
-    if (kind != kThreads) {
-        auto ring = std::make_unique<Uring>(fd, unsigned(depth), receiver);
-        if (ring->works()) return ring;
-        if (kind == kUring) return nullptr;
-    }
-    return std::make_unique<Threads>(fd, int(threads), receiver);
-}
-
-// Keeps signals for the threads of Python while threads of ours are started.
-struct SignalsBlocked {
-    sigset_t before;
-    SignalsBlocked() {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_BLOCK, &all, &before);
-    }
-    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
-};
-
-double seconds(clockid_t clock = CLOCK_MONOTONIC) {
-    timespec now;
-    clock_gettime(clock, &now);
-    return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
-}
-
 // ---- the cache ----
 
 struct Options {
@@ -377,7 +153,7 @@ constexpr int64_t kMaxHorizon = 128;
 constexpr int64_t kHalveEvery = 64;  // batches
 constexpr int64_t kChunkBytes = 256 << 10;
 
-class Cache : public Receiver {
+class Cache final : public Receiver {
   public:
     explicit Cache(const Options& options)
         : o_(options), shards_(options.shards, options.shards + options.num_shards),
@@ -401,15 +177,16 @@ class Cache : public Receiver {
         compaction_chunk_ = take<uint8_t>(chunk_bytes_);
         snapshot_chunk_ = take<uint8_t>(chunk_bytes_);
         requests_.resize(o_.depth);
-        const int64_t read_bytes = rounded(record_bytes_ + 2 * o_.alignment);
+        const int64_t read_bytes = rounded(record_bytes_ + o_.alignment - 1);
         uint8_t* memory = take<uint8_t>(o_.depth * read_bytes);
         for (int64_t i = 0; i < o_.depth; ++i) {
             requests_[i].buffer = memory + i * read_bytes;
             idle_.push_back(&requests_[i]);
         }
+        if (!memory_is_complete_) return;
+        reader_ = start_reader(o_.engine, int(o_.fd), o_.depth, o_.threads, memory, size_t(o_.depth * read_bytes), this);
+        if (!reader_) return;
         SignalsBlocked blocked;
-        engine_ = make_engine(o_.engine, int(o_.fd), o_.depth, o_.threads, this);
-        if (!engine_) return;
         writer_ = std::thread([this] { write_and_compact(); });
         fetcher_ = std::thread([this] { fetch_hinted(); });
     }
@@ -422,27 +199,23 @@ class Cache : public Receiver {
         wake_all();
         if (writer_.joinable()) writer_.join();
         if (fetcher_.joinable()) fetcher_.join();
-        {  // requests in flight write to our memory
-            Lock lock(mutex_);
-            loaded_.wait(lock, [this] { return !engine_ || int64_t(idle_.size()) == o_.depth; });
-        }
-        engine_.reset();
+        reader_.reset();  // waits for requests in flight, which write to our memory
         for (auto& [memory, bytes] : mapped_) munmap(memory, bytes);
     }
 
-    bool works() const { return bool(engine_) && memory_is_complete_; }
-    int64_t engine_kind() const { return dynamic_cast<Uring*>(engine_.get()) ? kUring : kThreads; }
+    bool works() const { return bool(reader_); }
+    int64_t engine_kind() const { return dynamic_cast<Uring*>(reader_.get()) ? kUring : kThreads; }
     int64_t memory_bytes() const { return memory_bytes_; }
 
     Problem pin(const int64_t* keys, int64_t count, int64_t* out, int64_t batch, bool for_update) {
         std::lock_guard<std::mutex> one_at_a_time(pin_mutex_);
+        is_pinning_ = true;
         Lock lock(mutex_);
         ++pins_;
         if (batch >= 0) current_ = batch;
         Problem problem = kNone;
         for (int64_t i = 0, room = 0; i < count && !problem; ++i) {
             if (room-- == 0) {
-                pump();
                 const double start = seconds();
                 problem = ensure_room(lock, block_);
                 wait_seconds_ += seconds() - start;
@@ -451,7 +224,7 @@ class Cache : public Receiver {
             }
             if (i + 16 < count && uint64_t(keys[i + 16]) < uint64_t(rows_)) {
                 __builtin_prefetch(&places_[keys[i + 16]]);
-                __builtin_prefetch(&needed_[keys[i + 16]]);
+                if (protected_rows_) __builtin_prefetch(&needed_[keys[i + 16]]);
             }
             if (i + 8 < count && uint64_t(keys[i + 8]) < uint64_t(rows_))
                 if (const int64_t soon = find(uint32_t(keys[i + 8])); soon >= 0) __builtin_prefetch(&slots_[soon], 1);
@@ -466,7 +239,7 @@ class Cache : public Receiver {
                     problem = detail(kTooFewSlots, count, o_.slots);
                     break;
                 }
-                pump();
+                wake_reader();
                 wait_for_a_load(lock);
                 if ((problem = ensure_room(lock, block_))) break;
                 room = block_ - 1;
@@ -476,11 +249,12 @@ class Cache : public Receiver {
             out[i] = slot;
             if (slots_[slot].pin != pins_) use(slot, batch, for_update);
         }
-        pump();
+        wake_reader();
         lookups_ += count;
         if (batch >= 0) forget_hints(batch);
         if (pins_ % kHalveEvery == 0)
             for (int64_t s = 0; s < next_free_; ++s) slots_[s].uses /= 2;
+        is_pinning_ = false;
         fetch_.notify_one();
         const double start = seconds();
         loaded_.wait(lock, [this] { return waiting_ == 0 || problem_; });
@@ -518,7 +292,7 @@ class Cache : public Receiver {
         side_out_ = out;
         side_next_ = 0;
         side_left_ = int64_t(side_.size());
-        pump();
+        wake_reader();
         loaded_.wait(lock, [this] { return side_left_ == 0 || problem_; });
         const Problem problem = problem_;
         if (problem) loaded_.wait(lock, [this] { return int64_t(idle_.size()) == o_.depth; });  // they write to `out`
@@ -541,7 +315,7 @@ class Cache : public Receiver {
         }
         const int64_t horizon = o_.lookahead ? std::min(o_.lookahead, kMaxHorizon) : kMaxHorizon;
         if (batch - current_ > horizon) return 0;
-        if (!hints_.empty() && protected_rows_ + last_new_ > o_.slots * 6 / 10) return 0;
+        if (!hints_.empty() && protected_rows_ + last_new_ > o_.slots * 9 / 10) return 0;
         const uint8_t mark = mark_of(batch);
         const int64_t before = protected_rows_;
         HintedBatch hinted{batch, hint_end_, 0, 0};
@@ -690,6 +464,22 @@ class Cache : public Receiver {
         out[0] = last_problem_, out[1] = last_error_, out[2] = last_a_, out[3] = last_b_;
     }
 
+    int take(Request** requests, int room, bool may_wait) override {
+        Lock lock(mutex_);
+        while (!closing_) {
+            int count = 0;
+            while (count < room && !idle_.empty() && !problem_)
+                if (Request* request = next_request()) requests[count++] = request;
+                else break;
+            if (!waiting_ || watchers_) loaded_.notify_all();  // rows that were copied
+            if (count || !may_wait) return count;
+            ++resting_;
+            work_.wait(lock);
+            --resting_;
+        }
+        return kOver;
+    }
+
     void done(Request** requests, int count) override {
         for (int i = 0; i < count; ++i) settle(*requests[i]);
         Lock lock(mutex_);
@@ -703,7 +493,6 @@ class Cache : public Receiver {
             else if (request.ticket & kSideBit) --side_left_;
             else bytes_read_ += request.length, finish(request.ticket);
         }
-        pump();
         if ((!waiting_ && !side_left_) || watchers_ || problem_ || closing_) loaded_.notify_all();
     }
 
@@ -721,6 +510,7 @@ class Cache : public Receiver {
             memory_is_complete_ = false;
             return nullptr;
         }
+        madvise(memory, bytes, MADV_HUGEPAGE);  // a hint: fewer TLB misses in arrays that are accessed at random
         mapped_.emplace_back(memory, bytes);
         memory_bytes_ += int64_t(bytes);
         return static_cast<T*>(memory);
@@ -771,6 +561,7 @@ class Cache : public Receiver {
         room_.notify_all();
         write_.notify_all();
         fetch_.notify_all();
+        work_.notify_all();
     }
 
     void wait_for_a_load(Lock& lock) {
@@ -789,7 +580,7 @@ class Cache : public Receiver {
         misses_ += (slot.flags & kWasRead) != 0;
         first_touches_ += (slot.flags & kWasFirst) != 0;
         slot.flags &= uint8_t(~(kWasRead | kWasFirst));
-        if (batch >= 0 && needed_[slot.key] == mark_of(batch)) {
+        if (batch >= 0 && protected_rows_ && needed_[slot.key] == mark_of(batch)) {
             needed_[slot.key] = 0;
             --protected_rows_;
         }
@@ -846,30 +637,39 @@ class Cache : public Receiver {
         return number;
     }
 
-    bool may_leave(const Slot& slot, bool despite_hints) const {
-        return slot.pin <= released_ && !(slot.flags & kLoading) && (despite_hints || !needed_[slot.key]);
-    }
+    bool may_leave(const Slot& slot) const { return slot.pin <= released_ && !(slot.flags & kLoading); }
 
     int64_t take_slot(bool is_urgent) {
         if (next_free_ < o_.slots) return next_free_++;
-        constexpr int64_t kSample = 8;  // neighbours: two cache lines
-        for (int attempt = 0; attempt < (is_urgent ? 24 : 16); ++attempt) {
-            random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
-            const int64_t first = int64_t((random_ >> 32) * uint64_t(o_.slots) >> 32) & ~(kSample - 1);
-            const int64_t end = std::min(o_.slots, first + kSample);
-            int64_t best = -1;
-            for (int64_t s = first; s < end; ++s)
-                if ((best < 0 || slots_[s].uses < slots_[best].uses) && may_leave(slots_[s], attempt >= 16)) best = s;
-            if (best >= 0) return evict(best);
-        }
+        for (int attempt = 0; attempt < (is_urgent ? 24 : 16); ++attempt)
+            if (const int64_t number = sample_slot(attempt >= 16); number >= 0) return evict(number);
         if (!is_urgent) return kFull;
         bool is_loading = false;
         for (int64_t i = 0; i < o_.slots; ++i) {
             hand_ = (hand_ + 1) % o_.slots;
-            if (may_leave(slots_[hand_], true)) return evict(hand_);
+            if (may_leave(slots_[hand_])) return evict(hand_);
             is_loading |= slots_[hand_].pin <= released_ && (slots_[hand_].flags & kLoading);
         }
         return is_loading ? kBusy : kFull;
+    }
+
+    // Returns the least used of a few slots that no hint protects, or -1.
+    int64_t sample_slot(bool despite_hints) {
+        constexpr int64_t kSample = 8;  // neighbours: two cache lines
+        random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
+        const int64_t first = int64_t((random_ >> 32) * uint64_t(o_.slots) >> 32) & ~(kSample - 1);
+        const int64_t count = std::min(o_.slots - first, kSample);
+        uint32_t order[kSample];  // uses, and the place in the sample
+        int64_t left = 0;
+        for (int64_t i = 0; i < count; ++i)
+            if (may_leave(slots_[first + i])) order[left++] = uint32_t(slots_[first + i].uses) << 8 | uint32_t(i);
+        for (; left; --left) {  // `needed_` is rarely in the CPU's cache: it is asked for the least used first
+            uint32_t* best = std::min_element(order, order + left);
+            const int64_t number = first + (*best & 255);
+            if (despite_hints || !needed_[slots_[number].key]) return number;
+            *best = order[left - 1];
+        }
+        return -1;
     }
 
     int64_t evict(int64_t number) {
@@ -881,10 +681,14 @@ class Cache : public Receiver {
 
     // -- reads --
 
-    void pump() {
-        Request* batch[256];
-        int count = 0;
-        while (!idle_.empty() && count < 256 && !problem_ && !closing_) {
+    void wake_reader() {
+        if (const int64_t count = queued_ + int64_t(side_.size() - side_next_); count && resting_)
+            count > 1 ? work_.notify_all() : work_.notify_one();
+    }
+
+    // Returns what to read next, or null. Rows that are in memory already are copied on the way.
+    Request* next_request() {
+        while (true) {
             uint32_t ticket, key, record;
             if (side_next_ < side_.size()) {
                 key = side_[side_next_].first;
@@ -903,7 +707,7 @@ class Cache : public Receiver {
                 key = slots_[ticket].key;
                 record = slots_[ticket].record - 1;
             } else {
-                break;
+                return nullptr;
             }
             const uint32_t number = uint32_t(record / per_segment_);
             Segment& segment = segments_[number];
@@ -923,10 +727,8 @@ class Cache : public Receiver {
             request->length = uint32_t(rounded(request->skip + record_bytes_));
             request->ticket = ticket, request->key = key, request->segment = number;
             request->sequence = segment.sequence;
-            batch[count++] = request;
+            return request;
         }
-        if (count) engine_->submit(batch, count);
-        if (!waiting_ || watchers_) loaded_.notify_all();  // rows that were copied
     }
 
     float* side_row(uint32_t ticket) const { return side_out_ + int64_t(side_[ticket & ~kSideBit].second) * o_.dim; }
@@ -1192,7 +994,7 @@ class Cache : public Receiver {
     void fetch_hinted() {
         Lock lock(mutex_);
         while (!closing_ && !problem_) {
-            if (!next_to_fetch()) {
+            if (is_pinning_ || !next_to_fetch()) {  // pin goes first
                 fetch_.wait(lock);
                 continue;
             }
@@ -1204,10 +1006,10 @@ class Cache : public Receiver {
                 is_full = find(key) < 0 && admit(key, false) < 0;
                 if (is_full) break;
             }
-            pump();
+            wake_reader();
             if (is_full) {
                 fetch_.wait(lock);
-            } else {  // let pin go first
+            } else {  // the reader needs the mutex, too
                 lock.unlock();
                 std::this_thread::yield();
                 lock.lock();
@@ -1282,7 +1084,8 @@ class Cache : public Receiver {
     bool memory_is_complete_ = true;
 
     std::mutex pin_mutex_, read_mutex_, mutex_;
-    std::condition_variable loaded_, room_, write_, fetch_;
+    std::atomic<bool> is_pinning_{false};
+    std::condition_variable loaded_, room_, write_, fetch_, work_;
     bool closing_ = false, is_compacting_ = false;
     Problem problem_ = kNone;
     int64_t last_problem_ = 0, last_error_ = 0, last_a_ = 0, last_b_ = 0;
@@ -1294,7 +1097,7 @@ class Cache : public Receiver {
     int64_t next_free_ = 0, hand_ = 0;
     uint32_t pins_ = 0, released_ = 0;
     uint64_t random_;
-    int64_t waiting_ = 0, watchers_ = 0;
+    int64_t waiting_ = 0, watchers_ = 0, resting_ = 0;
 
     uint32_t* queue_ = nullptr;  // slots to load: a ring
     int64_t queue_head_ = 0, queued_ = 0;
@@ -1328,77 +1131,13 @@ class Cache : public Receiver {
     int64_t trained_rows_ = 0;
     double wait_seconds_ = 0;
 
-    std::unique_ptr<Engine> engine_;
+    std::unique_ptr<Reader> reader_;
     std::thread writer_, fetcher_;
-};
-
-// Reads blocks of a file at random places, `depth` at a time, until the time is over.
-class DiskProbe : public Receiver {
-  public:
-    DiskProbe(int64_t blocks, int64_t block_bytes, int64_t depth, double until)
-        : blocks_(blocks), block_bytes_(block_bytes), until_(until), requests_(depth) {}
-
-    // Returns the number of reads, or minus an error number.
-    int64_t run(Engine& engine, uint8_t* memory) {
-        engine_ = &engine;
-        Lock lock(mutex_);
-        std::vector<Request*> first;
-        for (Request& request : requests_) {
-            request.buffer = memory + int64_t(first.size()) * block_bytes_;
-            aim(request);
-            first.push_back(&request);
-        }
-        engine.submit(first.data(), int(first.size()));
-        ended_.wait(lock, [this] { return in_flight_ == 0; });
-        return error_ ? -error_ : count_;
-    }
-
-    void done(Request** requests, int count) override {
-        Lock lock(mutex_);
-        int again = 0;
-        for (int i = 0; i < count; ++i) {
-            --in_flight_;
-            ++count_;
-            if (requests[i]->result < 0) error_ = -requests[i]->result;
-            else if (seconds() < until_) aim(*(requests[again++] = requests[i]));
-        }
-        if (again) engine_->submit(requests, again);
-        if (in_flight_ == 0) ended_.notify_one();
-    }
-
-  private:
-    void aim(Request& request) {
-        ++in_flight_;
-        request.offset = int64_t(random_bits(1, ++counter_) % uint64_t(blocks_)) * block_bytes_;
-        request.length = uint32_t(block_bytes_);
-    }
-    const int64_t blocks_, block_bytes_;
-    const double until_;
-    std::vector<Request> requests_;
-    std::mutex mutex_;
-    std::condition_variable ended_;
-    Engine* engine_ = nullptr;
-    uint64_t counter_ = 0;
-    int64_t in_flight_ = 0, count_ = 0, error_ = 0;
 };
 
 }  // namespace
 
 extern "C" {
-
-// Measures random reads of a file of `blocks` blocks: out = elapsed and CPU seconds. Returns their number, minus an
-// error number, or 0 if io_uring is refused. `memory` has room for `depth` blocks, aligned for direct reads.
-int64_t rows_probe(int64_t fd, int64_t blocks, int64_t block_bytes, int64_t depth, int64_t engine, double limit,
-                   uint8_t* memory, double* out) {
-    SignalsBlocked blocked;
-    const double start = seconds(), cpu = seconds(CLOCK_PROCESS_CPUTIME_ID);
-    DiskProbe probe(blocks, block_bytes, depth, start + limit);
-    const auto reader = make_engine(engine, int(fd), depth, depth, &probe);
-    const int64_t count = reader ? probe.run(*reader, memory) : 0;
-    out[0] = seconds() - start;
-    out[1] = seconds(CLOCK_PROCESS_CPUTIME_ID) - cpu;
-    return count;
-}
 
 // Returns null if io_uring was asked for and is refused, or if memory is missing.
 void* rows_open(const Options* options) {

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from recmill.errors import ResourceError, remedy_for
 from recmill.kernels.library import load_rows_library
-from recmill.tables.stores.row_cache import DEPTH, ENGINES, Engine
+from recmill.tables.stores.row_cache import ENGINES, Engine
 from recmill.tables.stores.row_file import RowFile, check_row_directory, file_system, open_row_file
 
 _FILE_BYTES = 256 << 20
 _WRITE_BYTES = 4 << 20
 _SECONDS = 1.0
+_DEPTHS = 1, 64  # concurrent reads
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def measure_disk(directory: Path) -> Disk:
     try:
         _write(file)
         engines: tuple[Engine, ...] = ("io_uring", "threads")
-        found = [_reads(file, engine, depth) for engine in engines for depth in (1, DEPTH)]
+        found = [_reads(file, engine, depth) for engine in engines for depth in _DEPTHS]
     finally:
         os.close(file.fd)
     return Disk(file_system(directory), free, file.is_direct, file.alignment, [reads for reads in found if reads])

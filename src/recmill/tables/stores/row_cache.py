@@ -28,7 +28,6 @@ Engine = Literal["auto", "io_uring", "threads"]
 
 ENGINES: dict[Engine, int] = {"auto": 0, "io_uring": 1, "threads": 2}
 _POINTS = ["store.read", "store.append", "store.compact", "store.snapshot"]
-DEPTH = 64  # concurrent reads
 # Sizes of rows.cpp.
 _ROW_BYTES, _SLOT_BYTES = 5.125, 24  # besides the values: places, hints, snapshot; slots, queue, hinted keys
 _HEADER_BYTES = 12
@@ -131,7 +130,12 @@ def _buffer_bytes(layout: RowLayout, segment_bytes: int) -> int:
     """Return the bytes of write buffers, a snapshot's chunk, chunks and read buffers, for the largest alignment."""
     chunk = min(_CHUNK_BYTES, segment_bytes) + 3 * _MAX_ALIGNMENT
     segments = (_BUFFERS + _SNAPSHOT_SEGMENTS) * segment_bytes
-    return segments + 2 * chunk + DEPTH * (layout.record_bytes + 3 * _MAX_ALIGNMENT)
+    return segments + 2 * chunk + _depth(segment_bytes) * (layout.record_bytes + 2 * _MAX_ALIGNMENT)
+
+
+def _depth(segment_bytes: int) -> int:
+    """Return the number of concurrent reads; a small budget has less room for their buffers."""
+    return 128 if segment_bytes >= 1 << 20 else 64
 
 
 class Chunk(NamedTuple):
@@ -204,7 +208,7 @@ class RowCache:
     ) -> None:
         """Open the file and start the threads.
 
-        lookahead: how many hinted batches to accept; 0: until their rows are 60 % of the slots. slab: use these arrays
+        lookahead: how many hinted batches to accept; 0: until their rows are 90 % of the slots. slab: use these arrays
         as `weights` and `state`, such as views of FBGEMM's tensors. disk_budget_bytes: 0 is no limit.
         """
         self._handle = None
@@ -242,7 +246,8 @@ class RowCache:
         failures = [_Failure(*numbers) for numbers in native_failures(_POINTS)]
         sizes = layout.dim, layout.state_columns, self.plan.slots, len(shards)
         memory = self.weights.ctypes.data, self.state.ctypes.data
-        disk = file.fd, file.is_direct, file.alignment, self.plan.segment_bytes, DEPTH, ENGINES[engine]
+        segment_bytes = self.plan.segment_bytes
+        disk = file.fd, file.is_direct, file.alignment, segment_bytes, _depth(segment_bytes), ENGINES[engine]
         return _Options(
             *sizes,
             (_Shard * len(shards))(*shards),
