@@ -14,6 +14,7 @@ import torch
 
 import recmill
 from recmill import prepare
+from recmill.errors import ResourceError
 from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest, tensors_of
@@ -191,6 +192,13 @@ def test_a_new_run_with_another_seed_starts_from_the_rows_of_an_earlier_one(
         train(config(2, CACHED), run, init_from=tmp_path / earlier)
         assert learned(run) == learned(tmp_path / "expected")
         assert_same_tensors(run, tmp_path / "expected")
+
+
+def test_budgets_larger_than_the_machine_are_refused_at_the_start(clicks_config: Config, tmp_path: Path) -> None:
+    config = clicks_config | {"tables": CACHED | {"cache_memory_budget_mb": 10_000_000}}
+    with pytest.raises(ResourceError, match=r"of it for the cache\), .* Use a smaller tables\.cache_memory"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def train_with_failure(config: Config, run: Path, entry: str) -> None:

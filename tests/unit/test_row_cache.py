@@ -278,6 +278,8 @@ def test_a_budget_counts_every_byte_and_says_how_much_is_missing(tmp_path: Path)
         ConfigError, match=r"cache_memory_budget_mb: 4 MB for 50,000 rows of width 32 is 5 MB too little"
     ):
         plan_cache(of, 4 << 20, min_slots=50_000)
+    with pytest.raises(ConfigError, match=r"2 MB for 2,000,000 rows .*: 10 MB for the index of all rows"):
+        plan_cache(layout(2_000_000), 2 << 20)
     with pytest.raises(ConfigError, match="more than a row file can hold"):
         plan_cache(layout(2**31, dim=32), 1 << 40)
 

@@ -101,11 +101,12 @@ def make_plan(network: nn.Module, sharders: list[Any], request: Request, machine
         most += beside
         what = "the cache" if request.stores.in_files else "dense layers and NCCL"
         dense = f" ({_size(beside)} of it for {what})" if beside else ""
+        budget = "a smaller tables.cache_memory_budget_mb, " if request.stores.in_files else ""
         memory = "the free memory of its GPU" if machines.device_type == "cuda" else "its share of the memory"
         raise ResourceError(
             f"The tables do not fit: process {rank} of {machines.world_size} needs {_size(most)} for its rows, their "
             f"optimizer's state and batches{dense}, but can use {_size(usable)} ({USABLE_SHARE:.0%} of {memory}), "
-            f"{_size(most - usable)} too little. Use more machines, another sharding, smaller tables, a "
+            f"{_size(most - usable)} too little. Use {budget}more machines, another sharding, smaller tables, a "
             "smaller model.embedding_dim or a smaller train.global_batch_size."
         ) from error
 
