@@ -4,6 +4,7 @@ The caches are so small that rows are evicted, written and read again in every s
 """
 
 import itertools
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def learn(config: Config, folder: Path, world: World, is_validated: bool) -> tup
 def compare(configs: dict[str, Config], folder: Path) -> Any:
     """In each process: train each config with both stores. Return on rank 0 what differs."""
     slots.plan_caches.__globals__["plan_cache"] = small_plan
-    different = []
+    threading.excepthook = lambda failure: different.append(f"a thread failed: {failure.exc_value!r}")
+    different: list[str] = []
     with joined_world("cpu") as world:
         for number, (name, config) in enumerate(configs.items()):
             sharding._open_cache.__globals__["RowCache"] = partial(RowCache, eviction_seed=number + 2)
