@@ -8,6 +8,7 @@ from pydantic.fields import FieldInfo
 
 from recmill import registry
 from recmill.config import Section, Settings
+from recmill.config.sections import named_sections
 
 PAGE = Path(__file__).parent.parent / "docs" / "configs.md"
 
@@ -21,6 +22,8 @@ def fields(section: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
             found |= fields(kind, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = field
+            if inner := named_sections(field):
+                found |= fields(inner, f"{prefix}{name}.NAME.")
     return found
 
 

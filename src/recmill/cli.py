@@ -389,7 +389,9 @@ def recommend_command(
         _print(recmill.recommend(run, history, users=users, **options), as_json, printed.print_recommendations)
 
 
-checkpoint_group = click.Group("checkpoint", help="List, verify or inspect the checkpoints of a run.")
+checkpoint_group = click.Group(
+    "checkpoint", help="List, verify or inspect the checkpoints of a run, or write a table's rows to a file."
+)
 commands.add_command(checkpoint_group)
 
 
@@ -418,6 +420,21 @@ def checkpoint_inspect_command(run: str, step: int | None, as_json: bool) -> Non
     from recmill.commands.checkpoint import inspect_checkpoint
 
     _print(inspect_checkpoint(run, step=step), as_json, printed.print_checkpoint)
+
+
+@checkpoint_group.command("rows")
+@click.argument("run", type=click.Path())
+@click.argument("table")
+@click.option("--output", required=True, type=click.Path(), help="Parquet file to write.")
+@click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
+@_json
+def checkpoint_rows_command(run: str, table: str, output: str, step: int | None, as_json: bool) -> None:
+    """Write the rows of a TABLE of RUN to a Parquet file, by id, with their optimizer state."""
+    from recmill.commands.checkpoint import export_rows
+
+    facts = export_rows(run, table, output, step=step)
+    with _after_work():
+        _print(facts, as_json, printed.print_exported_rows)
 
 
 def _print_checkpoints(run: str, as_json: bool, digests: bool) -> bool:

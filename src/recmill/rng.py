@@ -53,6 +53,34 @@ def uniform_floats(key: np.uint64, first: int, count: int, bound: float) -> np.n
     return out
 
 
+# Keys of dynamic tables: a permutation of the ids 0..2^62-1 that spreads them evenly over processes.
+NUM_KEYS = 2**62
+_MASK = np.uint64(NUM_KEYS - 1)
+_INVERSES = tuple(np.uint64(pow(int(factor), -1, NUM_KEYS)) for factor in (_M1, _M2))
+
+
+def keys_of_ids(ids: np.ndarray) -> np.ndarray:
+    """Return the key of each id in 0..2^62-1 (int64)."""
+    z = ids.astype(np.uint64)
+    for factor in (_M1, _M2):
+        z ^= z >> np.uint64(31)
+        z *= factor
+        z &= _MASK
+    z ^= z >> np.uint64(31)
+    return z.view(np.int64)
+
+
+def ids_of_keys(keys: np.ndarray) -> np.ndarray:
+    """Return the id of each key (int64)."""
+    z = keys.astype(np.uint64)
+    for inverse in reversed(_INVERSES):
+        z ^= z >> np.uint64(31)
+        z *= inverse
+        z &= _MASK
+    z ^= z >> np.uint64(31)
+    return z.view(np.int64)
+
+
 class Permutation:
     """A permutation of range(size), computed by a Feistel network over an almost square grid.
 

@@ -99,7 +99,7 @@ def learn(config: Config, folder: Path, world: World, is_validated: bool) -> tup
             if is_validated and number % 2:
                 predictions()
     assert len(losses) == STEPS
-    caches = [cached.cache for cached in cached_tables(model)]
+    caches = [cached.cache for cached in cached_tables(model) if isinstance(cached.cache, RowCache)]
     misses = sum(cache.counters().misses for cache in caches)
     dense = {key: bits(p.detach().numpy()) for key, p in in_backward_optimizer_filter(model.named_parameters())}
     learned = losses, predictions(), dense, rows_of(model)

@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recmill import rng
 from recmill.batch import CtrBatch
 from recmill.data.clicks import ClickSource, SplitRows
 from recmill.data.opening import open_dataset
@@ -51,6 +52,25 @@ def test_an_epoch_holds_every_training_row_exactly_once(clicks: Path, size: int)
 
 def test_a_global_batch_is_the_same_for_any_world_size(clicks: Path) -> None:
     assert click_epoch(clicks, size=1) == click_epoch(clicks, size=2) == click_epoch(clicks, size=3)
+
+
+def test_ids_of_dynamic_tables_are_keys_and_fillers_have_none(clicks: Path) -> None:
+    dataset = open_dataset(clicks)
+    first, *others = [feature.name for feature in dataset.clicks.sparse]
+    plain: list[int] = []
+    keys: list[int] = []
+    for rank in range(3):
+        batching = Batching(order="file", seed=1, train_batch_size=125, eval_batch_size=300, rank=rank, size=3)
+        expected = next(ClickSource(dataset, batching).train_batches(0, 0))
+        batch = next(ClickSource(dataset, batching, dynamic={first}).train_batches(0, 0))
+        num_real = int(expected.weight())
+        assert batch.sparse[first].lengths().tolist() == [1] * num_real + [0] * (42 - num_real)
+        assert batch.sparse[first].offsets().tolist()[-1] == batch.sparse.length_per_key()[0] == num_real
+        keys += rng.ids_of_keys(batch.sparse[first].values().numpy()).tolist()
+        plain += expected.sparse[first].values()[:num_real].tolist()
+        for name in others:  # in other tables, fillers are looked up
+            assert batch.sparse[name].values().tolist() == expected.sparse[name].values().tolist()
+    assert keys == plain and len(keys) == 125
 
 
 @pytest.mark.parametrize("order", ["shuffled", "file", "batch"])

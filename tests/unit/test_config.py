@@ -333,7 +333,13 @@ def test_the_keys_that_may_change_on_resume_are_these() -> None:
         "data.limit_test_batches",
         "data.prefetch",
         "data.multi_hot.collect_frequencies",
-        "tables",
+        "tables.store",
+        "tables.cache_memory_budget_mb",
+        "tables.path",
+        "tables.disk_budget_gb",
+        "tables.lookahead",
+        "tables.stores",
+        "tables.dynamic.*.max_rows",
         "sharding",
         "train.device",
         "train.kernels",
@@ -372,6 +378,46 @@ def test_the_fingerprint_of_a_config_stays_the_same_from_version_to_version() ->
     assert fingerprint(load_config(GOOD, ["train.seed=3"])) == "2ef9a1c628ebcbf1"
 
 
+def test_the_rules_of_a_dynamic_table_are_part_of_a_run_but_not_its_room() -> None:
+    of_c1 = "tables.dynamic.C1."
+    old = load_config(GOOD, [f"{of_c1}max_rows=9", f"{of_c1}min_count=2"])
+    larger = load_config(GOOD, [f"{of_c1}max_rows=10", f"{of_c1}min_count=2"])
+    assert differences(old, larger) == [] and fingerprint(old) == fingerprint(larger) != fingerprint(load_config(GOOD))
+    other = load_config(GOOD, [f"{of_c1}max_rows=10", f"{of_c1}min_count=3"])
+    assert differences(old, other) == ["tables.dynamic.C1.min_count: 2 -> 3"]
+
+
+def test_all_that_dynamic_tables_cannot_do_is_reported_at_once() -> None:
+    text = problem(
+        {
+            "data": {"path": "d"},
+            "model": {"name": "sasrec"},
+            "tables": {"dynamic": {"all": {"max_rows": 5, "min_count": 2, "admit_probability": 0.5}}},
+            "sharding": {"default": "column_wise", "tables": {"item": "data_parallel"}},
+            "train": {"device": "cuda", "kernels": "torch"},
+            "optim": {"tables": {"name": "adam"}},
+            "checkpoint": {"full_every": 2, "row_bits": 8},
+        }
+    )
+    for fact in (
+        "tables.dynamic.all.min_count with tables.dynamic.all.admit_probability: ids are admitted by one of them",
+        "sharding.default = 'column_wise' with tables.dynamic.all",
+        "sharding.tables.item = 'data_parallel' with tables.dynamic.all",
+        "tables.dynamic.all with train.device = 'cuda': ids are looked up in host memory",
+        "train.kernels = 'torch': it is one of our own kernels",
+        "optim.tables.name = 'adam': FBGEMM has no fused Adam on CPU",
+        "checkpoint.row_bits = 8: such rows are saved exactly",
+        "tables.dynamic: the items of model 'sasrec' must be known in advance",
+    ):
+        assert fact in text
+    beside = {"store": "cached_ssd", "cache_memory_budget_mb": 9, "stores": {"C1": "device_mem"}}
+    text = problem({**GOOD, "tables": {**beside, "dynamic": {"all": {"max_rows": 5}}}})
+    assert "dynamic tables beside tables of another store are not supported" in text
+    text = problem({**GOOD, "tables": {"dynamic": {"C1": {"min_cuont": 2}}}})
+    assert "unknown key 'tables.dynamic.C1.min_cuont'. Did you mean 'tables.dynamic.C1.min_count'?" in text
+    assert "'tables.dynamic.C1.max_rows' is missing" in text
+
+
 def test_all_that_cached_ssd_cannot_do_is_reported_at_once() -> None:
     text = problem(
         {
@@ -389,9 +435,9 @@ def test_all_that_cached_ssd_cannot_do_is_reported_at_once() -> None:
         "sharding.default = 'column_wise' with tables.store = 'cached_ssd'",
         "sharding.tables.item = 'data_parallel' with tables.store = 'cached_ssd'",
         "train.device = 'cuda': it would need FBGEMM's SSD operators, which no published FBGEMM has",
-        "train.kernels = 'torch': the cache is one of our own kernels",
+        "train.kernels = 'torch': it is one of our own kernels",
         "optim.tables.name = 'adam': FBGEMM has no fused Adam on CPU",
-        "checkpoint.row_bits = 8: cached rows are saved exactly",
+        "checkpoint.row_bits = 8: such rows are saved exactly",
         "model.head = 'tied' with tables.store = 'cached_ssd': it needs all rows",
     ):
         assert fact in text

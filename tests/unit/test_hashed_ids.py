@@ -8,7 +8,11 @@ import polars as pl
 import pytest
 import xxhash
 
-from recmill import prepare
+from recmill import prepare, rng
+from recmill.data.clicks import ClickSource
+from recmill.data.opening import open_dataset
+from recmill.data.share import Batching
+from recmill.errors import DataError
 
 from ..criteo_raw import day_rows, ids_of, sparse, stored, write_rows
 
@@ -48,6 +52,21 @@ def test_hash64_is_sparks_xxhash64(logs: Path, tmp_path: Path) -> None:
     expected = [[signed(sparks_xxhash64(x or None, c)) for c, x in enumerate(row[14:])] for row in rows]
     assert found.dtype == np.int64
     assert found.tolist() == expected
+
+
+def test_hash64_without_a_size_is_for_dynamic_tables_which_use_62_bits(logs: Path, tmp_path: Path) -> None:
+    prepare("criteo", tmp_path / "d", input=logs, ids="hash64")
+    dataset = open_dataset(tmp_path / "d")
+    names = {feature.name for feature in dataset.clicks.sparse}
+    batching = Batching(order="file", seed=1, train_batch_size=4, eval_batch_size=4, rank=0, size=1)
+    with pytest.raises(DataError, match=r"Make their tables dynamic \(tables\.dynamic\), or prepare"):
+        ClickSource(dataset, batching, dynamic=names - {"C1"})
+    (batch, *_) = ClickSource(dataset, batching, dynamic=names).train_batches(0, 0)
+    ids = rng.ids_of_keys(batch.sparse.values().numpy()).reshape(26, 4).T.tolist()
+    rows = day_rows(logs, 0)[:4]
+    assert ids == [
+        [(sparks_xxhash64(x or None, c) + 2**63) % 2**64 >> 2 for c, x in enumerate(row[14:])] for row in rows
+    ]
 
 
 def test_hash64_with_a_size_keeps_row_0_for_missing_ids(logs: Path, tmp_path: Path) -> None:

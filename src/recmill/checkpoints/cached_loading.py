@@ -7,7 +7,7 @@ import numpy as np
 from recmill import rng
 from recmill.checkpoints.format import Checkpoint
 from recmill.checkpoints.incremental import changed_rows, write_rows
-from recmill.checkpoints.row_files import saved_rows
+from recmill.checkpoints.row_files import saved_keys, saved_rows
 from recmill.checkpoints.safe_reader import SafeReader, read_rows
 from recmill.tables.cached_tables import CachedTables
 from recmill.tables.torchrec_internals import LocalShard
@@ -21,7 +21,13 @@ def load_into_caches(checkpoint: Checkpoint, caches: list[CachedTables], keys: T
     """Load the tables in `keys`. Rows that still have their first values are left out."""
     own = {name: cached for cached in caches for name in cached.names if name in keys}
     in_row_files = {table.name: table for _, file in checkpoint.row_files for table in file.tables}
+    if any(cached.dynamic for cached in own.values()):
+        for name, (clock, entries) in saved_keys(checkpoint).items():
+            if name in own:
+                own[name].dynamic[name].load(entries, clock)
     for name, cached in own.items():
+        if name in cached.dynamic:
+            continue
         if name not in in_row_files:
             _load_dense(checkpoint, cached, name, keys[name])
             continue

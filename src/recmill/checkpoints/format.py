@@ -119,8 +119,18 @@ class SavedTable:
     name: str
     key: str  # of its rows, as of a complete tensor
     state_key: str  # of their optimizer state; empty if it has none
-    rows: PositiveInt
+    rows: NonNegativeInt  # 0: it is dynamic
     bound: NonNegativeFloat  # of first values
+
+
+@dataclass(frozen=True)
+class KeyList:
+    """What is known about the keys of a dynamic table on one process, at the end of its row file."""
+
+    __pydantic_config__ = _STRICT
+
+    clock: NonNegativeInt  # batches that the table was trained with
+    count: NonNegativeInt
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,7 @@ class RowFile:
     dim: PositiveInt
     state_columns: NonNegativeInt
     chunks: list[NonNegativeInt]  # number of rows in each
+    keys: dict[str, KeyList] = field(default_factory=dict)  # by dynamic table
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,9 @@ def saved_tables(model: nn.Module, state: dict[str, Tensor]) -> list[SavedTable]
     states = {table_of(key): key for key, value in state.items() if key.startswith("optim.") and value.dim()}
     specs: list[TableSpec] = getattr(model, "cached_specs", [])
     return [
-        SavedTable(spec.name, rows[spec.name], states.get(spec.name, ""), spec.rows, spec.init_bound)
+        SavedTable(
+            spec.name, rows[spec.name], states.get(spec.name, ""), 0 if spec.dynamic else spec.rows, spec.init_bound
+        )
         for spec in specs
         if spec.name in rows
     ]
@@ -126,6 +128,13 @@ def _sizes_of(tables: list[SavedTable], state: dict[str, Tensor]) -> Sizes:
     return {
         key: (table.rows, *state[key].size()[1:]) for table in tables for key in (table.key, table.state_key) if key
     }
+
+
+def read_alone(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
+    """Read complete tensors in one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _read(checkpoint, state)
 
 
 def _read(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:

@@ -34,8 +34,9 @@ from recmill.files.digests import digest
 from recmill.files.timestamps import utc_now
 from recmill.hardware.memory import available_memory_bytes
 from recmill.launch.watchdog import Heartbeat
-from recmill.tables.cached_tables import CachedTables
-from recmill.tables.stores.row_cache import Snapshot
+from recmill.tables.cached_tables import CachedTables, RowNames
+from recmill.tables.stores.memory_rows import MemorySnapshot
+from recmill.tables.stores.row_cache import RowCache, Snapshot
 from recmill.tables.table_lookup import cached_tables
 from recmill.tables.torchrec_internals import copy_to_cpu, is_sharded, local_shards
 from recmill.world import World, use_device
@@ -66,11 +67,16 @@ class _Save:
     rows: dict[str, Tensor] = field(default_factory=dict)  # copies of changed rows, and their ids
     changes: list[RowChange] = field(default_factory=list)
     base: _Base | None = None
-    snapshots: list[tuple[CachedTables, Snapshot]] = field(default_factory=list)
+    snapshots: list[tuple[CachedTables, Snapshot | MemorySnapshot]] = field(default_factory=list)
+    names: list[RowNames | None] = field(default_factory=list)  # of the rows of each snapshot
     tables: list[SavedTable] = field(default_factory=list)  # that are cached
     stall_seconds: float | None = None  # how long training waited for the copy; None: it waits until the end
     bytes: int = 0  # over all ranks
     free_bytes: int | None = None  # when it began
+
+    @property
+    def in_memory(self) -> list[MemorySnapshot]:
+        return [snapshot for _, snapshot in self.snapshots if isinstance(snapshot, MemorySnapshot)]
 
 
 @dataclass(eq=False)
@@ -109,9 +115,11 @@ class Saver:
         self._wait()
         reach("ckpt.begin", position.step)
         save = self._new_save(position)
-        in_background = self.section.background and self._has_memory_for_copy(save.tensors | save.rows)
+        in_background = self.section.background and self._has_memory_for_copy(save.tensors | save.rows, save.in_memory)
         if in_background:
             save.tensors = self._copy(save.tensors)
+            for snapshot in save.in_memory:
+                snapshot.keep()
             save.stall_seconds = time.monotonic() - save.started
         reach("ckpt.copied", position.step)
         self._partial = save.partial
@@ -156,6 +164,7 @@ class Saver:
         for cached, since in zip(self._caches, self._positions, strict=True):
             cached.release()
             save.snapshots.append((cached, cached.cache.snapshot(since if save.base else 0)))
+            save.names.append(cached.row_names())
         return save
 
     def _wait(self) -> None:
@@ -170,9 +179,10 @@ class Saver:
             self._is_waited_for = False
             self._thread = None
 
-    def _has_memory_for_copy(self, tensors: dict[str, Tensor]) -> bool:
+    def _has_memory_for_copy(self, tensors: dict[str, Tensor], rows: Iterable[MemorySnapshot] = ()) -> bool:
         """Return whether every rank has memory for a copy, reusing the buffers of earlier ones. All ranks take part."""
         needed = max(_local_bytes(tensors.values()) - _local_bytes(self._buffers), 0)
+        needed += sum(snapshot.bytes for snapshot in rows)
         available = available_memory_bytes() // self.world.local_size
         (lacking,) = self.world.sum([float(needed * _COPY_MARGIN > available)])
         if lacking and self.world.is_main:
@@ -278,8 +288,10 @@ class Saver:
                 save.tensors[change.values] = quantize_rows(save.tensors[change.values])
         is_main = self.world.is_main  # rank 0 writes the tensors that all ranks hold
         own = [value for key, value in save.tensors.items() if is_main or is_sharded(value) or key in save.rows]
-        caches = [cached.cache for cached in self._caches]
+        caches = [cached.cache for cached in self._caches if isinstance(cached.cache, RowCache)]
         in_caches = sum(cache.counters().trained_rows * cache.layout.record_bytes for cache in caches)
+        in_caches += sum(snapshot.bytes for snapshot in save.in_memory)
+        in_caches += sum(names.bytes for names in save.names if names)
         return _local_bytes(own) + in_caches  # an incremental checkpoint has fewer of these
 
     def _begin(self, save: _Save) -> int | None:
@@ -315,12 +327,12 @@ class Saver:
     def _write_rows(self, save: _Save) -> list[RowFile]:
         """Write this rank's rows of cached tables."""
         written = []
-        for number, (cached, snapshot) in enumerate(save.snapshots):
+        for number, ((cached, snapshot), names) in enumerate(zip(save.snapshots, save.names, strict=True)):
             by_name = {table.name: table for table in save.tables}
             tables = [by_name[name] for name in cached.names]
             path = save.partial / f"__{self.world.rank}_{number}.rows"
             try:
-                written.append(write_row_file(path, cached, snapshot, tables, save.position.step))
+                written.append(write_row_file(path, cached, snapshot, names, tables, save.position.step))
             except NotFiniteError as error:
                 raise self._not_finite(str(error), save) from error
             self._beat()

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -11,7 +12,7 @@ from recmill import registry
 from recmill.checkpoints.format import best_path, committed, lost_error, step_of, step_path
 from recmill.config import Config, fingerprint, load_config
 from recmill.config.options import given_path
-from recmill.config.sections import SSD_ON_CUDA
+from recmill.config.sections import ALL_TABLES, DYNAMIC_ON_CUDA, SSD_ON_CUDA
 from recmill.data.opening import Checks, open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -19,8 +20,8 @@ from recmill.hardware.memory import memory_bytes
 from recmill.metrics.binary import Values
 from recmill.observe.run_dir import RunDirectory
 from recmill.protocols import Metrics, ModelModule, SequenceModelModule, TaskModule
-from recmill.schema import SPLITS, ClicksDescription, Dataset
-from recmill.tables.spec import Stores, TableSpec
+from recmill.schema import SPLITS, ClicksDescription, Dataset, Description
+from recmill.tables.spec import Dynamic, Stores, TableSpec
 
 if TYPE_CHECKING:
     from recmill.checkpoints.format import Checkpoint
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from recmill.world import World
 
 log = logging.getLogger(__name__)
+
+_NOMINAL_ROWS = 2**20
 
 
 def model_module(config: Config) -> ModelModule:
@@ -47,7 +50,35 @@ def window_rules(config: Config) -> WindowRules:
 
 
 def table_specs(config: Config, dataset: Dataset) -> list[TableSpec]:
-    return model_module(config).tables(config.model, dataset.description)
+    section = config.settings.tables
+    specs = model_module(config).tables(config.model, model_description(config, dataset))
+    rules = [section.dynamic_of(spec.name, *spec.features) for spec in specs]
+    return [
+        replace(spec, rows=found.max_rows, dynamic=Dynamic(**found.model_dump())) if found else spec
+        for spec, found in zip(specs, rules, strict=True)
+    ]
+
+
+def model_description(config: Config, dataset: Dataset) -> Description:
+    """Return the description from which the model is made.
+
+    Dynamic tables count as having at most 2^20 rows, which determines their first values: max_rows may change.
+    """
+    description = dataset.description
+    if description.kind != "clicks" or not config.settings.tables.dynamic:
+        return description
+    names = dynamic_features(config, dataset)
+    sparse = [
+        f.model_copy(update={"rows": min(f.rows, _NOMINAL_ROWS)}) if f.name in names else f for f in description.sparse
+    ]
+    return description.model_copy(update={"sparse": sparse})
+
+
+def dynamic_features(config: Config, dataset: Dataset) -> set[str]:
+    """Return the features whose tables are dynamic."""
+    section = config.settings.tables
+    specs = model_module(config).tables(config.model, dataset.description) if section.dynamic else []
+    return {name for spec in specs if section.dynamic_of(spec.name, *spec.features) for name in spec.features}
 
 
 def open_matching_dataset(config: Config, verify: Checks = "sizes") -> Dataset:
@@ -106,6 +137,7 @@ def _check_table_names(config: Config, tables: list[TableSpec]) -> None:
     for key, given in (
         ("sharding.tables", config.settings.sharding.tables),
         ("tables.stores", config.settings.tables.stores),
+        ("tables.dynamic", config.settings.tables.dynamic.keys() - {ALL_TABLES}),
     ):
         problems += [f"'{key}': {registry.unknown('table', name, known)}" for name in given if name not in known]
         for names in users.values():
@@ -136,7 +168,7 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
 
         section = data.multi_hot
         if not section.sizes:
-            return ClickSource(dataset, batching)
+            return ClickSource(dataset, batching, dynamic=dynamic_features(config, dataset))
         rows = [feature.rows for feature in dataset.description.sparse]
         multi_hot = MultiHot(rows, section.ids_per_row(rows), section.distribution, section.seed)
         return ClickSource(dataset, batching, multi_hot)
@@ -164,7 +196,7 @@ def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = 
     settings = config.settings
     torch.manual_seed(settings.train.seed)  # so dense layers are the same on every rank and for every world size
     with WithoutMetaValues():
-        network = model_module(config).build(config.model, dataset.description, torch.device("meta"))
+        network = model_module(config).build(config.model, model_description(config, dataset), torch.device("meta"))
     tables = table_specs(config, dataset)
     request = Request(
         tables=tables,
@@ -177,8 +209,9 @@ def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = 
         stores=_stores(config, tables, run, world),
     )
     kernels = load_library() if settings.train.kernels == "auto" and world.device.type == "cpu" else None
-    if request.stores.in_files and kernels is None:
-        raise ResourceError("tables.store = 'cached_ssd' needs our C++ kernels, which cannot be used here: see above.")
+    if request.cached and kernels is None:
+        what = "tables.store = 'cached_ssd'" if request.stores.in_files else "tables.dynamic"
+        raise ResourceError(f"{what} needs our C++ kernels, which cannot be used here: see above.")
     return shard(network, request, settings.optim.tables, world, kernels)
 
 
@@ -191,6 +224,8 @@ def _stores(config: Config, tables: list[TableSpec], run: Path, world: "World") 
     on_gpu = world.device.type == "cuda"
     if on_gpu and "cached_ssd" in by_table.values():
         raise ConfigError(f"tables.store = 'cached_ssd' on CUDA: {SSD_ON_CUDA}")
+    if on_gpu and section.dynamic:
+        raise ConfigError(f"tables.dynamic on CUDA: {DYNAMIC_ON_CUDA}")
     if on_gpu and "cached_host_mem" in by_table.values() and not section.cache_memory_budget_mb:
         raise ConfigError(
             "tables.store = 'cached_host_mem' on CUDA needs tables.cache_memory_budget_mb, the memory of each GPU for "

@@ -1,4 +1,4 @@
-"""`recmill checkpoint list | verify | inspect`: describe the checkpoints of a run, without changing anything."""
+"""`recmill checkpoint list | verify | inspect | rows`: read the checkpoints of a run, without changing anything."""
 
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,6 +17,7 @@ from recmill.checkpoints.format import (
     verify,
 )
 from recmill.commands.assemble import open_trained_run
+from recmill.config.options import given_path
 from recmill.errors import CheckpointError, UserError
 
 Facts = dict[str, Any]
@@ -70,6 +71,18 @@ def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
     """Describe one checkpoint, the newest by default: its state, and the size and type of every tensor."""
     from recmill.checkpoints.safe_reader import described_tensors
 
+    path = _chosen(run, step)
+    with held(path):
+        checkpoint = verify(path, digests=False)
+        described = described_tensors(checkpoint)
+    state = asdict(checkpoint.state)
+    changed = len(state.pop("changes"))
+    tensors = [_describe_tensor(key, tensor) for key, tensor in sorted(described.items())]
+    return {"path": str(checkpoint.path), **state, "changed_tensors": changed, "tensors": tensors}
+
+
+def _chosen(run: str | Path, step: int | None) -> Path:
+    """Return the checkpoint of a step, by default the newest."""
     directory, _ = open_trained_run(run)
     saved_step = directory.saved_step()
     paths = {step_of(path): path for path in committed(directory.checkpoints)}
@@ -79,13 +92,27 @@ def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
         step = max(paths)
     if step not in paths:
         raise CheckpointError(f"{run}: no checkpoint of step {step}. There are: {', '.join(map(str, paths))}.")
-    with held(paths[step]):
-        checkpoint = verify(paths[step], digests=False)
-        described = described_tensors(checkpoint)
-    state = asdict(checkpoint.state)
-    changed = len(state.pop("changes"))
-    tensors = [_describe_tensor(key, tensor) for key, tensor in sorted(described.items())]
-    return {"path": str(checkpoint.path), **state, "changed_tensors": changed, "tensors": tensors}
+    return paths[step]
+
+
+def export_rows(run: str | Path, table: str, output: str | Path, *, step: int | None = None) -> Facts:
+    """Write the rows of a table to a Parquet file, by id: `id`, `row`, `state` (of the optimizer, if it has one).
+
+    A dynamic table has those ids that have a row, with `count` and `steps_ago`, when they last occurred.
+    """
+    import polars as pl
+
+    from recmill.checkpoints.table_rows import rows_of_table
+    from recmill.files.atomic import new_file
+
+    target = given_path(output, "--output")
+    path = _chosen(run, step)
+    with held(path):
+        columns = rows_of_table(verify(path), table)
+    frame = pl.DataFrame(columns).sort("id")
+    with new_file(target) as file:
+        frame.write_parquet(file)
+    return {"table": table, "rows": len(frame), "path": str(target), "step": step_of(path)}
 
 
 def _describe_tensor(key: str, tensor: Any) -> Facts:

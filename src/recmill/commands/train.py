@@ -250,7 +250,7 @@ def _train(
     model = assemble.build_sharded(config, dataset, world, run.path)
     optimizer = build_optimizer(model, settings.optim)
     parts = Parts(model, assemble.task_module(config), source, world, settings.data.prefetch, heartbeat, recorder)
-    placed = placements(model.plan, tables, settings.optim.tables.name, model.cache_bytes)
+    placed = placements(model.plan, tables, settings.optim.tables.name, model.cache_bytes, model.stores)
     if world.is_main:
         _log_facts(parts, config, dataset, tables, steps)
         all_tables, largest = ("\n".join(table_lines(as_rows(placed, world.size, n))) for n in (None, 5))
@@ -504,12 +504,15 @@ def _log_values(at: "Position", split: str, values: Values, console: str) -> Non
 
 def _log_stores(model: Any, config: Config, world: "World") -> None:
     """Say what is kept where, if not all rows are in the device's memory."""
+    from recmill.tables.stores.row_cache import RowCache
     from recmill.tables.table_lookup import cached_tables
 
     if "cached_host_mem" in config.settings.tables.requested_stores().values() and world.device.type == "cpu":
         log.info("tables.store = 'cached_host_mem': on CPU this is device_mem, for the device's memory is the host's")
     for cached in cached_tables(model):
         cache, layout = cached.cache, cached.cache.layout
+        if not isinstance(cache, RowCache):
+            continue
         log.info(
             f"cached_ssd: {layout.rows:,} rows, {layout.rows * layout.value_bytes / 1e6:,.1f} MB with their state, in "
             f"{cache.file.directory}; {cache.plan.slots:,} of them in a cache of "

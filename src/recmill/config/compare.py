@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import xxhash
 
 from recmill.config.load import Config
-from recmill.config.sections import MAY_CHANGE, Section, Settings, subsection
+from recmill.config.sections import MAY_CHANGE, Section, Settings, named_sections, subsection
 
 
 def differences(old: Config, new: Config) -> list[str]:
@@ -24,18 +25,22 @@ def fingerprint(config: Config) -> str:
 
 
 def changeable_keys(section: type[Section] = Settings, prefix: str = "") -> set[str]:
+    """Return the keys and sections that may change; `*` stands for any name."""
     found = set()
     for name, field in section.model_fields.items():
         if MAY_CHANGE in field.metadata:
             found.add(f"{prefix}{name}")
         elif inner := subsection(field):
             found |= changeable_keys(inner, f"{prefix}{name}.")
+        elif inner := named_sections(field):
+            found |= changeable_keys(inner, f"{prefix}{name}.*.")
     return found
 
 
 def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
-    changeable = tuple(f"{key}." for key in changeable_keys())
-    return {key: value for key, value in _flat(values).items() if not f"{key}.".startswith(changeable)}
+    patterns = [f"{key}.*" for key in changeable_keys()]
+    flat = _flat(values)
+    return {key: flat[key] for key in flat if not any(fnmatchcase(f"{key}.", pattern) for pattern in patterns)}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

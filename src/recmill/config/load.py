@@ -146,6 +146,8 @@ def _checked(values: dict[str, Any], problems: list[Problem]) -> Config:
             sentences.append(f"eval.target_auroc: model '{name}' is not measured by AUROC. Remove it.")
         if getattr(model, "head", "") == "tied" and "cached_ssd" in settings.tables.requested_stores().values():
             sentences.append("model.head = 'tied' with tables.store = 'cached_ssd': it needs all rows. Use 'linear'.")
+        if settings.tables.dynamic and module.KIND != "clicks":
+            sentences.append(f"tables.dynamic: the items of model '{name}' must be known in advance. Remove it.")
     found_in_metrics = metric_problems(settings.eval.metrics, module.TASK if module else None)
     problems += [Problem(f"'eval.metrics': {text}", ("eval.metrics",)) for text in found_in_metrics]
     problems += contradictions(sentences, problems)

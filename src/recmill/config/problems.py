@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from recmill import registry
-from recmill.config.sections import Section, subsection
+from recmill.config.sections import Section, named_sections, subsection
 
 SectionT = TypeVar("SectionT", bound=Section)
 _MAX_LINES = 10  # of a report
@@ -114,9 +114,13 @@ def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings
 def _locate(cls: type[Section], location: Sequence[Any]) -> tuple[type[Section], FieldInfo | None, Sequence[Any]]:
     """Return the section that holds the key, its field if it is known, and the location as a user would write it."""
     field = None
-    for depth, name in enumerate(location, start=1):
-        field = cls.model_fields.get(name)
+    depth = 0
+    while depth < len(location):
+        field = cls.model_fields.get(location[depth])
+        depth += 1
         section = subsection(field) if field else None
+        if field and section is None and depth < len(location) and (section := named_sections(field)):
+            depth += 1  # past the section's name
         if section is None:
             is_inside = field is not None and get_origin(field.annotation) in (list, dict)
             return cls, field, location if is_inside else location[:depth]  # the rest names a union's alternative

@@ -3,7 +3,7 @@
 import math
 import re
 from fractions import Fraction
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,7 @@ SSD_ON_CUDA = (
     "it would need FBGEMM's SSD operators, which no published FBGEMM has (pytorch/FBGEMM#5666). "
     "Use 'cached_host_mem', or train on CPU."
 )
+DYNAMIC_ON_CUDA = "ids are looked up in host memory. Train on CPU."
 
 
 TO_THE_END = "to the end"
@@ -85,6 +86,13 @@ def subsection(field: FieldInfo) -> type[Section] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
+def named_sections(field: FieldInfo) -> type[Section] | None:
+    """Return the class of the sections in a field that holds sections by name."""
+    arguments = get_args(field.annotation) if get_origin(field.annotation) is dict else ()
+    is_section = bool(arguments) and isinstance(arguments[1], type) and issubclass(arguments[1], Section)
+    return arguments[1] if is_section else None
+
+
 class MultiHotSection(Section):
     sizes: list[PositiveInt] = key(
         [], "Ids per row by feature, or one number for all; fixed ids are added to a row's own. Empty: off."
@@ -123,19 +131,40 @@ class DataSection(Section):
 Store = Literal["device_mem", "cached_host_mem", "cached_ssd"]
 
 
+class DynamicTable(Section):
+    max_rows: MayChange[PositiveInt] = key(..., "Ids that may have a row at a time, over all processes.", lt=2**31)
+    min_count: PositiveInt = key(1, "An id gets a row when it has occurred this often.", lt=2**32)
+    admit_probability: float = key(1.0, "Or: with this probability in each batch in which it occurs.", gt=0.0, le=1.0)
+    expire_after_steps: NonNegativeInt = key(
+        0, "Forget an id that did not occur for this many steps; 0: never.", lt=2**62
+    )
+
+
+ALL_TABLES = "all"
+
+
 class TablesSection(Section):
-    store: Store = key(
+    store: MayChange[Store] = key(
         "device_mem", "Where table rows live: in the device's memory, or in host memory or a file behind a cache."
     )
-    cache_memory_budget_mb: NonNegativeInt = key(
+    cache_memory_budget_mb: MayChange[NonNegativeInt] = key(
         0, "Memory of each process for cached tables, in MiB: of its GPU (cached_host_mem) or host (cached_ssd)."
     )
-    path: str = key("", "Directory on a local SSD for the rows of cached_ssd; empty: the run directory.")
-    disk_budget_gb: float = key(0.0, "Maximum disk space of cached_ssd for each process, in GiB; 0: no limit.", ge=0.0)
-    lookahead: Literal["auto"] | NonNegativeInt = key(
+    path: MayChange[str] = key("", "Directory on a local SSD for the rows of cached_ssd; empty: the run directory.")
+    disk_budget_gb: MayChange[float] = key(
+        0.0, "Maximum disk space of cached_ssd for each process, in GiB; 0: no limit.", ge=0.0
+    )
+    lookahead: MayChange[Literal["auto"] | NonNegativeInt] = key(
         "auto", "Coming batches whose rows cached_ssd loads and keeps; 'auto': as many as fit; 0: off."
     )
-    stores: dict[str, Store] = key({}, "Stores of single tables, by table or feature name.")
+    stores: MayChange[dict[str, Store]] = key({}, "Stores of single tables, by table or feature name.")
+    dynamic: dict[str, DynamicTable] = key(
+        {}, "Tables whose ids are not known in advance, by table or feature name, or 'all': see docs/stores.md."
+    )
+
+    def dynamic_of(self, *names: str) -> DynamicTable | None:
+        """Return the rules of a table that has these names; None if its ids are numbers of rows."""
+        return next((self.dynamic[name] for name in (*names, ALL_TABLES) if name in self.dynamic), None)
 
     def store_of(self, *names: str) -> Store:
         """Return the store of a table, given its name and its features."""
@@ -161,6 +190,17 @@ class TablesSection(Section):
                 for key in ("path", "disk_budget_gb", "lookahead")
                 if key in self.changed_keys()
             ]
+        problems += [
+            f"tables.dynamic.{name}.min_count with tables.dynamic.{name}.admit_probability: ids are admitted by one of "
+            "them. Remove the other."
+            for name, rules in self.dynamic.items()
+            if rules.min_count > 1 and rules.admit_probability < 1
+        ]
+        if cached and self.dynamic and set(requested.values()) != {"cached_ssd"}:
+            problems.append(
+                "tables.dynamic with tables.stores: dynamic tables beside tables of another store are not supported. "
+                "Use one tables.store for all."
+            )
         return problems
 
 
@@ -397,7 +437,7 @@ class Settings(Section):
     """All sections but the model's, whose keys depend on its name."""
 
     data: DataSection
-    tables: MayChange[TablesSection] = TablesSection()
+    tables: TablesSection = TablesSection()
     sharding: MayChange[ShardingSection] = ShardingSection()
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection()
@@ -430,30 +470,38 @@ class Settings(Section):
         return problems
 
     def _contradictions_of_stores(self) -> list[str]:
-        cached = [key for key, store in self.tables.requested_stores().items() if store == "cached_ssd"]
+        cached = [f"{key} = 'cached_ssd'" for key, s in self.tables.requested_stores().items() if s == "cached_ssd"]
+        cached += [f"tables.dynamic.{name}" for name in self.tables.dynamic]
         if not cached:
             return []
-        store = f"{cached[0]} = 'cached_ssd'"
+        store = cached[0]
         problems = [
-            f"{key} = '{kind}' with {store}: cached tables are sharded by table or by row. Use 'auto', 'table_wise' or "
+            f"{key} = '{kind}' with {store}: such tables are sharded by table or by row. Use 'auto', 'table_wise' or "
             "'row_wise'."
             for key, kind in self.sharding.requested_types().items()
             if kind not in ("auto", "table_wise", "row_wise") and not self._is_in_memory(key)
         ]
         if self.train.device == "cuda":
-            problems.append(f"{store} with train.device = 'cuda': {SSD_ON_CUDA}")
+            reason = DYNAMIC_ON_CUDA if store.startswith("tables.dynamic") else SSD_ON_CUDA
+            problems.append(f"{store} with train.device = 'cuda': {reason}")
         if self.train.kernels == "torch":
-            problems.append(f"{store} with train.kernels = 'torch': the cache is one of our own kernels. Use 'auto'.")
+            problems.append(f"{store} with train.kernels = 'torch': it is one of our own kernels. Use 'auto'.")
         if self.optim.tables.name == "adam":
             problems.append(
                 f"{store} with optim.tables.name = 'adam': FBGEMM has no fused Adam on CPU. Use 'rowwise_adagrad', "
                 "'adagrad' or 'sgd'."
             )
         if self.checkpoint.row_bits == 8:
-            problems.append(f"{store} with checkpoint.row_bits = 8: cached rows are saved exactly. Use 32.")
+            problems.append(f"{store} with checkpoint.row_bits = 8: such rows are saved exactly. Use 32.")
+        if self.tables.dynamic and self.data.multi_hot.sizes:
+            problems.append(
+                "tables.dynamic with data.multi_hot.sizes: ids are added from tables of a known size. Remove one."
+            )
         return problems
 
     def _is_in_memory(self, key: str) -> bool:
         """Return whether the sharding type that `key` requests is only for tables in memory."""
         name = key.removeprefix("sharding.tables.")
-        return key != name and self.tables.stores.get(name, self.tables.store) != "cached_ssd"
+        if key == name or self.tables.dynamic.keys() & {name, ALL_TABLES}:
+            return False
+        return self.tables.stores.get(name, self.tables.store) != "cached_ssd"

@@ -1,6 +1,6 @@
 """Make this rank's batches of a prepared click log, straight from its files."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 
@@ -104,20 +104,29 @@ class WindowedOrder:
 
 
 class ClickSource:
-    def __init__(self, dataset: Dataset, batching: Batching, multi_hot: MultiHot | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        batching: Batching,
+        multi_hot: MultiHot | None = None,
+        dynamic: Collection[str] = (),
+    ) -> None:
+        """`dynamic`: the features whose tables are dynamic. Their ids become keys, and fillers have none of them."""
         description = dataset.clicks
-        if huge := [feature.name for feature in description.sparse if feature.rows > MAX_TABLE_ROWS]:
+        huge = [f.name for f in description.sparse if f.rows > MAX_TABLE_ROWS and f.name not in dynamic]
+        if huge:
             raise DataError(
                 f"{dataset.path}: the ids of {', '.join(huge)} are 64-bit hashes, too many for a table. "
-                "Prepare the dataset with --table-size as well."
+                "Make their tables dynamic (tables.dynamic), or prepare the dataset with --table-size as well."
             )
+        self._dynamic = [i for i, feature in enumerate(description.sparse) if feature.name in dynamic]
         self._dataset = dataset
         self._batching = batching
         self._features = [feature.name for feature in description.sparse]
         self._multi_hot = multi_hot
         self._ids_per_row = multi_hot.sizes if multi_hot else description.ids_per_row
         self._permutation = WindowedOrder if description.layout == "parquet" else rng.Permutation
-        self._layouts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._layouts: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
         self._decode = block_decoder(description, _CACHED_BLOCKS)
         self._train = SplitRows(dataset, "train", self._decode)
         self.samples_per_epoch = batching.num_used("train", len(self._train))
@@ -184,14 +193,18 @@ class ClickSource:
     def _batch(self, rows: SplitRows, share: Share, numbers: np.ndarray) -> CtrBatch:
         found = rows.take(numbers)
         count = len(found)
-        lengths, offsets = self._layout(count)
+        values, bags = self._values(found.ids), [count] * len(self._features)
+        if self._dynamic and share.num_real < count:
+            values, bags = self._without_fillers(values, count, share.num_real)
+        lengths, offsets = self._layout(count, tuple(bags))
         sparse = KeyedJaggedTensor(
             keys=self._features,
-            values=torch.from_numpy(self._values(found.ids)),
+            values=torch.from_numpy(values),
             lengths=lengths,
             offsets=offsets,
             stride=count,
-            length_per_key=[count * ids for ids in self._ids_per_row],  # else TorchRec sums lengths at every step
+            # else TorchRec sums lengths at every step
+            length_per_key=[n * ids for n, ids in zip(bags, self._ids_per_row, strict=True)],
         )
         dense = found.dense if found.dense.flags.writeable else found.dense.copy()
         labels = found.labels.astype(np.float32)
@@ -203,17 +216,38 @@ class ClickSource:
         values = np.empty(sum(self._ids_per_row) * count, dtype=np.int64)
         if max(self._ids_per_row) == 1:
             values.reshape(-1, count)[:] = stored.T
-            return values
+            return self._with_keys(values, count)
         multi_hot = self._multi_hot
         for feature, (end, size) in enumerate(zip(np.cumsum(self._ids_per_row), self._ids_per_row, strict=True)):
             ids = multi_hot.of(feature, stored[:, feature]) if multi_hot else stored[:, end - size : end]
             values[(end - size) * count : end * count].reshape(count, size)[:] = ids
+        return self._with_keys(values, count)
+
+    def _with_keys(self, values: np.ndarray, count: int) -> np.ndarray:
+        """Replace the ids of dynamic tables in `values` with keys. Of 64-bit hashes, 62 bits are used."""
+        ends = np.cumsum(self._ids_per_row) * count
+        for feature in self._dynamic:
+            own = values[ends[feature] - self._ids_per_row[feature] * count : ends[feature]]
+            is_hash = self._dataset.clicks.sparse[feature].rows > rng.NUM_KEYS
+            own[:] = rng.keys_of_ids(own.view(np.uint64) >> np.uint64(2) if is_hash else own)
         return values
 
-    def _layout(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (lengths, offsets) of a batch of `count` rows; kept, because making them takes longer than the ids."""
-        if count not in self._layouts:
-            lengths = np.repeat(np.array(self._ids_per_row, dtype=np.int32), count)
+    def _without_fillers(self, values: np.ndarray, count: int, num_real: int) -> tuple[np.ndarray, list[int]]:
+        """Leave out the ids of fillers in dynamic tables, which would count them. Return ids, and bags by feature."""
+        bags = [num_real if feature in self._dynamic else count for feature in range(len(self._features))]
+        parts = np.split(values, np.cumsum(self._ids_per_row)[:-1] * count)
+        kept = [part[: n * ids] for part, n, ids in zip(parts, bags, self._ids_per_row, strict=True)]
+        return np.concatenate(kept), bags
+
+    def _layout(self, count: int, bags: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (lengths, offsets) of a batch of `count` rows, of which the first `bags` of each feature have ids.
+
+        They are kept, because making them takes longer than the ids.
+        """
+        if (count, bags) not in self._layouts:
+            lengths = np.zeros((len(bags), count), dtype=np.int32)
+            for of_feature, num_bags, ids in zip(lengths, bags, self._ids_per_row, strict=True):
+                of_feature[:num_bags] = ids
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-            self._layouts[count] = torch.from_numpy(lengths), torch.from_numpy(offsets)
-        return self._layouts[count]
+            self._layouts[count, bags] = torch.from_numpy(lengths.reshape(-1)), torch.from_numpy(offsets)
+        return self._layouts[count, bags]

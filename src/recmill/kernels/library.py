@@ -53,7 +53,7 @@ _KERNELS = _Recipe(
 # First values must have the bits of rng.py, so nothing may be contracted.
 _ROWS = _Recipe(
     "rows",
-    ("rows.cpp", "disk_probe.cpp"),
+    ("rows.cpp", "disk_probe.cpp", "keys.cpp"),
     ("row_reader.h",),
     "-std=c++17 -O2 -ffp-contract=off -pthread -shared -fPIC",
     needs_trial=False,
@@ -135,12 +135,13 @@ def _load_or_warn() -> KernelLibrary | None:
 
 @cache
 def load_rows_library() -> ctypes.CDLL:
-    """Return the compiled rows.cpp. Raise ResourceError if it cannot be compiled."""
+    """Return the compiled rows.cpp and keys.cpp. Raise ResourceError if it cannot be compiled."""
     try:
         return _load(_ROWS, lambda path: ctypes.CDLL(str(path)))
     except _UnusableError as error:
         raise ResourceError(
-            f"tables.store = 'cached_ssd' needs code that cannot be compiled here: {error.problem}. {error.remedy}."
+            "tables.store = 'cached_ssd' and tables.dynamic need code that cannot be compiled here: "
+            f"{error.problem}. {error.remedy}."
         ) from error
 
 

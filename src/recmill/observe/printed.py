@@ -264,6 +264,10 @@ def print_checkpoint(facts: dict[str, Any]) -> None:
     print_table(["tensor", "table", "size", "type", "shards", "MB"], rows)
 
 
+def print_exported_rows(facts: dict[str, Any]) -> None:
+    _print(f"{facts['path']}: {facts['rows']:,} rows of table {facts['table']} at step {facts['step']:,}")
+
+
 def counted(number: int, noun: str) -> str:
     plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{plural}"

@@ -1,4 +1,6 @@
-"""Tables in cached_ssd. Their rows are in the slots of a `RowCache`, which are the weights of an FBGEMM module."""
+"""Tables in cached_ssd, and dynamic tables. Their rows are in the slots of a `RowCache`, or of `MemoryRows`, which are
+the weights of an FBGEMM module.
+"""
 
 import threading
 from dataclasses import dataclass, field
@@ -8,17 +10,46 @@ import torch
 from torch import Tensor
 
 from recmill.tables.spec import TableSpec
+from recmill.tables.stores.key_table import Entries, KeyTable
+from recmill.tables.stores.memory_rows import MemoryRows
 from recmill.tables.stores.row_cache import RowCache, Shard
 from recmill.tables.torchrec_internals import FusedTables
+
+_NOBODY = int(np.iinfo(np.int64).min)
+
+
+@dataclass(frozen=True)
+class RowNames:
+    """What checkpoints call the rows of a cache with dynamic tables, and all they know about keys."""
+
+    starts: np.ndarray
+    first_rows: np.ndarray
+    of_rows: dict[int, np.ndarray]  # by the index of a dynamic table: the name of each row; _NOBODY if no id has it
+    entries: dict[str, tuple[int, Entries]]  # by dynamic table: its clock, and its keys
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the keys in a checkpoint."""
+        return sum(values.nbytes for _, entries in self.entries.values() for values in entries)
+
+    def of(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the index of each key's table, what `CachedTables.keys_of` calls its row, and whether an id has it."""
+        tables = np.searchsorted(self.starts, keys, side="right") - 1
+        rows = keys - self.starts[tables]
+        names = rows + self.first_rows[tables]
+        for index, of_rows in self.of_rows.items():
+            names[tables == index] = of_rows[rows[tables == index]]
+        return tables, names, names != _NOBODY
 
 
 @dataclass
 class CachedTables:
     """The cached tables of one FBGEMM module, in its order. Ids count from the first row of this process's shard."""
 
-    cache: RowCache
+    cache: RowCache | MemoryRows
     fused: FusedTables
     specs: list[TableSpec]
+    dynamic: dict[str, KeyTable] = field(default_factory=dict)  # by table
     looks_ahead: bool = False  # whether the rows of coming batches shall be hinted
     next_batch: int = -1  # number of the next training batch; -1: batches are not numbered
     has_pinned: threading.Event = field(default_factory=threading.Event, init=False)  # for a thread that gives hints
@@ -31,7 +62,7 @@ class CachedTables:
     def pin(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """Return the slots of ids. Their rows stay in memory until `release`."""
         self.release()
-        slots = self.cache.pin(self._keys(ids, offsets), self.next_batch)
+        slots = self.cache.pin(self._keys(ids, offsets, trains=True), self.next_batch)
         self._is_pinned = True
         if self.next_batch >= 0:
             self.next_batch += 1
@@ -57,21 +88,69 @@ class CachedTables:
         return self.cache.layout.shards[self.names.index(table)]
 
     def keys_of(self, table: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return a mask of those `rows` of the complete table that this process holds, and the keys of these."""
+        """Return a mask of those `rows` of the complete table that this process holds, and the keys of these.
+
+        The rows of dynamic tables are named by the keys of their ids, shared ones by -1, -2 and so on.
+        """
+        if table in self.dynamic:
+            return self._rows_of_keys(table, rows)
         shard = self.shard_of(table)
         is_here = (rows >= shard.first_row) & (rows < shard.first_row + shard.rows)
         return is_here, rows[is_here] - shard.first_row + self.cache.layout.starts[self.names.index(table)]
 
-    def _keys(self, ids: Tensor, offsets: Tensor) -> np.ndarray:
+    def row_names(self) -> RowNames | None:
+        """Return the names of all rows as they are now; None if no table is dynamic."""
+        if not self.dynamic:
+            return None
+        layout = self.cache.layout
+        first_rows = np.array([shard.first_row for shard in layout.shards])
+        names = RowNames(layout.starts, first_rows, {}, {})
+        for table, keyed in self.dynamic.items():
+            entries, shared_rows = keyed.entries(), keyed.shard.shared_rows
+            of_rows = np.full(keyed.shard.rows, _NOBODY)
+            of_rows[:shared_rows] = -1 - keyed.first_shared_row - np.arange(shared_rows)
+            of_rows[entries.rows[entries.rows >= 0]] = entries.keys[entries.rows >= 0]
+            names.of_rows[self.names.index(table)] = of_rows
+            names.entries[table] = keyed.clock, entries
+        return names
+
+    def _rows_of_keys(self, table: str, names: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        keyed = self.dynamic[table]
+        shard = keyed.shard
+        rows = np.where(names < 0, -1 - names - keyed.first_shared_row, -1)
+        rows[rows >= shard.shared_rows] = -1
+        has_key = (names >= shard.first_key) & (names < shard.end_key)
+        rows[has_key] = keyed.find(names[has_key] - shard.first_key, only_own=True)
+        return rows >= 0, rows[rows >= 0] + self.cache.layout.starts[self.names.index(table)]
+
+    def _keys(self, ids: Tensor, offsets: Tensor, *, trains: bool = False) -> np.ndarray:
         """Return the keys of ids. Bags are ordered by feature, and every feature has the same number of bags."""
         values, layout = ids.numpy(), self.cache.layout
         tables = self.fused.tables.numpy()
-        counts = np.diff(offsets.numpy()[:: (len(offsets) - 1) // len(tables)])
+        ends = offsets.numpy()[:: (len(offsets) - 1) // len(tables)]
+        counts = np.diff(ends)
+        if self.dynamic:
+            values = values.copy()
+            for name, keyed in self.dynamic.items():
+                index = self.names.index(name)
+                first, *_ = of_table = np.flatnonzero(tables == index)  # one after the other
+                own = values[ends[first] : ends[first + len(of_table)]]
+                own[:] = self._train(keyed, own, index) if trains else keyed.find(own)
         starts, limits = (np.repeat(edge[tables], counts) for edge in (layout.starts[:-1], layout.starts[1:]))
         keys = values + starts
         if len(keys) and (values.min() < 0 or (keys >= limits).any()):
             raise IndexError("an id is outside its table")  # ids are checked when they are loaded: this is a defect
         return keys
+
+    def _train(self, keyed: KeyTable, local_keys: np.ndarray, index: int) -> np.ndarray:
+        """Return the rows of keys in training, after new rows got their first values."""
+        rows, new_keys, new_rows = keyed.train(local_keys)
+        if len(new_keys):
+            layout = self.cache.layout
+            first_values = keyed.first_values(new_keys, layout.dim, layout.shards[index].bound)
+            state = np.zeros((len(new_keys), layout.state_columns), np.float32)
+            self.cache.load(new_rows + layout.starts[index], first_values, state)
+        return rows
 
     # The attributes of `FusedTables` that our kernels need. Every table begins at slot 0 and has all slots.
 

@@ -21,6 +21,7 @@ from recmill.config.sections import ADAM_ON_CPU
 from recmill.errors import ConfigError, ResourceError
 from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.spec import USABLE_SHARE, VALUE_BYTES, Stores, TableSpec
+from recmill.tables.stores.key_table import index_bytes, shard_keys
 
 _MIN_SHARDED_ROWS = 1_000_000  # for 'auto': sharding a smaller table costs more in messages than it saves
 _GPU_BATCHES = 3  # in flight: one is computed, the ids of the next are exchanged, the one after is copied
@@ -65,6 +66,11 @@ class Request:
     dense_state: int = 0  # values of optimizer state for each value of the dense layers
     catalogue: Catalogue | None = None
     stores: Stores = field(default_factory=Stores)
+
+    @property
+    def cached(self) -> set[str]:
+        """The tables whose rows are in the slots of a cache: those in files, and dynamic ones."""
+        return self.stores.in_files | {table.name for table in self.tables if table.dynamic}
 
     def cache_share(self, world_size: int) -> float:
         """Return how much of the tables in cached_host_mem fits in the budgets of all GPUs together."""
@@ -133,7 +139,11 @@ def bytes_beside_tables(network: nn.Module, request: Request, machines: Machines
 
 
 def placements(
-    plan: ShardingPlan, tables: list[TableSpec], optimizer: str, cache_bytes: dict[str, dict[int, int]] | None = None
+    plan: ShardingPlan,
+    tables: list[TableSpec],
+    optimizer: str,
+    cache_bytes: dict[str, dict[int, int]] | None = None,
+    stores: Stores | None = None,
 ) -> list[Placed]:
     """Describe the plan, in the order of `tables`. `cache_bytes`: those of cached tables, by table and rank."""
     by_table = {name: sharding for module in plan.plan.values() for name, sharding in module.items()}
@@ -142,7 +152,8 @@ def placements(
         sharding = by_table[table.name]
         kind = "grid" if sharding.sharding_type == _GRID else sharding.sharding_type
         if cache_bytes and table.name in cache_bytes:
-            out.append(Placed(table.name, table.rows, table.dim, kind, cache_bytes[table.name], "cached_ssd"))
+            store = stores.of(table.name) if stores else "cached_ssd"
+            out.append(Placed(table.name, table.rows, table.dim, kind, cache_bytes[table.name], store))
             continue
         if sharding.sharding_spec is None:  # every rank holds the complete table
             shards = [(rank, [table.rows, table.dim]) for rank in sharding.ranks]
@@ -229,6 +240,8 @@ def _constraints(table: TableSpec, request: Request, machines: Machines) -> Para
 def _allowed_types(kind: str, table: TableSpec, request: Request, machines: Machines) -> list[str]:
     if kind != "auto":
         return [_GRID if kind == "grid" else kind]
+    if table.dynamic and machines.world_size > 1:
+        return ["row_wise"]
     if machines.world_size == 1 or table.rows < _MIN_SHARDED_ROWS:
         return ["table_wise"]
     is_cached = request.stores.of(table.name) == "cached_ssd"
@@ -259,6 +272,9 @@ class _MemoryEstimator(ShardEstimator):
         store = self._request.stores.of(option.name)
         if store == "cached_ssd":
             return 0
+        if rules := next(table.dynamic for table in self._request.tables if table.name == option.name):
+            keys = shard_keys(option.name, rules, 0, self._machines.world_size if rows < rules.max_rows else 1)
+            return _shard_bytes("row_wise", keys.rows, columns, optimizer) + index_bytes(keys, rules)
         if store == "cached_host_mem" and self._machines.device_type == "cuda":
             # FBGEMM keeps the state of rows on the GPU, that of values in host memory.
             state = rows if "per row" in OPTIMIZERS[optimizer].state.values() else 0

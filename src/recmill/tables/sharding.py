@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
@@ -19,7 +20,9 @@ from recmill.kernels.library import KernelLibrary
 from recmill.tables.cached_tables import CachedTables
 from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.placement import Machines, Request, make_plan
-from recmill.tables.slots import CacheGroups, bytes_by_table, layout_of, plan_caches, use_slots
+from recmill.tables.slots import CacheGroups, bytes_by_table, layout_of, plan_caches, resize_tables, use_slots
+from recmill.tables.stores.key_table import KeyTable, keys_per_part
+from recmill.tables.stores.memory_rows import MemoryRows
 from recmill.tables.stores.row_cache import RowCache
 from recmill.tables.table_lookup import install_lookups
 from recmill.tables.torchrec_internals import FusedTables, cut_ids_of, place_on
@@ -45,6 +48,7 @@ def shard(
     `library` has our CPU kernels for tables and layers; without it, torch's and FBGEMM's are used.
     """
     sharders = make_sharders(optimizer)
+    resize_tables(network, {table.name: table.rows for table in request.tables if table.dynamic})
     plan, groups = _plan_on_rank_0(network, sharders, request, world)
     use_slots(network, plan, groups, request)
     # DDP averages the gradients of replicas; one process needs none.
@@ -55,8 +59,11 @@ def shard(
         model.module.to(world.device)
     install_lookups(model, library, world.device, world.size, partial(_open_cache, plan, groups, request, world))
     model.cache_bytes = bytes_by_table(groups)
-    model.cached_specs = [table for table in request.tables if table.name in request.stores.in_files]
-    cut_ids_of({feature: table.rows for table in model.cached_specs for feature in table.features}, model)
+    model.stores = request.stores
+    model.cached_specs = [table for table in request.tables if table.name in request.cached]
+    num_keys = keys_per_part(world.size) * world.size
+    sizes = {table: num_keys if table.dynamic else table.rows for table in model.cached_specs}
+    cut_ids_of({feature: size for table, size in sizes.items() for feature in table.features}, model)
     if library is not None:
         use_kernels(model, library)
     return model
@@ -79,23 +86,36 @@ def _open_cache(
     plan: ShardingPlan, groups: CacheGroups, request: Request, world: World, tables: list[str], fused: FusedTables
 ) -> CachedTables | None:
     """Open the cache of a group of tables on this rank, if they are cached."""
-    if tables[0] not in request.stores.in_files:
+    if tables[0] not in request.cached:
         return None
     (kind,) = {module[tables[0]].sharding_type for module in plan.plan.values() if tables[0] in module}
     group = groups[world.rank, kind]
     assert group.shards.keys() == set(tables), (tables, group.shards)  # as TorchRec groups tables
     layout = layout_of({table: group.shards[table] for table in tables}, request)
     stores = request.stores
-    cache = RowCache(
-        layout,
-        group.plan,
-        stores.directory,
-        lookahead=stores.lookahead or 0,
-        disk_budget_bytes=stores.disk_budget_bytes,
-        slab=fused.slots(group.plan.slots, layout.state_columns),
-    )
+    slab = fused.slots(group.plan.slots, layout.state_columns)
+    cache: RowCache | MemoryRows
+    if stores.in_files:
+        cache = RowCache(
+            layout,
+            group.plan,
+            stores.directory,
+            lookahead=stores.lookahead or 0,
+            disk_budget_bytes=stores.disk_budget_bytes,
+            slab=slab,
+        )
+    else:
+        cache = MemoryRows(layout, group.plan, slab)
     specs = {table.name: table for table in request.tables}
-    return CachedTables(cache, fused, [specs[table] for table in tables], looks_ahead=stores.lookahead != 0)
+    dynamic = {
+        table: KeyTable(group.keys[table], rules, stores.seed) for table in tables if (rules := specs[table].dynamic)
+    }
+    for table, keyed in dynamic.items():
+        count = keyed.shard.shared_rows
+        shared = layout.starts[tables.index(table)] + np.arange(count)
+        cache.load(shared, *(np.zeros((count, columns), np.float32) for columns in (layout.dim, layout.state_columns)))
+    looks_ahead = stores.lookahead != 0 and not dynamic
+    return CachedTables(cache, fused, [specs[table] for table in tables], dynamic, looks_ahead)
 
 
 def _plan_on_rank_0(

@@ -1,11 +1,11 @@
-"""Tables in cached_ssd as TorchRec sees them: with as many rows as their cache has slots, sharded like the real tables.
+"""Tables in cached_ssd and dynamic tables as TorchRec sees them: with as many rows as their cache has slots.
 
 Cached tables of a process that have the same sharding type share one cache, whose slots are the weights of their FBGEMM
 module.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from recmill import rng
 from recmill.errors import ConfigError
 from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.placement import Request
+from recmill.tables.stores.key_table import SHARED_ROWS, KeyShard, index_bytes, shard_keys
 from recmill.tables.stores.row_cache import CachePlan, RowLayout, Shard, plan_cache
 from recmill.tables.torchrec_internals import ShardMetadata, tables_of
 
@@ -27,6 +28,7 @@ class CacheGroup:
 
     shards: dict[str, tuple[int, int]]
     plan: CachePlan
+    keys: dict[str, KeyShard] = field(default_factory=dict)  # of dynamic tables
 
     def rows_in_fbgemm(self, table: str) -> int:
         """Return the rows of FBGEMM's table: one in all but the first, which has the rest of the slots."""
@@ -40,10 +42,19 @@ CacheGroups = dict[tuple[int, str], CacheGroup]  # by rank and sharding type
 def plan_caches(plan: ShardingPlan, request: Request, world_size: int) -> CacheGroups:
     """Divide the budget of each rank among its caches. Raise ConfigError if it is too small."""
     shards: dict[tuple[int, str], dict[str, tuple[int, int]]] = defaultdict(dict)
+    keys: dict[tuple[int, str], dict[str, KeyShard]] = defaultdict(dict)
+    rules = {table.name: table.dynamic for table in request.tables if table.dynamic}
+    if rules and world_size > SHARED_ROWS:
+        raise ConfigError(f"tables.dynamic: at most {SHARED_ROWS:,} processes can share a dynamic table.")
     for name, sharding in _cached(plan, request):
-        for shard in sharding.sharding_spec.shards:
+        own_shards = sharding.sharding_spec.shards
+        for part, shard in enumerate(own_shards):
             rank = shard.placement.rank()
-            shards[rank, sharding.sharding_type][name] = shard.shard_offsets[0], shard.shard_sizes[0]
+            group = rank, sharding.sharding_type
+            shards[group][name] = shard.shard_offsets[0], shard.shard_sizes[0]
+            if name in rules:
+                keys[group][name] = shard_keys(name, rules[name], part, len(own_shards))
+                shards[group][name] = 0, keys[group][name].rows
     groups: CacheGroups = {}
     for rank in {rank for rank, _ in shards}:
         own = {key: held for key, held in shards.items() if key[0] == rank}
@@ -54,16 +65,27 @@ def plan_caches(plan: ShardingPlan, request: Request, world_size: int) -> CacheG
         for key in sorted(own, key=lambda key: _all_rows(own[key]) / max(1, lookups[key])):
             share = budget * lookups[key] // max(1, sum(lookups.values()))
             min_slots = max(lookups.pop(key), len(own[key]))
+            of_keys = sum(index_bytes(shard, rules[name]) for name, shard in keys[key].items())
             try:
-                made = plan_cache(layout_of(own[key], request), share, min_slots)
+                made = _plan(
+                    layout_of(own[key], request), share, min_slots, of_keys, request.stores.in_files & {*own[key]}
+                )
             except ConfigError as error:
                 if len(own) == 1:
                     raise
                 shared = f"Process {rank} has one cache for each type of sharding: these {len(own)} share the budget."
                 raise ConfigError(f"{error} {shared}") from error
-            groups[key] = CacheGroup(own[key], made)
+            groups[key] = CacheGroup(own[key], made, keys[key])
             budget -= made.memory_bytes
     return groups
+
+
+def _plan(layout: RowLayout, share: int, min_slots: int, key_bytes: int, in_files: set[str]) -> CachePlan:
+    """Plan a cache with `key_bytes` for the keys of dynamic tables. One that is not for files has all rows."""
+    if not in_files:
+        return CachePlan(layout.rows, 0, layout.rows * layout.value_bytes + key_bytes, key_bytes)
+    made = plan_cache(layout, share - key_bytes, min_slots)
+    return replace(made, memory_bytes=made.memory_bytes + key_bytes, index_bytes=made.index_bytes + key_bytes)
 
 
 def bytes_by_table(groups: CacheGroups) -> dict[str, dict[int, int]]:
@@ -101,6 +123,11 @@ def use_slots(network: nn.Module, plan: ShardingPlan, groups: CacheGroups, reque
         # TorchRec then puts cached tables into other groups than those that FBGEMM checks the ids of.
         sharding.bounds_check_mode = BoundsCheckMode.NONE
         sizes[name] = offset
+    resize_tables(network, sizes)
+
+
+def resize_tables(network: nn.Module, sizes: dict[str, int]) -> None:
+    """Give tables of `network`, which are on 'meta', other numbers of rows."""
     for config, table in tables_of(network):
         if config.name in sizes:
             config.num_embeddings = table.num_embeddings = sizes[config.name]
@@ -108,8 +135,7 @@ def use_slots(network: nn.Module, plan: ShardingPlan, groups: CacheGroups, reque
 
 
 def _cached(plan: ShardingPlan, request: Request) -> list[tuple[str, Any]]:
-    in_files = request.stores.in_files
-    return [item for module in plan.plan.values() for item in module.items() if item[0] in in_files]
+    return [item for module in plan.plan.values() for item in module.items() if item[0] in request.cached]
 
 
 def _most_rows_in_batch(shards: dict[str, tuple[int, int]], request: Request, samples: int) -> int:

@@ -23,6 +23,16 @@ def state_values(state: dict[str, Shape], rows: int, columns: int) -> int:
 
 
 @dataclass(frozen=True)
+class Dynamic:
+    """The rules of a dynamic table, whose ids are not known in advance."""
+
+    max_rows: int  # over all processes
+    min_count: int = 1
+    admit_probability: float = 1.0
+    expire_after_steps: int = 0  # 0: never
+
+
+@dataclass(frozen=True)
 class TableSpec:
     name: str
     feature: str
@@ -30,6 +40,7 @@ class TableSpec:
     dim: int
     init_bound: float  # initial values are uniform in [-init_bound, init_bound]
     more_features: tuple[str, ...] = ()  # that look up the same rows
+    dynamic: Dynamic | None = None  # None: ids are numbers of rows
 
     @property
     def features(self) -> tuple[str, ...]:

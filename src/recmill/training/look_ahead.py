@@ -11,6 +11,7 @@ from recmill.checkpoints.format import Position
 from recmill.errors import UserError
 from recmill.protocols import BatchSource
 from recmill.tables.cached_tables import CachedTables
+from recmill.tables.stores.row_cache import RowCache
 from recmill.tables.table_lookup import cached_tables
 
 Ids = dict[str, np.ndarray]  # of a global batch, by feature
@@ -45,6 +46,7 @@ def looking_ahead(model: nn.Module, source: BatchSource, start: Position, num_st
             cached.has_pinned.set()
         thread.join()
         for cached in caches:
+            assert isinstance(cached.cache, RowCache)
             cached.cache.drop_hints()
             cached.next_batch = -1
 
@@ -57,6 +59,7 @@ def _hint(caches: list[CachedTables], ids_of: Callable[[int], Ids], steps: range
         except UserError:
             return  # raised again where the batch is used
         for cached in caches:
+            assert isinstance(cached.cache, RowCache)
             keys = cached.own_keys(ids)
             while step >= cached.next_batch and not is_over.is_set():
                 cached.has_pinned.clear()

@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from recmill.tables.spec import Stores
+from recmill.tables.stores.key_table import Facts
 from recmill.tables.stores.row_cache import Counters, RowCache
 from recmill.tables.table_lookup import cached_tables
 from recmill.world import World
@@ -11,16 +13,22 @@ class StoreMeter:
     """Collects the counters of all ranks. Without cached tables, it does nothing."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self._caches = [cached.cache for cached in cached_tables(model)]
-        self._is_used = bool(getattr(model, "cached_specs", []))
+        cached = cached_tables(model)
+        self._caches = [tables.cache for tables in cached if isinstance(tables.cache, RowCache)]
+        stores: Stores = getattr(model, "stores", Stores())
+        self._is_used = bool(stores.in_files)
+        self._keyed = [keyed for tables in cached for keyed in tables.dynamic.values()]
+        self._is_dynamic = any(spec.dynamic for spec in getattr(model, "cached_specs", []))
+        self._earlier_keys = self._key_totals()
         self._world = world
         self._earlier = self._totals()
         self._wait_seconds = 0.0
 
     def values(self, steps: int, seconds: float) -> dict[str, float]:
         """Return rates over the last `steps`, which took `seconds`. All ranks call this; use the result of rank 0."""
+        dynamic = self._dynamic_values()
         if not self._is_used:
-            return {}
+            return dynamic
         now = self._totals()
         by_rank = self._world.gather((self._earlier, now)) or [(self._earlier, now)]
         self._earlier = now
@@ -29,7 +37,7 @@ class StoreMeter:
         self._wait_seconds += waited
         steps, seconds = max(steps, 1), max(seconds, 1e-9)
         read_rows = done["misses"] + done["first_touches"]
-        return {
+        return dynamic | {
             "store_hit": 1 - read_rows / max(done["rows"], 1),
             "store_misses": done["misses"] / steps,
             "store_first": done["first_touches"] / steps,
@@ -57,6 +65,21 @@ class StoreMeter:
             f"cached_ssd: {misses / rows:.1%} of the rows that steps needed were read from the disk; training waited "
             f"for it {self._wait_seconds / max(seconds, 1e-9):.1%} of the time{advice}"
         )
+
+    def _dynamic_values(self) -> dict[str, float]:
+        """Return how many ids have a row, and how many got or lost one since the last report."""
+        if not self._is_dynamic:
+            return {}
+        now, earlier = self._key_totals(), self._earlier_keys
+        self._earlier_keys = now
+        done = now.rows, now.admitted - earlier.admitted, now.expired - earlier.expired
+        sums = [sum(values) for values in zip(*(self._world.gather(done) or [done]), strict=True)]
+        return dict(zip(("dynamic_rows", "dynamic_admitted", "dynamic_expired"), sums, strict=True))
+
+    def _key_totals(self) -> Facts:
+        """Add up the facts of this rank's dynamic tables."""
+        facts = [keyed.facts() for keyed in self._keyed]
+        return Facts(*map(sum, zip(*facts, strict=True))) if facts else Facts(*[0] * len(Facts._fields))
 
     def _totals(self) -> Counters:
         """Add up the counters of this rank's caches."""
