@@ -131,7 +131,9 @@ def _row_of(fields: list[bytes], smallest: int) -> list[int | None] | None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+    """Return the files of a dataset, without the times that its preparation took."""
+    files = sorted(file for file in directory.iterdir() if file.name != "preparation.json")
+    return {file.name: file.read_bytes() for file in files}
 
 
 def day_rows(logs: Path, day: int) -> list[Row]:

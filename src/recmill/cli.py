@@ -513,6 +513,18 @@ def check_plugin_command(name: str, as_json: bool, **options: Any) -> int:
     return 1 if any(outcome.problem for outcome in outcomes) else 0
 
 
+@commands.command("trace", cls=_Command)
+@click.argument("run", required=False, type=click.Path())
+@_json
+def trace_command(run: str | None, as_json: bool, **options: Any) -> None:
+    """Merge what the processes of RUN did into one timeline, RUN/trace.json.gz, for https://ui.perfetto.dev."""
+    from recmill.commands.trace import trace
+
+    merged = trace(run, **options)
+    with _after_work():
+        _print(asdict(merged), as_json, lambda _: printed.print_timeline(merged))
+
+
 @commands.command("doctor")
 @click.option("--store", type=click.Path(), help="Measure the disk of this directory instead, for cached tables.")
 def doctor_command(store: str | None) -> int:

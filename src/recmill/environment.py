@@ -212,6 +212,11 @@ class Rendezvous:
     prefix: str | None
 
 
+def meeting_host() -> str:
+    """Return the address of rank 0's machine."""
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1"
+
+
 def meeting_place() -> str:
     """Return the address of the store, for messages."""
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -309,6 +314,29 @@ def launched_environment(
 def job_id(variables: Mapping[str, str] = os.environ) -> str | None:
     """Return the id that the scheduler gave to this job, if there is one."""
     return variables.get("SLURM_JOB_ID") or variables.get("PBS_JOBID") or None
+
+
+# What changes the speed or the results of a run, or names its job. Anything else may be a secret.
+_RECORDED = re.compile(
+    r"(OMP|KMP|MKL|GOMP|MALLOC|NCCL|GLOO|FI|MPICH|TORCH|TORCHELASTIC|PYTORCH|DFTRACER|RECMILL|PALS)_\w+"
+    r"|CUDA_(VISIBLE_DEVICES|LAUNCH_BLOCKING)|ONEDNN_MAX_CPU_ISA"
+    r"|SLURM_(JOB_(ID|NAME|NODELIST|NUM_NODES|PARTITION|QOS|CPUS_PER_NODE)|\w*TASKS\w*|NODEID|PROCID|LOCALID)"
+    r"|PBS_(JOBID|QUEUE|JOBNAME)|PMI_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE)",
+    re.ASCII,
+)
+_SECRET_NAME = re.compile("TOKEN|SECRET|KEY|PASS|COOKIE|CRED|AUTH|SESSION|PRIVATE|SIGNATURE", re.IGNORECASE)
+_SECRET_VALUE = re.compile(
+    r"://[^/\s]*@|\b(bearer|basic)\s|-----BEGIN|(token|secret|key|passw\w*|auth\w*)\s*[=:]", re.I
+)
+
+
+def recorded_variables(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that are kept with a run: those of an allow-list that do not look like secrets."""
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if _RECORDED.fullmatch(name) and not _SECRET_NAME.search(name) and not _SECRET_VALUE.search(value)
+    }
 
 
 def errors_directory() -> Path | None:

@@ -11,14 +11,17 @@ import torch.distributed as dist
 
 import recmill
 from recmill.checkpoints.saver import Saver
+from recmill.commands.trace import trace
 from recmill.data.clicks import ClickSource
 from recmill.environment import process_environment
+from recmill.observe import recorder
 from recmill.observe.recorder import PARTS, STEP, WARM_UP_STEPS, Recorder
 from recmill.training import evaluate
 from recmill.training.step import Step
 
 from ..conftest import Config
 from ..group import exit_code, in_group, train
+from ..timelines import assert_valid, events_of
 from .runs import losses
 
 STEPS = 26
@@ -116,6 +119,37 @@ def test_a_killed_run_keeps_its_recordings_and_a_resumed_one_adds_its_own(dlrm: 
     assert sorted(path.name for path in (run / "trace").iterdir()) == ["0", "1"]
     assert np.fromfile(run / "trace" / "1" / "rank-0.steps", STEP)["step"].tolist() == [6, 7, 8, 9]
     assert json.loads((run / "trace" / "0" / "rank-0.json").read_text())["parts"] == list(PARTS)
+
+
+def train_with_a_wrong_clock(config: Config, run: Path) -> None:
+    """Train in two processes; the clock of rank 1 is 123 ms ahead."""
+    if process_environment().rank == 1:
+        recorder.unix_ns = lambda: time.time_ns() + 123_000_000
+    recmill.train(config, run)
+
+
+def test_the_timeline_of_two_ranks_is_aligned_and_holds_what_the_profiler_saw(dlrm: Config, tmp_path: Path) -> None:
+    dlrm["train"] |= {"max_steps": 8, "kernels": "torch"}
+    dlrm["observe"] = {"profile_steps": [3, 5]}
+    in_group(2, train_with_a_wrong_clock, dlrm, tmp_path)
+    facts = [json.loads((tmp_path / f"trace/0/rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [len(fact["offsets"]) for fact in facts] == [2, 2]
+    for offset in facts[1]["offsets"]:
+        assert abs(offset["offset_ns"] + 123_000_000) <= max(1_000_000, offset["error_ns"])
+    merged = trace(tmp_path)
+    assert merged.clocks_apart_us == pytest.approx(123_000, abs=max(1000, merged.clock_error_us or 0))
+    events = events_of(tmp_path / "trace.json.gz")
+    assert_valid(events)
+    for step in range(1, 9):  # no rank leaves a collective before the last one has entered it
+        spans = [e for e in events if e["name"] == "sync" and e["args"]["step"] == step]
+        assert [e["pid"] for e in spans] == [0, 1]
+        last_entry, first_exit = max(e["ts"] for e in spans), min(e["ts"] + e["dur"] for e in spans)
+        assert last_entry <= first_exit + max(1000, 2 * (merged.clock_error_us or 0))
+    # Of rank 0: the profiler of rank 1 does not know about the wrong clock.
+    (window,) = [e for e in events if e["name"] == "step" and e["pid"] == 0 and e["args"]["step"] == 4]
+    products = [e["ts"] for e in events if e["name"] == "aten::addmm" and e["pid"] == 0]
+    assert window["ts"] <= min(products) <= window["ts"] + window["dur"]
+    assert any(e["pid"] == 1 and e["name"] == "aten::addmm" for e in events)
 
 
 def full_disk(config: Config, run: Path) -> None:

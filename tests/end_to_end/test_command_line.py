@@ -43,7 +43,8 @@ def test_a_run_directory_is_enough_to_repeat_and_evaluate_the_run(
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "a"
     results = json.loads((run / "results.json").read_text())
-    assert set(results) == {"val", "test"}
+    assert set(results) == {"val", "test", "timing"}
+    assert results["timing"]["verdict"] in done.stdout
     assert set(results["test"]) == {
         "auroc",
         "logloss",

@@ -221,7 +221,7 @@ def test_version_names_the_packages_that_matter_without_importing_torch() -> Non
     ("words", "expected"),
     [
         ("recmill ev", ["plain,evaluate"]),
-        ("recmill train --pro", ["plain,--procs"]),
+        ("recmill train --proc", ["plain,--procs"]),
         ("recmill prepare random-", ["plain,random-clicks", "plain,random-histories"]),
         ("recmill configs show quickstart/d", ["plain,quickstart/dlrm"]),
     ],

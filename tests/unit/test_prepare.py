@@ -1,5 +1,7 @@
 import fcntl
+import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import recmill
 from recmill import prepare
 from recmill.data.opening import open_dataset
+from recmill.datasets import writing
 from recmill.datasets.synthetic import random_clicks
 from recmill.errors import ConfigError, DataError
 from recmill.failpoints import VARIABLE
@@ -203,3 +206,33 @@ def test_an_empty_path_is_not_the_current_directory(
     with pytest.raises(ConfigError, match=f"^{what} is empty"):
         call(dlrm)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dataset_says_how_fast_it_was_prepared_and_is_the_same_whatever_the_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    first, second = (prepare("synthetic-clicks", tmp_path / name, rows=500) for name in ("a", "b"))
+    facts = json.loads((tmp_path / "a" / "preparation.json").read_text())
+    assert facts["rows"] == 500
+    assert facts["rows_per_s"] == pytest.approx(500 / facts["seconds"], rel=0.1)
+    assert facts["peak_memory_bytes"] > 10e6
+    assert re.search(r"\d s, \S+ rows/s, peak memory \d+\.\d\d GB", caplog.text)
+    assert first == second
+    assert open_dataset(tmp_path / "a").fingerprint == open_dataset(tmp_path / "b").fingerprint
+    prepare("synthetic-clicks", tmp_path / "a", rows=501, overwrite=True)
+    assert json.loads((tmp_path / "a" / "preparation.json").read_text())["rows"] == 501
+
+
+def test_the_parts_of_a_phase_are_one_time_and_resumed_ones_take_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([10.0, 12.0, 12.5, 15.0, 15.0, 15.5])
+    monkeypatch.setattr(writing.time, "monotonic", lambda: next(now))
+    work = writing.Work(tmp_path)
+    for name in ("read-day_0", "read-day_1", "write"):
+        work.part(name, dict)
+    assert work.seconds == {"read": 5.0, "write": 0.5}
+    again = writing.Work(tmp_path)
+    again.part("read-day_0", dict)
+    assert again.seconds == {}

@@ -67,6 +67,7 @@ def launch(
     init_from: str | Path | None = None,
     allow_partial: bool = False,
     fallback: bool = False,
+    profile: bool = False,
     verify: bool | None = None,
     data_elsewhere: bool = False,
     dry_run: bool = False,
@@ -95,6 +96,7 @@ def launch(
     given = {
         "--allow-partial": allow_partial,
         "--fallback": fallback,
+        "--profile": profile,
         "--verify": verify,
         "--no-verify": verify is False,
     }

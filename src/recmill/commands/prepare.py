@@ -1,6 +1,9 @@
 """`recmill prepare`: raw or synthetic data -> a prepared dataset."""
 
 import logging
+import resource
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,8 +12,12 @@ from recmill.config.options import checked_options, given_path
 from recmill.data.frames import as_polars, is_frame
 from recmill.data.opening import open_dataset
 from recmill.datasets.protocol import DatasetModule, FrameModule
-from recmill.datasets.writing import needs_writing, remove_finished_work, resumable_directory
+from recmill.datasets.writing import PREPARATION_FILE, needs_writing, remove_finished_work, resumable_directory
 from recmill.errors import ConfigError
+from recmill.files.atomic import write_json
+from recmill.launch.dftracer import files_log, recorded_files
+from recmill.observe.progress import human_rate, human_time
+from recmill.schema import ClicksDescription, Description
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +40,16 @@ def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options
         plan = cast(FrameModule, module).plan_frame(checked, as_polars(frame, "input"))
     output = given_path(output, "--output").absolute()
     if needs_writing(output, name, plan.recipe, overwrite):
-        with resumable_directory(output, plan.recipe, plan.inputs, discard=overwrite) as work:
-            module.write(plan, work)
+        started = time.monotonic()
+        with (
+            recorded_files(files_log(None, 0), [output.parent]),
+            resumable_directory(output, plan.recipe, plan.inputs, discard=overwrite) as work,
+        ):
+            written = module.write(plan, work)
+            facts = _facts(written, time.monotonic() - started, work.seconds)
+            write_json(work.data / PREPARATION_FILE, facts)
         log.info("prepared %s in %s", name, output)
+        log.info("%s", _described(facts))
     else:
         remove_finished_work(output)
         log.info("%s is already prepared: nothing to do", output)
@@ -43,3 +57,25 @@ def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options
     for note in description.notes:
         log.info("note: %s", note)
     return description.model_dump(mode="json")
+
+
+def _facts(description: Description, seconds: float, phases: Mapping[str, float]) -> dict[str, Any]:
+    """Return how fast this process prepared a dataset; what an interrupted one had done before is not counted."""
+    if isinstance(description, ClicksDescription):
+        rows = sum(part.stop - part.start for parts in description.splits.values() for part in parts)
+    else:
+        rows = description.num_interactions
+    peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return {
+        "seconds": round(seconds, 3),
+        "phases": {name: round(spent, 3) for name, spent in phases.items()},
+        "rows": rows,
+        "rows_per_s": round(rows / max(seconds, 1e-9), 1),
+        "peak_memory_bytes": 1024 * max(peaks),
+    }
+
+
+def _described(facts: dict[str, Any]) -> str:
+    phases = "".join(f"; {name} {spent:.1f} s" for name, spent in facts["phases"].items() if spent >= 0.1)
+    rate = f"{human_rate(facts['rows_per_s'])} rows/s"
+    return f"{human_time(facts['seconds'])}, {rate}, peak memory {facts['peak_memory_bytes'] / 1e9:.2f} GB{phases}"

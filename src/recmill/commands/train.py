@@ -19,19 +19,20 @@ from recmill.config import Config, differences, fingerprint, load_config, to_tom
 from recmill.config.options import given_path
 from recmill.config.sections import Section, Settings, TrainSection
 from recmill.data.opening import Checks
-from recmill.environment import job_id, own_node, process_environment
+from recmill.environment import job_id, meeting_host, own_node, process_environment, recorded_variables
 from recmill.errors import CheckpointError, ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
 from recmill.hardware.cpu import threads_per_process
 from recmill.hardware.precision import probe, worker_environment
+from recmill.launch.dftracer import files_log, recorded_files
 from recmill.launch.local import is_launched_with, run_job
 from recmill.launch.signals import StopRequest, shown, stop_error, stop_on, stop_with_parent
 from recmill.launch.watchdog import Hang, Heartbeat, Watch, watching
 from recmill.metrics.binary import Values
 from recmill.observe.printed import counted, table_lines, validation_text
 from recmill.observe.progress import CONSOLE
-from recmill.observe.provenance import environment, versions
+from recmill.observe.provenance import by_host, environment, gpu_report, host_facts, versions
 from recmill.observe.run_dir import RunDirectory, State
 from recmill.protocols import BatchSource
 from recmill.schema import Dataset
@@ -59,6 +60,7 @@ class Options(Section):
     )
     allow_partial: bool = flag(False, "With --init-from: take the tables and layers that have the same size.")
     fallback: Fallback = False
+    profile: bool = flag(False, "Record steps 51 to 60 with torch's profiler: observe.profile_steps=[50, 60].")
     verify: Verify = None
 
 
@@ -72,6 +74,7 @@ def train(
     init_from: str | Path | None = None,
     allow_partial: bool = False,
     fallback: bool = False,
+    profile: bool = False,
 ) -> dict[str, Values]:
     """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ..., "step": 80, ...}}.
 
@@ -81,9 +84,10 @@ def train(
     this machine (under torchrun: those that torchrun started); `verify`: read every byte of the dataset first, or none;
     by default those of files that are not known to be correct. A new run starts from the newest checkpoint of the run
     `init_from` (or "RUN@best", "RUN@STEP"), with `allow_partial` from those tensors that have the same size.
-    `fallback`: if the newest checkpoint is corrupt, resume from the newest that is not.
+    `fallback`: if the newest checkpoint is corrupt, resume from the newest that is not. `profile`: record steps 51 to
+    60 with torch's profiler.
     """
-    checked = load_config(config, overrides)
+    checked = load_config(config, [*overrides, *(["observe.profile_steps=[50, 60]"] if profile else [])])
     if allow_partial and init_from is None:
         raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
     if process_environment().rank == 0:
@@ -220,6 +224,7 @@ def _train(
     from recmill.checkpoints.loading import find_checkpoint, load
     from recmill.checkpoints.saver import Saver
     from recmill.kernels.library import load_library
+    from recmill.observe import clocks
     from recmill.observe.log import log_to_file
     from recmill.observe.recorder import Recorder
     from recmill.tables.first_values import fill_tables
@@ -286,6 +291,7 @@ def _train(
 
     # Describe the run in its directory, and load or initialize the model
     started = time.monotonic()
+    hosts = world.gather(_host_facts(world, dataset, run))
     if world.is_main:
         warnings = [*advice.before_training(settings, steps)]
         if found:
@@ -299,12 +305,19 @@ def _train(
         write_text(run.config_file, to_toml(config))
         facts = environment(world.size, str(world.device))
         facts |= {"launcher": process_environment().started_by or None, "job_id": job_id()}
+        facts |= {"hosts": by_host(hosts or []), "variables": recorded_variables()}
         write_json(run.path / "env.json", facts | {"plugins": registry.plugin_files()})
+        if report := gpu_report():
+            write_text(run.path / "gpu.txt", report)
         write_json(run.path / "sharding.json", [asdict(table) for table in placed])
         run.results_file.unlink(missing_ok=True)
         run.forget_metrics_after(position.step if found else -1)
     trace = world.broadcast(run.new_trace() if settings.observe.record and world.is_main else None)
-    recording.enter_context(recorder.writing(trace, {"rank": world.rank, "world_size": world.size}))
+    offsets = [clocks.measure(world, meeting_host())] if trace else []
+    recorded: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "offsets": offsets}
+    recorded["files_log"] = files_log(trace, world.rank)
+    recording.enter_context(recorded_files(recorded["files_log"], [dataset.path, run.path]))
+    recording.enter_context(recorder.writing(trace, recorded))
     if found:
         load(found, model, optimizer)
         log.info("resuming from step %s: %s", f"{position.step:,}", found.path)
@@ -357,7 +370,7 @@ def _train(
     if settings.eval.before_training and not position.step:
         evaluate("val", position)
         _log_validation(position, results["val"], parts)
-    sections = Sections(settings.train, settings.optim, settings.eval, settings.checkpoint, steps)
+    sections = Sections(settings.train, settings.optim, settings.eval, settings.checkpoint, settings.observe, steps)
     try:
         at, signal = fit(parts, optimizer, sections, position, run, saver, stop, validate)
     except UserError:
@@ -367,6 +380,8 @@ def _train(
         raise
     restarts = process_environment().attempt
     timing = _timing(parts, settings)
+    if trace:
+        offsets.append(clocks.measure(world, meeting_host()))  # for clocks that drift
     if signal:
         if world.is_main:
             log.info("%s", timing["verdict"])
@@ -418,6 +433,16 @@ def _train(
         for text in (timing["verdict"], *timing["notes"]):
             log.info("%s", text, extra={"console": ""})  # the summary shows the verdict
     return results
+
+
+def _host_facts(world: "World", dataset: Dataset, run: RunDirectory) -> dict[str, Any]:
+    facts = host_facts({"dataset": dataset.path, "run": run.path})
+    if world.device.type == "cuda":
+        import torch
+
+        gpu = torch.cuda.get_device_properties(world.device)
+        facts["gpu"] = {"name": gpu.name, "memory_gb": round(gpu.total_memory / 1e9, 1)}
+    return facts
 
 
 def _timing(parts: "Parts", settings: Settings) -> dict[str, Any]:

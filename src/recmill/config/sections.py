@@ -431,6 +431,17 @@ class CheckpointSection(Section):
 
 class ObserveSection(Section):
     record: bool = key(True, "Write the steps, spans and counters of each process to the run's trace/.")
+    profile_steps: list[NonNegativeInt] = key(
+        [], "Record the steps after the first number up to the second with torch's profiler, like [50, 60]."
+    )
+
+    def contradictions(self) -> list[str]:
+        steps = self.profile_steps
+        if steps and not self.record:
+            return ["observe.profile_steps without observe.record does nothing. Set both."]
+        if steps and (len(steps) != 2 or steps[0] >= steps[1]):
+            return [f"observe.profile_steps = {steps}: should be two numbers, the second one larger, like [50, 60]."]
+        return []
 
 
 class Settings(Section):

@@ -16,7 +16,7 @@ from recmill.config.options import checked_options
 from recmill.contracts import expect
 from recmill.data.opening import open_dataset
 from recmill.datasets.protocol import DatasetModule
-from recmill.datasets.writing import resumable_directory
+from recmill.datasets.writing import PREPARATION_FILE, resumable_directory
 from recmill.schema import ClicksDescription
 
 Options = dict[str, Any]
@@ -24,7 +24,8 @@ Check = Callable[[str, Options, Path], None]
 
 
 def contents(directory: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())}
+    files = sorted(file for file in directory.iterdir() if file.name != PREPARATION_FILE)
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _module(name: str) -> DatasetModule:
@@ -74,7 +75,7 @@ def interrupted_and_resumed_it_gives_the_same_bytes(name: str, options: Options,
 def it_is_complete_and_its_ids_are_in_range(name: str, options: Options, directory: Path) -> None:
     prepare(name, directory / "d", **options)
     dataset = open_dataset(directory / "d", verify="digests")
-    found = {file.name for file in (directory / "d").iterdir()}
+    found = {file.name for file in (directory / "d").iterdir()} - {PREPARATION_FILE}
     listed = {*dataset.description.files, "dataset.json"}
     expect(found == listed, f"files that dataset.json does not list: {', '.join(sorted(found - listed))}")
 

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MADE_BY = f"recmill {__version__}"
+PREPARATION_FILE = "preparation.json"  # how long it took; not part of the dataset's fingerprint
 _ORIGIN_FILE = "recipe.json"  # in a directory of unfinished work: version, recipe and inputs
 _REMEDY = "Choose another --output, or move it away."
 ADOPTED = "adopted"  # the name of a dataset whose files a user made: `recmill adopt` wrote only its description
@@ -74,7 +76,7 @@ def _check_only_our_files(output: Path) -> None:
     """Raise if `output` holds anything but a prepared dataset, corrupt or not: --overwrite would destroy it."""
     try:
         description = json.loads((output / DESCRIPTION_FILE).read_bytes())
-        listed = {*description["files"], DESCRIPTION_FILE}
+        listed = {*description["files"], DESCRIPTION_FILE, PREPARATION_FILE}
         is_ours = description["made_by"].startswith("recmill ") and description["name"] != ADOPTED
     except (ValueError, KeyError, TypeError, AttributeError):
         is_ours = False
@@ -94,17 +96,26 @@ class Work:
         self.directory = directory
         self.data = directory / "data"
         self.scratch = directory / "scratch"
+        self._phases: dict[str, tuple[float, float]] = {}  # when their parts began and ended
         self.data.mkdir(exist_ok=True)
         self.scratch.mkdir(exist_ok=True)
 
     def part(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what `make` returns, as JSON values; if this part was completed before, what it returned then."""
         if not self.is_done(name):
+            started = time.monotonic()
             write_json(self._note(name), make())
+            phase = name.partition("-")[0]
+            self._phases[phase] = min(started, self._phases.get(phase, (started, 0.0))[0]), time.monotonic()
         return json.loads(self._note(name).read_bytes())
 
     def is_done(self, name: str) -> bool:
         return self._note(name).is_file()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """How long each phase took: parts like read-day_0 and read-day_1 are of one, and may be done in parallel."""
+        return {phase: end - start for phase, (start, end) in self._phases.items()}
 
     def _note(self, name: str) -> Path:
         return self.directory / f"done-{name}.json"

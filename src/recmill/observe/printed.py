@@ -277,6 +277,16 @@ def _shown(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def print_timeline(merged: Any) -> None:
+    """Print an `observe.timeline.Merged`."""
+    for note in merged.notes:
+        _print(f"note: {note}")
+    if merged.clock_error_us is not None:
+        apart = f"they were {merged.clocks_apart_us:,.0f} us apart"
+        _print(f"clocks of {counted(merged.ranks, 'rank')} agree within {merged.clock_error_us:,.0f} us ({apart})")
+    _print(f"{merged.output}: {counted(merged.events, 'event')}; open it at https://ui.perfetto.dev")
+
+
 def print_launch(launched: Any, is_dry_run: bool) -> None:
     """Print the script of a job that is not submitted, or how to follow one that is."""
     if is_dry_run:

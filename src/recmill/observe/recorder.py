@@ -39,6 +39,7 @@ _COUNTER_SECONDS = 2.0
 _GROWING = {"cpu_s", "minor_faults", "major_faults", "switches", "involuntary_switches", "read_bytes", "write_bytes"}
 _GROWING |= {"cpu_pressure_s", "io_pressure_s", "memory_pressure_s", "throttled_s"}
 _LATENCIES = 10_000  # steps of which a report gives percentiles
+_STUCK_SECONDS = 30.0  # a run does not wait longer for a disk that hangs
 _QUEUED = 500_000  # the newest records are kept if the disk does not take them
 # After N records of a kind, only every second one is written, after N more every fourth, and so on: 10 million steps
 # make 14 MB of steps and 12 MB of spans, and 30 days of counters 20 MB.
@@ -78,8 +79,10 @@ class Recorder:
         self.sums = [0] * len(PARTS)  # nanoseconds since the first step; pauses: in the complete run
         self.steps = 0  # that `sums` counts
         self._seen = 0
+        self.directory: Path | None = None  # while files are written there
         self.counted: dict[str, float] = {}  # counters of this process from `begin` to `finish`, and the "seconds"
-        self._started = self._last = self._began = _now()
+        self.clock = clock_pair()
+        self._started = self._last = self._began = self.clock[1]
         self._parts = [0] * len(PARTS)
         self._exchanged = 0
         self._durations: deque[int] = deque(maxlen=_LATENCIES)  # of the steps since the last report
@@ -201,6 +204,7 @@ class Recorder:
         if directory is None:
             yield
             return
+        self.directory = directory
         writer = _Writer(self, directory, facts)
         writer.start()
         try:
@@ -224,7 +228,7 @@ class _Writer(threading.Thread):
         self._files = rank_files(directory, facts["rank"])
         self._is_over = threading.Event()
         self._facts = {"host": socket.gethostname(), "pid": os.getpid(), **facts, "spans": SPANS, "tracks": TRACKS}
-        self._facts |= {"parts": PARTS, "clock": [clock_pair()]}
+        self._facts |= {"parts": PARTS, "clock": [recorder.clock]}
         self._thinning = Thinning(_COUNTER_LINES)
         self._is_broken = False
 
@@ -235,7 +239,11 @@ class _Writer(threading.Thread):
 
     def stop(self) -> None:
         self._is_over.set()
-        self.join()
+        self.join(_STUCK_SECONDS)
+        if self.is_alive():
+            folder = self._files["spans"].parent
+            log.warning("%s: its disk does not answer: the end of this run is not recorded.", folder)
+            return
         self._safely(self._write)
         self._safely(self._end)
 

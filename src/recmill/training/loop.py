@@ -14,7 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.checkpoints.format import Position
 from recmill.checkpoints.saver import Saver
-from recmill.config.sections import CheckpointSection, EvalSection, OptimSection, TrainSection
+from recmill.config.sections import CheckpointSection, EvalSection, ObserveSection, OptimSection, TrainSection
 from recmill.failpoints import reach
 from recmill.launch.signals import ReceivedSignal, StopRequest
 from recmill.observe.counters import rss_bytes
@@ -30,6 +30,7 @@ from recmill.training.meter import Meter
 from recmill.training.optim import set_learning_rates
 from recmill.training.parts import Parts
 from recmill.training.prefetch import pinned, prefetched
+from recmill.training.profile import ProfiledSteps
 from recmill.training.schedule import RunSteps
 from recmill.training.step import OverlappedStep, Step, can_overlap
 from recmill.training.store_meter import StoreMeter
@@ -46,6 +47,7 @@ class Sections:
     optim: OptimSection
     eval: EvalSection
     checkpoint: CheckpointSection
+    observe: ObserveSection
     steps: RunSteps
 
 
@@ -94,10 +96,13 @@ def fit(
             take_step = OverlappedStep(step, stretches)
         flags = (lambda: stop.is_set, lambda: saver.has_failed, lambda: world.is_main and timer.is_due())
         agreed = _agreed(batches, flags, world, _sums_ahead(world.device), recorder)
+        profiled = ProfiledSteps(sections.observe.profile_steps, recorder.directory, world.rank, world.device)
         recorder.begin(start.step)
         while position.step < num_steps and not early_end(position, sections.eval):
             parts.heartbeat.beat("training", position.step)
             reach("train.step", position.step)
+            if profiled.before(position.step):
+                recorder.lap(OTHER)
             batch, (weight, stops, failed, saves) = next(agreed)
             if failed:
                 saver.handle_failure()
@@ -147,6 +152,7 @@ def fit(
                     recorder.lap(SAVE)
             recorder.end_step()
         progress.close()
+        profiled.close()
         if (summary := stores.summary(time.monotonic() - started)) and world.is_main:
             log.info("%s", summary)
         (stops,) = world.sum([float(stop.is_set)])
