@@ -51,7 +51,6 @@ TUNING = {
     # Threads that wait for each other spin, by default for milliseconds. DLRM with that and with a short spin: 1k and
     # 40k samples/s while another program takes one of two cores; 70k and 66k while both are free.
     "GOMP_SPINCOUNT": "2000",
-    "KINETO_LOG_LEVEL": "99",  # torch's profiler would print when it starts and stops
 }
 # The workers of one machine exchange data over loopback; a user's own values win here, too.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -204,6 +203,7 @@ def _start(
     workers: list[subprocess.Popen[bytes]],
 ) -> None:
     common = {**TUNING, **(_LOOPBACK if node.count == 1 else {}), "OMP_NUM_THREADS": str(threads_per_process(procs))}
+    common["KINETO_LOG_LEVEL"] = "99"  # torch's profiler would print when it starts and stops
     common |= {**environment, **os.environ}
     with contextlib.ExitStack() as stack:
         descriptor = None
