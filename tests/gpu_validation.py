@@ -13,7 +13,6 @@ import platform
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .processes import children, descendants, send
+from .processes import children, descendants, free_port, send
 
 REPO = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -423,9 +422,7 @@ def two_agents(machine: Machine) -> Figures:
 
     def train(kind: str) -> Figures:
         name = f"agents-{kind}"
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         torchrun = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
         torchrun += ["--nproc-per-node", str(half), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         words = ["-m", "recmill", "train", str(machine.folder / "dlrm.toml"), "--run-dir", str(machine.run(name))]

@@ -1,8 +1,10 @@
-"""Other processes, as /proc shows them: their children, their start times, signals to them, and waiting for them."""
+"""Other processes, as /proc shows them: their children, their start times, signals and ports for them, and waiting."""
 
 import contextlib
 import os
+import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,12 +38,21 @@ def born(pid: int) -> int:
     return 0 if state in "ZX" else int(facts[18])
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 180.0) -> None:
     """Wait until the condition holds; a busy machine may need all of the time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """Return a port of loopback that no process gets by chance until it is used: it is below those that Linux gives."""
+    lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(lowest_given // 2, lowest_given)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def wait_until_gone(pids: Sequence[int]) -> None:

@@ -1,11 +1,11 @@
-"""Points where a test can make this process die, fail, hang, or find the disk full, with the variable RECMILL_FAIL:
+"""Points where a test can make this process die, fail, hang, wait, or find the disk full, with RECMILL_FAIL:
 
     RECMILL_FAIL="ckpt.before_rename@rank=1:kill, train.step@step=7@attempt=0:raise"
 
 Each entry is a point, conditions and an action. Conditions: `rank`, `step`, `hit` (the N-th time that this process
 reaches the point, from 1) and `attempt` (restarts of the job so far). Actions: kill, sigill (as on a CPU that lacks an
-instruction), raise, hang, nospace, eio; in store.read and store.append also eintr (interrupted), short (only a part is
-read or written) and slow (50 ms).
+instruction), raise, hang, slow (100 ms), nospace, eio; in store.read and store.append also eintr (interrupted) and
+short (only a part is read or written), and slow is 50 ms.
 """
 
 import errno
@@ -50,10 +50,11 @@ POINTS = {
     "store.snapshot": "a snapshot of cached tables begins",
 }
 _ERRORS = {"nospace": errno.ENOSPC, "eio": errno.EIO}
+_WAIT_SECONDS = {"hang": 1e9, "slow": 0.1}
 _SIGNALS = {"kill": signal.SIGKILL, "sigill": signal.SIGILL}
 _OF_DISKS = {"eintr": int(errno.EINTR), "short": 10_001, "slow": 10_002}  # as in kernels/rows.cpp
 _ON_DISKS = ("store.read", "store.append")
-_ACTIONS = (*_SIGNALS, "raise", "hang", *_ERRORS)
+_ACTIONS = (*_SIGNALS, "raise", *_WAIT_SECONDS, *_ERRORS)
 _CONDITIONS = ("rank", "step", "hit", "attempt")
 
 
@@ -71,8 +72,9 @@ class _Failure:
             return
         if self.action in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[self.action])
-        if self.action == "hang":
-            time.sleep(1e9)
+        if self.action in _WAIT_SECONDS:
+            time.sleep(_WAIT_SECONDS[self.action])
+            return
         if self.action == "raise":
             raise RuntimeError(f"requested by {VARIABLE} at {self.point}")
         number = _ERRORS[self.action]

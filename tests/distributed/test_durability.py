@@ -103,6 +103,13 @@ def test_a_corrupt_checkpoint_is_refused_listed_and_skipped_with_fallback(
         inspect_checkpoint(run, step=5)
     shown = run_cli("checkpoint", "inspect", run).stdout
     assert re.search(r"model.tables.embedding_bags.table_C4.weight +table_C4 +2,000 x 8 +float32 +1 +0.064", shown)
+    state = run / "checkpoints" / "step-00000008" / "state.json"
+    saved = state.read_text()
+    state.write_text(re.sub(r'"loss_weight": [0-9]', '"loss_weight": 7', saved))
+    assert len(state.read_text()) == len(saved)
+    with pytest.raises(CheckpointError, match=r"state.json: its content changed since it was saved"):
+        inspect_checkpoint(run)
+    state.write_text(saved)
     shard = flip_a_bit(run / "checkpoints" / "step-00000008")
     seen = run_cli("checkpoint", "verify", run)
     assert seen.returncode == 4

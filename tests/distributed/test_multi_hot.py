@@ -144,7 +144,7 @@ def test_data_that_it_does_not_fit_is_a_config_error(
         train(config, tmp_path / "run", overrides=[f"data.path={tmp_path / 'd'}"])
     with pytest.raises(ConfigError, match=r"'data.train_on_validation' is for histories, and these are clicks"):
         train(config, tmp_path / "run", overrides=["data.multi_hot.sizes=[]", "data.train_on_validation=true"])
-    with pytest.raises(ConfigError, match=r"is for clicks, and these are histories"):
+    with pytest.raises(ConfigError, match=r"'data.multi_hot.sizes' is for clicks, and these are histories"):
         train(bert4rec, tmp_path / "run", overrides=["data.multi_hot.sizes=[2]"])
     monkeypatch.setattr(assemble, "memory_bytes", lambda: 1000)
     with pytest.raises(ResourceError, match=r"of ids that belong together, and this machine has 0.0 GB. Store them"):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from recmill.config import load_config
 from recmill.errors import ConfigError, ResourceError
 
 from .. import group
+from ..processes import free_port
 from .runs import losses
 
 STEPS = 8
@@ -103,11 +103,8 @@ def test_adam_on_cpu_is_adam_where_tables_are_data_parallel(dlrm: dict[str, Any]
 def train_on_machines(config: dict[str, Any], folder: Path, ranks: int, local_size: int) -> Path:
     """As torchrun would on ranks / local_size machines, all of them this one."""
     (folder / "run.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     common = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(local_size)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "recmill", "train", str(folder / "run.toml"), "--run", str(folder / "run")]
     workers = [
         subprocess.Popen(

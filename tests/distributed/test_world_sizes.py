@@ -24,6 +24,7 @@ from recmill.launch.signals import stop_with_parent
 from recmill.tables.spec import TableSpec
 
 from ..group import evaluate, train
+from ..processes import free_port
 from .runs import assert_same_run, close_to, losses
 
 
@@ -111,11 +112,6 @@ def give_tables_memory(network: torch.nn.Module, tables: list[TableSpec], seed: 
         holder.weight = torch.nn.Parameter(torch.from_numpy(values.copy()))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def start_rank(rank: int, port: int, config: dict[str, Any], folder: Path, fail: str = "") -> "subprocess.Popen[str]":
     """Start one of two processes by hand, without a launcher."""
     (folder / "run.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
@@ -145,7 +141,7 @@ def test_waiting_for_others_is_announced_and_a_signal_ends_it(rank: int, dlrm: d
     else:
         assert line == f"waiting for rank 0 at 127.0.0.1:{port}\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75
+    assert process.wait(180) == 75
     assert process.stderr.read().startswith("recmill: preempted: ended at once by SIGTERM")
 
 
@@ -154,7 +150,7 @@ def test_a_peer_that_is_killed_is_named_by_the_others(dlrm: dict[str, Any], tmp_
     killed = start_rank(1, port, dlrm, tmp_path, fail="train.step@step=7:kill")
     survivor = start_rank(0, port, dlrm, tmp_path)
     _, output = survivor.communicate(timeout=180)
-    assert killed.wait(60) == -signal.SIGKILL
+    assert killed.wait(180) == -signal.SIGKILL
     assert survivor.returncode == ResourceError.exit_code, output
     message = "Rank 0 cannot continue: rank 1 of the job ended ("  # and what gloo says, which varies
     assert f"recmill: resource error: {message}" in output
@@ -239,6 +235,6 @@ def test_a_program_on_the_port_that_is_no_rank_is_an_error() -> None:
             "MASTER_PORT": str(port),
         }
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | place, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | place, timeout=200, check=True)
     fact = f"ResourceError What listens on MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port} is not rank 0 of this job."
     assert done.stdout == f"{fact} Choose another port, the same for all processes.\n"

@@ -348,6 +348,8 @@ def test_ranks_by_user_give_the_metrics_of_the_split(
     assert np.mean((rank <= 5) / np.log2(rank + 1)) == pytest.approx(values["full/ndcg@5"])
     if procs == 1:
         assert_one_clear_error(run_cli(*map(str, command_line)), 3, "ranks.parquet exists")
+        with pytest.raises(ConfigError, match=r"--per-user .*: File name too long. Choose a shorter path"):
+            evaluate(run, per_user_file="10" * 201)
         frame = recmill.evaluate(run, per_user=True, frame="pandas", split="val")
         assert list(frame.columns) == ["user", "item", "full/rank"] and len(frame) == NUM_USERS
         assert frame["item"].tolist() == [items[-2] for items in histories_of(movies).values()]

@@ -214,8 +214,9 @@ def test_the_best_is_found_with_fallback_if_the_newest_is_corrupt(tmp_path: Path
     for step in (1, 2, 3):
         saver.save(Position(step=step, best=0.5, best_step=1))
     saver.finish()
-    (tmp_path / "step-00000003" / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"step-00000003/state.json: unreadable state"):
+    state = tmp_path / "step-00000003" / "state.json"
+    state.write_text(state.read_text().replace('"best_step": 1', '"best_step": 2'))
+    with pytest.raises(CheckpointError, match=r"step-00000003/state.json: its content changed since it was saved"):
         choose(tmp_path, "best")
     found = choose(tmp_path, "best", fallback=True)
     assert found is not None

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from recmill.schema import ClicksDescription
 
 from ..conftest import RunCli
 from ..criteo_raw import random_rows, set_limits, to_text, write_days, write_text
-from ..processes import wait_until
+from ..processes import free_port, wait_until
 
 pytest.importorskip("pyspark", reason="PySpark is not installed")
 if not shutil.which("java") and "JAVA_HOME" not in os.environ:
@@ -380,8 +379,7 @@ def standalone_master(tmp_path: Path) -> Iterator[str]:
     import pyspark
 
     program = Path(pyspark.__file__).parent / "bin" / "spark-class"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     address = ["--host", "127.0.0.1", "--webui-port", "0"]
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -402,7 +400,7 @@ def standalone_master(tmp_path: Path) -> Iterator[str]:
         for process in processes:
             process.terminate()
         for process in processes:
-            process.wait(30)
+            process.wait(100)
 
 
 def test_a_cluster_of_two_workers_gives_the_rows_of_one_machine(

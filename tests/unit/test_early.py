@@ -1,16 +1,20 @@
 """A command in its first moments, and with closed standard files."""
 
+import os
 import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
-def test_a_signal_while_modules_are_imported_ends_training_with_one_line(name: str, code: int) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "recmill", "train", "none.toml", "--run", "r"]
+def test_a_signal_while_modules_are_imported_ends_training_with_one_line(name: str, code: int, tmp_path: Path) -> None:
+    config = tmp_path / "pipe.toml"
+    os.mkfifo(config)  # nothing is ever in it: where imports are fast, the command waits here for the signal
+    command = [sys.executable, "-X", "importtime", "-m", "recmill", "train", str(config), "--run", "r"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
@@ -18,7 +22,7 @@ def test_a_signal_while_modules_are_imported_ends_training_with_one_line(name: s
             process.send_signal(signal.Signals[name])
             break
     output = process.stderr.read()
-    assert process.wait(60) == code, output
+    assert process.wait(180) == code, output
     lines = [line for line in output.splitlines() if not line.startswith("import time:")]
     kind = "interrupted" if name == "SIGINT" else f"preempted: ended at once by {name}"
     assert lines == [f"recmill: {kind}; what was committed before is complete"]

@@ -35,6 +35,15 @@ def test_only_where_every_condition_holds(monkeypatch: pytest.MonkeyPatch) -> No
     failpoints.reach("ckpt.sync")  # the third time
 
 
+def test_slow_waits_each_time_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(failpoints.time, "sleep", waited.append)
+    monkeypatch.setenv(failpoints.VARIABLE, "train.step:slow")
+    for step in range(3):
+        failpoints.reach("train.step", step)
+    assert waited == [0.1] * 3
+
+
 @pytest.mark.parametrize(
     "text", ["train.stop:kill", "train.step:explode", "train.step", "train.step@day=1:kill", "ckpt.sync@hit=²:eio"]
 )

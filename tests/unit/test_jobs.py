@@ -21,6 +21,8 @@ from recmill.jobs.schedulers import started_at
 from recmill.launch.failures import report_failure
 from recmill.observe.run_dir import RunDirectory
 
+from ..processes import wait_until
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -103,6 +105,13 @@ def test_a_job_on_another_cluster_of_slurm_is_asked_for_and_stopped_there(
     assert cancel(run) == ["7"]
     assert "--clusters=other -h -t all -j 7" in (run.parent / "squeue.calls").read_text()
     assert (run.parent / "scancel.calls").read_text() == "--clusters=other --signal=USR2 7\n"
+
+
+def test_a_job_that_ends_while_its_scheduler_is_asked_is_not_lost(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(run / "status.json", {"state": "running", "step": 3})
+    program(run.parent, monkeypatch, "squeue", f"""echo '{json.dumps(STOPPED)}' > {run}/status.json; {FORGOTTEN}""")
+    note(run)
+    assert (status(run).state, status(run).step) == ("preempted", 5)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +230,7 @@ def test_cancel_now_kills_a_script_that_runs_here_and_what_it_started(run: Path)
         assert cancel(run, now=True) == [str(process.pid)]
         assert process.stdout.read() == ""  # its end: nobody holds the pipe any more
     assert process.returncode == -signal.SIGKILL
-    assert started_at(child) == 0
+    wait_until(lambda: started_at(child) == 0)  # it closed the pipe a moment before
     assert not (run / "went-on").exists()
     found = status(run)
     assert (found.state, found.reason) == (

@@ -1,6 +1,8 @@
 import io
 import logging
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -9,6 +11,14 @@ from rich.console import Console
 
 from recmill.observe import log as log_module
 from recmill.observe.log import log_to_file, quiet_libraries
+
+
+def test_a_warning_of_a_library_is_no_error_in_a_process_of_ours() -> None:
+    code = "import warnings\nfrom recmill.observe.log import set_up_console\nset_up_console()\n"
+    code += "warnings.warn('old', DeprecationWarning)"
+    environment = os.environ | {"PYTHONWARNINGS": "error"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_quiet_libraries_hides_warnings_that_no_user_can_act_on_within_its_block_only(

@@ -29,6 +29,16 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
         assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
 
 
+def test_the_end_of_a_run_removes_what_a_killed_process_left_of_its_status(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    (tmp_path / f".status.json.{gone.pid}").touch()
+    run = RunDirectory(tmp_path)
+    run.write_status("running", step=5)
+    run.write_status("interrupted", step=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
 def test_a_run_that_has_ended_is_not_set_to_running_again(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.write_status("running", step=5)

@@ -16,19 +16,21 @@ def test_a_process_that_hangs_reports_its_stacks_and_ends_even_if_it_never_relea
     """ctypes calls through PyDLL keep Python's lock, so its other threads cannot run."""
     run = tmp_path / "removed" if is_run_removed else tmp_path
     code = (
-        "import ctypes, sys\n"
+        "import ctypes, faulthandler, sys, threading\n"
         "from pathlib import Path\n"
         "from recmill.launch import watchdog\n"
         "watchdog._LINGER_SECONDS = 0\n"
+        "armed, later = threading.Event(), faulthandler.dump_traceback_later\n"
+        "faulthandler.dump_traceback_later = lambda *a, **b: (later(*a, **b), armed.set())\n"
         "run = Path(sys.argv[1])\n"
         "heartbeat = watchdog.Heartbeat()\n"
         "with watchdog.watching(heartbeat, watchdog.Watch(3, 1.0, Path(sys.argv[2]), run), print):\n"
         "    heartbeat.beat('testing', 5)\n"
-        "    watchdog.time.sleep(0.6)\n"
+        "    armed.wait()\n"
         f"    ctypes.{library}(None).sleep(100)\n"
     )
     command = [sys.executable, "-u", "-c", code, str(tmp_path), str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 1
     if library == "PyDLL":
         assert "Timeout" in done.stderr

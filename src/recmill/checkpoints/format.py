@@ -34,6 +34,7 @@ OnBlock = Callable[[], None]  # called regularly while files are read, so that r
 
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
+_METADATA = ".metadata"
 _FORMATS = 2, 3  # 3: with row files
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _STEP_NAME = re.compile(r"step-\d+")
@@ -309,7 +310,7 @@ def best_path(directory: Path, fallback: bool = False) -> Path | None:
     paths = committed(directory)
     for path in reversed(paths):
         try:
-            best_step = _read_own(path).position.best_step
+            best_step = verify(path, digests=False).position.best_step
         except CheckpointError:
             if not fallback:
                 raise
@@ -432,7 +433,7 @@ def _read_own(path: Path) -> Checkpoint:
 def verify(path: Path, digests: bool = True, on_block: OnBlock = lambda: None) -> Checkpoint:
     """Compare all files, and those of the base, with the manifests. CheckpointError names the first that differs.
 
-    Without `digests`, compare only names and sizes.
+    Without `digests`, compare names and sizes, and the digests of the two small files that describe the others.
     """
     try:
         _verify_files(path, digests, on_block)
@@ -462,7 +463,7 @@ def _verify_files(path: Path, digests: bool, on_block: OnBlock) -> None:
         raise _corrupt(path, f"{manifest}: missing") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _corrupt(path, f"{manifest}: unreadable manifest ({type(error).__name__}: {error})") from error
-    if unlisted := {STATE, ".metadata"} - listed.keys():
+    if unlisted := {STATE, _METADATA} - listed.keys():
         raise _corrupt(path, f"{manifest}: does not list {' and '.join(sorted(unlisted))}")
     for name, (size, expected) in listed.items():
         file = path / name
@@ -470,7 +471,7 @@ def _verify_files(path: Path, digests: bool, on_block: OnBlock) -> None:
             raise _corrupt(path, f"{file}: missing")
         if file.stat().st_size != size:
             raise _corrupt(path, f"{file}: {file.stat().st_size:,} bytes, expected {size:,}")
-        if digests and digest(file, on_block) != expected:
+        if (digests or name in (STATE, _METADATA)) and digest(file, on_block) != expected:
             raise _corrupt(path, f"{file}: its content changed since it was saved")
     for file in path.iterdir():
         if file.name not in listed and file.name != MANIFEST:

@@ -109,7 +109,7 @@ def _check_multi_hot(config: Config, dataset: Dataset) -> None:
     section = config.settings.data.multi_hot
     description = dataset.description
     if description.kind != "clicks":
-        raise ConfigError("'data.multi_hot' is for clicks, and these are histories. Remove it.")
+        raise ConfigError("'data.multi_hot.sizes' is for clicks, and these are histories. Remove it.")
     if description.multi_hot:
         raise ConfigError(f"'data.multi_hot.sizes': {dataset.path} holds several ids per row already. Remove it.")
     if len(section.sizes) not in (1, len(description.sparse)):
@@ -120,11 +120,11 @@ def _check_multi_hot(config: Config, dataset: Dataset) -> None:
         )
     rows = [feature.rows for feature in description.sparse]
     if max(rows) > 2**31:
-        raise ConfigError("'data.multi_hot' makes 32-bit ids, and a table has more rows than that. Remove it.")
+        raise ConfigError("'data.multi_hot.sizes' makes 32-bit ids, and a table has more rows than that. Remove it.")
     needed = sum(4 * count * ids for count, ids in zip(rows, section.ids_per_row(rows), strict=True) if ids > 1)
     if needed > memory_bytes():
         raise ResourceError(
-            f"'data.multi_hot': every process keeps {needed / 1e9:,.1f} GB of ids that belong together, and this "
+            f"'data.multi_hot.sizes': every process keeps {needed / 1e9:,.1f} GB of ids that belong together, and this "
             f"machine has {memory_bytes() / 1e9:,.1f} GB. Store them with the data: recmill prepare criteo --multi-hot."
         )
 

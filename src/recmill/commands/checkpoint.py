@@ -27,7 +27,7 @@ def list_checkpoints(run: str | Path, *, digests: bool = False) -> list[Facts]:
     """Describe each checkpoint, oldest first: step, epoch, batch, kind, bytes, saved_at, processes, is_best, health.
 
     `health` is "complete" or says what is wrong; `kind` may then be "missing" or "copy of step N". Without `digests`,
-    only names and sizes of files are compared.
+    names and sizes of files are compared, and the digests of state.json and .metadata.
     """
     directory, _ = open_trained_run(run)
     saved_step = directory.saved_step()

@@ -35,10 +35,10 @@ class RunStatus:
 def status(run: str | Path) -> RunStatus:
     """Return the state of a run, from its own files and from the scheduler of its newest job."""
     directory = _directory(run)
-    own = directory.read_status()
     jobs = directory.path / "jobs"
     record = next(reversed(read_jobs(jobs)), None)
     found = job_state(record) if record else None
+    own = directory.read_status()  # after its scheduler was asked: a job that has ended has written its last state
     end = read_job_end(jobs, record.number) if record else {}
     is_gone = is_holder_gone(directory.path / ".lock")
     state, reason = _combined(str(own.get("state", "new")), str(own.get("reason", "")), found, end, is_gone)

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from recmill.config.load import plain
 from recmill.config.sections import Section
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, as_user_error
 from recmill.registry import unknown
 
 OptionsT = TypeVar("OptionsT", bound=Section)
@@ -18,6 +18,11 @@ def given_path(path: str | Path, what: str) -> Path:
     """Return the path. An empty one, as from an unset shell variable, would mean the current directory."""
     if not str(path):
         raise ConfigError(f"{what} is empty. Give a path; the current directory is '.'.")
+    try:
+        Path(path).stat()
+    except OSError as error:
+        if isinstance(known := as_user_error(error), ConfigError):  # too long, or a link that leads back to itself
+            raise ConfigError(f"{what} {known}") from error
     return Path(path)
 
 

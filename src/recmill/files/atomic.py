@@ -100,7 +100,7 @@ def replace_directory(output: Path, new: Path) -> None:
 
 def remove_leftovers(output: Path) -> None:
     """Remove what killed processes left beside `output`, or restore it if it is the only copy."""
-    pattern = re.compile(rf"\.{re.escape(output.name)}\.(partial|old)-(\d+)")
+    pattern = re.compile(rf"\.{re.escape(output.name)}\.(?:(partial|old)-)?(\d+)")
     for path in list(output.parent.iterdir()):
         leftover = pattern.fullmatch(path.name)
         if leftover is None or Path(f"/proc/{leftover[2]}").exists():

@@ -41,6 +41,8 @@ def set_up_console() -> None:
         root.addHandler(handler)
     logging.getLogger("recmill").setLevel(logging.INFO)
     root.addFilter(_is_error)  # TorchRec's planner logs to the root logger itself; our loggers never do
+    if any(action == "error" for action, *_ in warnings.filters):
+        warnings.simplefilter("ignore")  # PYTHONWARNINGS=error is for tests of code: libraries warn, and continue
     _hide_library_warnings()
 
 

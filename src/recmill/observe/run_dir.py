@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recmill.errors import CheckpointError, ResourceError
-from recmill.files.atomic import write_json, write_text
+from recmill.files.atomic import remove_leftovers, write_json, write_text
 from recmill.files.locks import exclusive_lock, is_holder_gone
 from recmill.files.reading import read_json
 from recmill.files.timestamps import utc_now
@@ -81,6 +81,8 @@ class RunDirectory:
                 return
             self._check_still_there()
             self._has_ended = state != "running"
+            if self._has_ended:
+                remove_leftovers(self.status_file)  # of workers that were killed
             write_json(self.status_file, {"state": state, "updated_at": utc_now(), "pid": os.getpid(), **facts})
 
     def read_status(self) -> dict[str, Any]:
