@@ -408,12 +408,20 @@ def _is_without(target: Target, outcome: Outcome, expected: Expected) -> bool:
     return bool(json.loads(outcome.stdout) == [facts for facts in usual if facts["path"] != target.file])
 
 
+def _differs_in_sizes_only(outcome: Outcome, expected: Expected) -> bool:
+    """Return whether two lists of checkpoints are equal but for their bytes."""
+    found, usual = ([facts | {"bytes": 0} for facts in json.loads(text)] for text in (outcome.stdout, expected.stdout))
+    return bool(found == usual)
+
+
 def _may_differ(target: Target, title: str, outcome: Outcome, expected: Expected) -> bool:
     """Return whether a command may succeed with another output than without the change."""
     name = Path(target.file).name
     keeps_size = target.mutation in ("flip", "flip-header", "flip-end", "zero", "noise", "swap", "content")
     if target.mutation == "remove" and title in ("list", "verify") and not _is_needed(target):
         return _is_without(target, outcome, expected)
+    if target.mutation == "odd" and title in ("list", "verify") and _differs_in_sizes_only(outcome, expected):
+        return True  # a byte order mark before a manifest that says the same
     if target.mutation in _TREE and title == "list":
         return any(word in outcome.text for word in ("missing", "copy"))
     if "falling back to" in outcome.stderr:
