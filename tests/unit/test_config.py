@@ -66,6 +66,7 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
             "or uni<N> with 1 to 999,999 negatives, like 'pop100'",
         ),
         ({**GOOD, "optim": {"dense": {"lr": 0}}}, "'optim.dense.lr': should be greater than 0, got 0."),
+        ({**GOOD, "optim": {"tables": {"lr": 1e308}}}, "'optim.tables.lr': should be less than or equal to 3"),
         ({**GOOD, "optim": {"dense": {"lr": "fast"}}}, "should be a valid number, got 'fast'"),
         ({**GOOD, "optim": {"dense": {"lr": float("inf")}}}, "'optim.dense.lr': should be a finite number"),
         ({**GOOD, "train": {"seed": 2**64}}, "'train.seed': should be less than"),

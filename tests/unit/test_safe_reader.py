@@ -26,6 +26,18 @@ def test_metadata_may_not_point_elsewhere(tmp_path: Path) -> None:
         loading.load(found, nn.Linear(2, 2))
 
 
+def test_metadata_without_its_storage_is_read(tmp_path: Path) -> None:
+    network = nn.Linear(2, 2)
+    save_network(tmp_path, network, step=1)
+    found = newest_in(tmp_path)
+    metadata = pickle.loads((found.path / ".metadata").read_bytes())
+    metadata.storage_meta = None
+    (found.path / ".metadata").write_bytes(pickle.dumps(metadata))
+    other = nn.Linear(2, 2)
+    loading.load(found, other)
+    assert other.weight.equal(network.weight)
+
+
 @pytest.mark.parametrize("attack", ["exec", "dotted"])
 def test_metadata_that_would_run_code_is_refused(tmp_path: Path, attack: str) -> None:
     class Evil:

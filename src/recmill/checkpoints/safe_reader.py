@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -48,7 +49,7 @@ class SafeReader(dcp.FileSystemReader):
             if "/" in name or not (path.parent / name).is_file():
                 raise CheckpointError(f"{path}: points to '{name}', which is no file of this checkpoint. {_TRUST}")
         if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = dcp.StorageMeta()
+            metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 

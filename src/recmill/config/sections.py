@@ -236,9 +236,12 @@ class ShardingSection(Section):
         ]
 
 
+_MAX_FLOAT32 = 3e38  # more is no number in a kernel
+
+
 class DenseOptim(Section):
     name: Literal["adam", "adamw", "adagrad", "sgd"] = key("adam", "Optimizer of all dense layers.")
-    lr: PositiveFloat = key(0.001, "Learning rate of the dense layers.")
+    lr: PositiveFloat = key(0.001, "Learning rate of the dense layers.", le=_MAX_FLOAT32)
     weight_decay: float = key(0.0, "Weight decay of the dense layers.", ge=0.0)
     eps: float = key(
         0.0, "Added to the denominator; 0: PyTorch's default (Adam 1e-8, Adagrad 1e-10). Not for SGD.", ge=0.0
@@ -255,8 +258,8 @@ class TablesOptim(Section):
     name: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = key(
         "rowwise_adagrad", "Optimizer of the tables; on CPU, 'adam' needs data_parallel tables."
     )
-    lr: PositiveFloat = key(0.05, "Learning rate of the tables.")
-    eps: PositiveFloat = key(1e-8, "Added to the denominator (Adagrad, Adam).")
+    lr: PositiveFloat = key(0.05, "Learning rate of the tables.", le=_MAX_FLOAT32)
+    eps: PositiveFloat = key(1e-8, "Added to the denominator (Adagrad, Adam).", le=_MAX_FLOAT32)
 
 
 _DECAY_KEYS = {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"}
