@@ -7,7 +7,7 @@ SETUP ?= $(if $(filter gpu-validation,$(MAKECMDGOALS)),$(DEVICE),cpu)
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart captures test crashtest rehearse hostile gpu-validation check lint format types java launchers clean
+.PHONY: help setup quickstart captures python3.12 test crashtest rehearse hostile gpu-validation check lint format types java launchers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make rehearse     preempt a Slurm job ROUNDS=20 times: saved, requeued, finished with the same losses"
 	@echo "make hostile      try to break the command: TRIALS=1000, MINUTES=at most, SEED=any number, ONLY=one trial"
 	@echo "make gpu-validation  run every feature on the GPUs of this machine: GPUS=all of them, DEVICE=cpu to try it without"
+	@echo "make python3.12   install the wheel with Python 3.12 (PYTHON312=) and the pinned torch in .venv-3.12; train, evaluate"
 	@echo "make captures     record what training prints in a terminal, for docs/terminal (needs tmux)"
 	@echo "make setup        set up $(VENV) only (SETUP=cuda for GPUs)"
 	@echo "make clean        remove $(VENV), data/ and runs/"
@@ -100,6 +101,20 @@ ONLY ?=
 hostile: setup
 	$(BIN)/python -m tests.hostile --trials $(TRIALS) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(ONLY),--only $(ONLY))
+
+# Too slow for CI: about a minute of CPU time for pip alone. The current directory of the commands is not the checkout.
+PYTHON312 ?= python3.12
+TRIED := .venv-3.12/tried
+python3.12:
+	$(PYTHON312) -m venv .venv-3.12
+	.venv-3.12/bin/pip install --quiet -r requirements/cpu.txt
+	.venv-3.12/bin/pip install --quiet --no-deps -r requirements/torchrec.txt
+	rm -rf $(TRIED) && mkdir $(TRIED) && cp -rP src configs pyproject.toml README.md LICENSE $(TRIED)
+	.venv-3.12/bin/pip install --quiet --no-deps --no-build-isolation --force-reinstall $(TRIED)/
+	rm -rf $(TRIED)/*
+	cd $(TRIED) && ../bin/recmill prepare synthetic-clicks --output data/clicks --rows 3000 --tables 20,900
+	cd $(TRIED) && ../bin/recmill train quickstart/dlrm --run runs/dlrm --procs 2 --set train.max_steps=3
+	cd $(TRIED) && ../bin/recmill evaluate runs/dlrm && ../bin/recmill --version
 
 clean:
 	rm -rf .venv .venv-* data runs
