@@ -83,6 +83,14 @@ def test_validation_below_popularity_is_reported_once_after_a_quarter_of_the_run
         assert [*advice.after(Position(step=50), value, popularity)] == []
 
 
+def test_a_run_that_is_resumed_does_not_repeat_what_it_reported_before() -> None:
+    """At step 60 validation was below popularity, at step 80 it had not improved for half the run."""
+    at = Position(step=90, best=0.025, best_step=30)
+    for earlier, count in ({30: 0.025}, 2), ({30: 0.025, 60: 0.01}, 1), ({30: 0.025, 60: 0.01, 80: 0.01}, 0):
+        advice = ValidationAdvice(RunSteps(100, 10), earlier)
+        assert len([*advice.after(at, 0.01, 0.02)]) == count
+
+
 def test_validation_that_has_not_improved_for_half_the_run_is_reported_once() -> None:
     advice = ValidationAdvice(RunSteps(100, 10))
     found = [[*advice.after(Position(step=step, best=0.7, best_step=20), 0.6, None)] for step in (69, 70, 90)]

@@ -1,7 +1,7 @@
 """Warnings about settings and results that suggest a mistake: one line each, with the value and the remedy."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from recmill.checkpoints.format import Position
@@ -62,23 +62,29 @@ def on_resume(optim: OptimSection, before: RunSteps, now: RunSteps, step: int) -
 
 
 class ValidationAdvice:
-    """Warnings about validation results, each at most once per run."""
+    """Warnings about validation results, each at most once per run. `earlier`: results by step, before a resume."""
 
-    def __init__(self, steps: RunSteps) -> None:
+    def __init__(self, steps: RunSteps, earlier: Mapping[int, float] | None = None) -> None:
         self._steps = steps
+        self._earlier = earlier or {}
         self._given: set[str] = set()
 
     def after(self, at: Position, value: float | None, popularity: float | None) -> Iterator[str]:
         """Yield warnings after the validation at `at`, which reached `value`; `popularity`: the baseline, if any."""
-        is_early = at.step < _EARLY * self._steps.total
-        if value is not None and popularity is not None and value < popularity and not is_early:
+
+        def is_below(step: int, value: float | None) -> bool:
+            is_early = step < _EARLY * self._steps.total
+            return value is not None and popularity is not None and value < popularity and not is_early
+
+        if is_below(at.step, value) and not any(is_below(*before) for before in self._earlier.items()):
             yield from self._once(
                 "popularity",
                 f"validation at step {at.step:,} reached {value:.4f}, less than ranking by popularity, which reaches "
                 f"{popularity:.4f}. Train longer (train.num_epochs), or change optim.dense.lr and optim.tables.lr.",
             )
         since_best = at.step - at.best_step
-        if at.best is not None and 2 * since_best >= self._steps.total:
+        was_long = 2 * (max(self._earlier, default=0) - at.best_step) >= self._steps.total
+        if at.best is not None and 2 * since_best >= self._steps.total and not was_long:
             yield from self._once(
                 "best",
                 f"validation has not improved since step {at.best_step:,} ({at.best:.4f}), for "

@@ -30,8 +30,9 @@ class RunSteps:
             phases.append(f"decay from step {self.decay_start:,} to {self.decay_start + self.decay:,}")
         if self.step_size:
             phases.append(f"another learning rate every {self.step_size:,} steps")
-        phases.append(f"validation every {self.validation or self.epoch:,} steps")
-        phases.append(f"checkpoint every {self.checkpoint or self.epoch:,} steps")
+        for what, steps in ("validation", self.validation), ("checkpoint", self.checkpoint):
+            steps = steps or self.epoch
+            phases.append(f"{what} every step" if steps == 1 else f"{what} every {steps:,} steps")
         return f"schedule: {', '.join(phases)}"
 
 
