@@ -34,6 +34,7 @@ GOOD = "a,x,1\na,y,2\na,z,3\n"
         ("who,what,when,when\n" + "a,x,1,1\n", "two columns 'when'"),
         ("who,what,when\n", "no rows"),
         ("", "no column 'who' in its first row, which has: nothing"),
+        ("who,what,when_at\na,x,1\n", "which has: who, what, when_at. Did you mean 'when_at'?"),
     ],
 )
 def test_a_bad_row_is_one_error_with_file_row_and_value(tmp_path: Path, text: str, message: str) -> None:

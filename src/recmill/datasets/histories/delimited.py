@@ -4,6 +4,7 @@ Fields are counted here because Polars silently fills a row that is too short wi
 """
 
 import csv
+import difflib
 import io
 import logging
 import math
@@ -80,7 +81,9 @@ class Table:
         if columns.count(column) != 1:
             fact = f"two columns '{column}'" if column in columns else f"no column '{column}'"
             there = ", ".join(columns) or "nothing"
-            raise DataError(f"{self.path}: {fact} in its first row, which has: {there}. Is it the right file?")
+            near = difflib.get_close_matches(column, columns, n=1) if column not in columns else []
+            remedy = f"Did you mean '{near[0]}'?" if near else "Rename one, or choose another file."
+            raise DataError(f"{self.path}: {fact} in its first row, which has: {there}. {remedy}")
         return columns.index(column)
 
     @property
