@@ -52,6 +52,10 @@ def test_the_model_and_the_metric_of_the_page_keep_their_contracts_and_train(
     elsewhere = run_cli("evaluate", examples / "runs" / "fm", cwd="/")
     assert elsewhere.returncode == 2
     assert "runs/fm/config.toml: 'model.name': model 'my_models.fm': no module 'my_models'" in elsewhere.stderr
+    (report,) = json.loads(ran(run_cli("results", examples / "runs" / "fm", "--json", cwd="/")))
+    assert (report["model"], report["state"], report["tested_step"]) == ("my_models.fm", "done", values["step"])
+    for command in ("list", "verify", "inspect"):
+        ran(run_cli("checkpoint", command, examples / "runs" / "fm", cwd="/"))
 
 
 def test_the_dataset_is_prepared_by_its_path_and_keeps_its_contract(examples: Path, run_cli: RunCli) -> None:

@@ -24,6 +24,8 @@ from recmill.schema import SPLITS, ClicksDescription, Dataset, Description
 from recmill.tables.spec import Dynamic, Stores, TableSpec
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from recmill.checkpoints.format import Checkpoint
     from recmill.data.clicks import ClickSource
     from recmill.data.histories import HistorySource
@@ -188,15 +190,24 @@ def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = 
     import torch
 
     from recmill.kernels.library import load_library
+    from recmill.tables.libraries import import_all
     from recmill.tables.placement import Request
     from recmill.tables.sharding import shard
     from recmill.tables.torchrec_internals import WithoutMetaValues
     from recmill.training.optim import DENSE_STATE
 
     settings = config.settings
-    torch.manual_seed(settings.train.seed)  # so dense layers are the same on every rank and for every world size
-    with WithoutMetaValues():
-        network = model_module(config).build(config.model, model_description(config, dataset), torch.device("meta"))
+
+    def build() -> "nn.Module":
+        torch.manual_seed(settings.train.seed)  # so dense layers are the same on every rank and for every world size
+        with WithoutMetaValues():
+            return model_module(config).build(config.model, model_description(config, dataset), torch.device("meta"))
+
+    try:
+        network = build()
+    except NotImplementedError:  # a plug-in computes on device "meta", with what import_libraries left out
+        import_all()
+        network = build()
     tables = table_specs(config, dataset)
     request = Request(
         tables=tables,
@@ -280,21 +291,27 @@ def new_metrics(
     return task_module(config).new_metrics(config.settings.eval, resamples)
 
 
-def open_run(path: str | Path) -> tuple[RunDirectory, Config]:
+def open_directory(path: str | Path) -> RunDirectory:
     run = RunDirectory(given_path(path, "RUN"))
     if not run.config_file.is_file():
         raise CheckpointError(f"{run.path}: no config.toml, so this is no run directory. Train first: recmill train.")
-    return run, load_config(run.config_file)
+    return run
 
 
 def open_trained_run(path: str | Path) -> tuple[RunDirectory, Config]:
-    run, config = open_run(path)
+    run = open_trained_directory(path)
+    return run, load_config(run.config_file)
+
+
+def open_trained_directory(path: str | Path) -> RunDirectory:
+    """Open the directory of a run that has a checkpoint, whether its config can be used here or not."""
+    run = open_directory(path)
     saved_step = run.saved_step()
     if not committed(run.checkpoints):
         raise lost_error(run.checkpoints, saved_step) or CheckpointError(
             f"{path}: no complete checkpoint yet. Train first: recmill train {run.config_file} --run {path}."
         )
-    return run, config
+    return run
 
 
 def check_which(checkpoint: str | None) -> None:
@@ -309,8 +326,8 @@ def open_start(text: str | Path) -> tuple[RunDirectory, str]:
     """
     path, at, which = str(text).rpartition("@")
     if not at or Path(text).is_dir() or not (which == "best" or which.isdecimal()):
-        return open_trained_run(text)[0], "newest"
-    run, _ = open_trained_run(path)
+        return open_trained_directory(text), "newest"
+    run = open_trained_directory(path)
     kept = committed(run.checkpoints)
     if which == "best" and best_path(run.checkpoints) is None:
         raise not_kept(run, which)

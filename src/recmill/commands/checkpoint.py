@@ -16,7 +16,7 @@ from recmill.checkpoints.format import (
     step_path,
     verify,
 )
-from recmill.commands.assemble import open_trained_run
+from recmill.commands.assemble import open_trained_directory
 from recmill.config.options import given_path
 from recmill.errors import CheckpointError, UserError
 
@@ -29,7 +29,7 @@ def list_checkpoints(run: str | Path, *, digests: bool = False) -> list[Facts]:
     `health` is "complete" or says what is wrong; `kind` may then be "missing" or "copy of step N". Without `digests`,
     names and sizes of files are compared, and the digests of state.json and .metadata.
     """
-    directory, _ = open_trained_run(run)
+    directory = open_trained_directory(run)
     saved_step = directory.saved_step()
     best = None
     with suppress(UserError):  # the newest, which names the best one, may be corrupt
@@ -83,7 +83,7 @@ def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
 
 def _chosen(run: str | Path, step: int | None) -> Path:
     """Return the checkpoint of a step, by default the newest."""
-    directory, _ = open_trained_run(run)
+    directory = open_trained_directory(run)
     saved_step = directory.saved_step()
     paths = {step_of(path): path for path in committed(directory.checkpoints)}
     if step is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from recmill.commands import assemble
 from recmill.commands.history import number
-from recmill.config import Config, load_config
+from recmill.config import load_config, read_settings
 from recmill.config.options import given_path
 from recmill.data.frames import Kind, converted
 from recmill.data.names import Names
@@ -75,7 +75,9 @@ def deltas(reports: Sequence[RunReport]) -> list[dict[str, float]]:
 
 def run_report(path: str | Path) -> RunReport:
     """Read how a run ended, or how far it is, and its test metrics if it is done."""
-    run, config = _open(path)
+    run = RunDirectory(given_path(path, "RUN"))
+    if not run.status_file.is_file():
+        run = assemble.open_directory(path)
     status = run.read_status()
     state = str(status.get("state", "unknown"))
     lines = run.read_metrics()
@@ -87,21 +89,14 @@ def run_report(path: str | Path) -> RunReport:
     if speeds := [speed for line in lines if (speed := number(line.get("samples_per_s")))]:
         facts["samples_per_s"] = harmonic_mean([max(speed, 0.0) for speed in speeds])
     facts |= _best(lines)
-    if config:
-        facts |= {"model": config.model_name, "dataset": config.settings.data.path}
+    if run.config_file.is_file():  # a run that failed very early has none
+        name, settings = read_settings(run.config_file)
+        facts |= {"model": name, "dataset": settings.data.path}
     if state == "done":
         facts |= _tested(run, path)
     elif state == "running" and run.has_lost_its_process():
         state = "killed"
     return RunReport(str(path), "stopped" if state in _STOPPED else state, **facts)
-
-
-def _open(path: str | Path) -> tuple[RunDirectory, Config | None]:
-    """Open a run; one that failed very early has no config."""
-    run = RunDirectory(given_path(path, "RUN"))
-    if run.status_file.is_file() and not run.config_file.is_file():
-        return run, None
-    return assemble.open_run(path)
 
 
 def _best(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -142,9 +137,9 @@ def _tested(run: RunDirectory, path: str | Path) -> dict[str, Any]:
 
 def best_of_run(run: str | Path, split: str) -> dict[str, float]:
     """Return the best metrics that the run's data allows; empty if they are unknown."""
-    _, config = assemble.open_run(run)
+    _, settings = read_settings(assemble.open_directory(run).config_file)
     try:
-        return open_dataset(config.settings.data.path).description.truth.get(split, {})
+        return open_dataset(settings.data.path).description.truth.get(split, {})
     except DataError:  # the dataset is no longer there
         return {}
 

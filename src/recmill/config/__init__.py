@@ -1,7 +1,17 @@
 """Strict run configs: `load_config` reads a TOML file into typed sections, or reports everything that is wrong."""
 
 from recmill.config.compare import differences, fingerprint
-from recmill.config.load import Config, load_config, plain, to_toml
+from recmill.config.load import Config, load_config, plain, read_settings, to_toml
 from recmill.config.sections import Section, Settings
 
-__all__ = ["Config", "Section", "Settings", "differences", "fingerprint", "load_config", "plain", "to_toml"]
+__all__ = [
+    "Config",
+    "Section",
+    "Settings",
+    "differences",
+    "fingerprint",
+    "load_config",
+    "plain",
+    "read_settings",
+    "to_toml",
+]

@@ -44,6 +44,23 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         raise ConfigError(f"{name} or --set: a value or key is nested too deeply.") from None
 
 
+def read_settings(path: Path) -> tuple[str, Settings]:
+    """Return the model's name and the common sections of a run's config. Its plug-ins need not be installed."""
+    values = _read_toml(path)
+    settings, problems = validated(Settings, _common(values), siblings=["model"])
+    model = values.get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    if not isinstance(name, str):
+        problems.append(Problem("'model.name': it is missing. Restore the file.", ("model.name",)))
+    if problems:
+        raise ConfigError(report(str(path), problems, set()))
+    return str(name), settings
+
+
+def _common(values: dict[str, Any]) -> dict[str, Any]:
+    return {"data": {}} | {key: value for key, value in values.items() if key != "model"}
+
+
 def _loaded(name: str, source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Config:
     values = json.loads(json.dumps(source, default=plain)) if isinstance(source, Mapping) else _read_toml(Path(source))
     problems: list[Problem] = []
@@ -128,8 +145,7 @@ def parse_value(text: str) -> Any:
 
 def _checked(values: dict[str, Any], problems: list[Problem]) -> Config:
     """Return the config, and add everything that is wrong with it to `problems`."""
-    common = {"data": {}} | {key: value for key, value in values.items() if key != "model"}
-    settings, found = validated(Settings, common, siblings=["model"])
+    settings, found = validated(Settings, _common(values), siblings=["model"])
     problems += found
     sentences = list(contradictions_within(settings))
     own = values.get("model")
