@@ -7,7 +7,7 @@ SETUP ?= $(if $(filter gpu-validation,$(MAKECMDGOALS)),$(DEVICE),cpu)
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart captures python3.12 test crashtest rehearse hostile gpu-validation check lint format types java launchers clean
+.PHONY: help setup quickstart captures python312 test crashtest rehearse hostile gpu-validation check lint format types java launchers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,7 +19,7 @@ help:
 	@echo "make rehearse     preempt a Slurm job ROUNDS=20 times: saved, requeued, finished with the same losses"
 	@echo "make hostile      try to break the command: TRIALS=1000, MINUTES=at most, SEED=any number, ONLY=one trial"
 	@echo "make gpu-validation  run every feature on the GPUs of this machine: GPUS=all of them, DEVICE=cpu to try it without"
-	@echo "make python3.12   install the wheel with Python 3.12 (PYTHON312=) and the pinned torch in .venv-3.12; train, evaluate"
+	@echo "make python312     install the wheel with Python 3.12 (PYTHON312=) and the pinned torch in .venv-3.12; train, evaluate"
 	@echo "make captures     record what training prints in a terminal, for docs/terminal (needs tmux)"
 	@echo "make setup        set up $(VENV) only (SETUP=cuda for GPUs)"
 	@echo "make clean        remove $(VENV), data/ and runs/"
@@ -105,7 +105,7 @@ hostile: setup
 # Too slow for CI: about a minute of CPU time for pip alone. The current directory of the commands is not the checkout.
 PYTHON312 ?= python3.12
 TRIED := .venv-3.12/tried
-python3.12:
+python312:
 	$(PYTHON312) -m venv .venv-3.12
 	.venv-3.12/bin/pip install --quiet -r requirements/cpu.txt
 	.venv-3.12/bin/pip install --quiet --no-deps -r requirements/torchrec.txt

@@ -1,5 +1,7 @@
 """How long `recmill train`, `evaluate` and `recommend` take until they compute, on data that takes no time.
 
+Also how long the first and the second `recommend` of a run take that `recmill.open_run` has opened.
+
 `--baseline DIR` measures the `src` of another checkout in the same run, in turns. CPU seconds depend less on what else
 the machine does than seconds do.
 """
@@ -32,6 +34,24 @@ max_steps = 1
 log_every_steps = 1
 """
 
+OPENED = """
+import json, sys, time
+import recmill
+def seconds(call):
+    began = time.perf_counter()
+    value = call()
+    return time.perf_counter() - began, value
+opening, run = seconds(lambda: recmill.open_run(sys.argv[1]))
+calls = [seconds(lambda: run.recommend([1, 2, 3]))[0] for _ in range(2)]
+print(json.dumps([opening, *calls]))
+"""
+
+
+def opened(folder: Path, trained: str) -> list[float]:
+    """Return the seconds that opening a run, the first and the second recommendation take."""
+    done = subprocess.run([sys.executable, "-P", "-c", OPENED, trained], cwd=folder, check=True, capture_output=True)
+    return json.loads(done.stdout)
+
 
 def run(folder: Path, source: Path | None, *arguments: str) -> tuple[float, float]:
     """Return the seconds and the CPU seconds of a command."""
@@ -55,6 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     contenders = {"ours": None} | ({"baseline": options.baseline.absolute()} if options.baseline else {})
     took: dict[str, list[tuple[float, float]]] = {}
+    openings = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.toml").write_text(CONFIG)
@@ -69,6 +90,7 @@ def main() -> None:
                     ["recommend", trained, "--history", "1,2,3"],
                 ):
                     took.setdefault(f"{command[0]}_{contender}", []).append(run(folder, source, *command))
+            openings.append(opened(folder, f"ours-{number}"))
             print(
                 f"round {number + 1:2} ", *(f"{key} {values[-1][0]:.2f} s" for key, values in took.items()), flush=True
             )
@@ -76,6 +98,9 @@ def main() -> None:
     for key, values in took.items():
         seconds, cpu_seconds = zip(*values, strict=True)
         report |= {key: round(min(seconds), 2), f"{key}_cpu": round(statistics.median(cpu_seconds), 2)}
+    opening, first, second = (min(values) for values in zip(*openings, strict=True))
+    report |= {"open_run": round(opening, 2), "first_ms": round(1e3 * first, 1), "second_ms": round(1e3 * second, 1)}
+    report["recommend_over_first"] = round(report["recommend_ours"] / first)
     for name in ("train", "evaluate", "recommend") if options.baseline else ():
         for unit in ("", "_cpu"):
             saved = 1 - report[f"{name}_ours{unit}"] / report[f"{name}_baseline{unit}"]

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "hardware": {"errors", "failpoints", "files"},
     "jobs": {"config", "errors", "files", "launch", "observe", "registry"},
     "kernels": {"errors", "failpoints", "files", "hardware"},
-    "launch": {"environment", "errors", "files", "hardware", "observe", "registry", "world"},
+    "launch": {"environment", "errors", "files", "hardware", "observe", "registry", "tables", "world"},
     "metrics": {"observe", "protocols", "rng", "world"},
     "models": {"config", "data", "errors", "nn", "schema", "tables"},
     "nn": {"kernels", "tables"},

@@ -8,7 +8,7 @@ import sys
 from recmill.tables.libraries import import_libraries
 import_libraries(in_own_process={own})
 import torch, torchrec
-HEAVY = {{"sympy", "torch._inductor", "torch._dynamo.eval_frame"}}
+HEAVY = {{"sympy", "torch._inductor", "torch._dynamo.eval_frame", "torch.distributed.tensor._api"}}
 assert not HEAVY & sys.modules.keys(), HEAVY & sys.modules.keys()
 weight = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -33,8 +33,11 @@ assert weight.tolist() == [0.5, 0.5], weight
 assert not HEAVY & sys.modules.keys()
 compiled = torch.compile(lambda x: x * 2, backend="eager")  # imports a submodule of the stand-in first
 assert compiled(torch.ones(1)).tolist() == [2.0]
-assert HEAVY <= sys.modules.keys() | {"torch._inductor"}
+assert HEAVY <= sys.modules.keys() | {"torch._inductor", "torch.distributed.tensor._api"}
 import torch._dynamo.utils, torch._dynamo.backends.registry as registry, tensordict
+assert torch.export.export(torch.nn.Linear(2, 1), (torch.ones(1, 2),)).module()(torch.ones(1, 2)).shape == (1, 1)
+from torch.distributed.tensor import DTensor
+assert DTensor.from_local
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 assert registry is torch._dynamo.backends.registry is sys.modules["torch._dynamo.backends.registry"]
 assert torch._dynamo is sys.modules["torch._dynamo"] and hasattr(torch._dynamo, "optimize")
@@ -52,6 +55,22 @@ def test_another_program_s_process_keeps_no_stand_ins() -> None:
 import torch._dynamo
 assert hasattr(torch._dynamo, "__file__") and torch._dynamo.optimize
 step()
+"""
+    )
+
+
+def test_operators_on_device_meta_exist_once_all_is_imported() -> None:
+    run(
+        BEGIN.format(own=True)
+        + """
+from recmill.tables.libraries import import_all
+matrix = torch.ones(3, 3, device="meta")
+try:
+    torch.roll(matrix, 1)  # torch has this one for "meta" in Python only
+    raise SystemExit("the real module is imported already")
+except NotImplementedError:
+    import_all()
+assert torch.roll(matrix, 1).shape == (3, 3)
 """
     )
 

@@ -96,6 +96,7 @@ def evaluate(
         checked = checked.model_copy(update={"per_user_file": str(new_path(checked.per_user_file, "--per-user"))})
     section = config.settings.train
     if is_launched_with(checked.procs):
+        import_libraries(in_own_process=True)
         from recmill.world import joined_world
 
         with joined_world(section.device, section.join_seconds) as world:
@@ -148,7 +149,6 @@ def work(world: "World", run: str, options: dict[str, Any]) -> Values:
 
 
 def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Dataset, options: Options) -> Values:
-    import_libraries(in_own_process=True)
     from recmill.checkpoints.loading import load
     from recmill.data.histories import HistorySource
     from recmill.launch.watchdog import Heartbeat

@@ -34,7 +34,10 @@ class Run:
         "history" has its number, from 0. Or `users`: original ids of users of the dataset, in column "user".
         """
         if self._recommender is None:
-            raise ConfigError(f"{self.path}: its model is no sequence model, so it has nothing to recommend.")
+            raise ConfigError(
+                f"{self.path}: its model is no sequence model, so it has nothing to recommend. "
+                "Train one: configs/own/sasrec.toml."
+            )
         if (histories is None) == (users is None):
             raise ConfigError("Recommend for histories or for users: give exactly one of the two.")
         if users is not None:

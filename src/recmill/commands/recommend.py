@@ -19,8 +19,9 @@ from recmill.data.frames import Kind, converted
 from recmill.data.names import Names
 from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.files.atomic import new_file
+from recmill.launch import early
 from recmill.observe.log import quiet_libraries
-from recmill.observe.progress import Progress
+from recmill.observe.progress import Progress, spinner
 from recmill.tables.libraries import import_libraries
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ class Recommender:
         self._run, self._config = assemble.open_trained_run(run)
         if assemble.model_module(self._config).KIND != "histories":
             raise ConfigError(
-                f"{self._run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend."
+                f"{self._run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend. "
+                "Train one: configs/own/sasrec.toml."
             )
         log.info("recommending with the model of %s", self._run.path)
         self._dataset = assemble.open_matching_dataset(self._config, dataset_checks(verify))
@@ -236,11 +238,12 @@ class Recommender:
 
     @cached_property
     def network(self) -> "nn.Module":
-        import_libraries(in_own_process=False)
-        import torch
+        with spinner("importing torch"):
+            import_libraries(in_own_process=early.is_command)
+            import torch
 
-        from recmill.checkpoints.loading import load
-        from recmill.world import World
+            from recmill.checkpoints.loading import load
+            from recmill.world import World
 
         alone = World(0, 1, 0, 1, torch.device("cpu"))
         with quiet_libraries():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from recmill import registry
 from recmill.checkpoints.format import committed
 from recmill.commands import assemble
+from recmill.commands.history import number
 from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, flag
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.config.options import given_path
@@ -140,6 +141,7 @@ def _launch(config: Config, dataset: Dataset, options: Options, procs: int) -> d
     wait_seconds = 3 * section.hang_seconds  # a hang is reported with its stacks before a collective times out
     if is_launched_with(procs):
         stop_with_parent()
+        import_libraries(in_own_process=True)
         from recmill.world import joined_world
 
         # Until all processes are there, a signal ends this one at once: there is nothing to save.
@@ -219,7 +221,6 @@ def _train(
     recording: contextlib.ExitStack,
 ) -> dict[str, Any]:
     """Train from an empty or interrupted run directory to its results, or to {"stopped": ...}. All ranks take part."""
-    import_libraries(in_own_process=True)
     from recmill.checkpoints.format import Origin, Position
     from recmill.checkpoints.loading import find_checkpoint, load
     from recmill.checkpoints.saver import Saver
@@ -333,7 +334,12 @@ def _train(
     # Train
     results: dict[str, Values] = {}
     popularity: Any = None  # what ranking by popularity reaches on val, as the first validation measures it
-    validation_advice = advice.ValidationAdvice(steps)
+    earlier_values = {
+        line["step"]: value
+        for line in run.read_metrics()
+        if line.get("split") == "val" and (value := number(line.get(str(line.get("headline"))))) is not None
+    }
+    validation_advice = advice.ValidationAdvice(steps, earlier_values)
 
     def evaluate(split: str, at: Position) -> None:
         nonlocal popularity

@@ -17,11 +17,14 @@ _NEEDED = {
     resource.RLIMIT_DATA: (600_000_000, 300_000_000, "bytes of data", "-d"),
     resource.RLIMIT_NOFILE: (32, 32, "open files", "-n"),
 }
+is_command = False  # whether this process runs the command line, and not a program that imports Recmill
 _SMALL_COMMANDS = ("results", "checkpoint list", "checkpoint verify", "adopt", "split", "download", "doctor")
 
 
 def begin() -> None:
     """Let signals end this process at once, with one line, make the standard files usable, and check limits."""
+    global is_command
+    is_command = True
     for number in _EXIT_CODES:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)

@@ -30,6 +30,7 @@ from recmill.hardware.cpu import num_cores, threads_per_process
 from recmill.launch.failures import LostWorkerError, WorkerError, first_error
 from recmill.launch.signals import FORWARDED, ONE_REQUEST_SECONDS, handled, shown, stop_error
 from recmill.launch.watchdog import read_hangs
+from recmill.observe.printed import counted
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ def run_job(
             "each other down. Set the environment variable RECMILL_MAX_PROCS to start more."
         )
     _check_open_files(procs)
+    log.info("starting %s", counted(procs, "process"))
     signals = _Signals()
     order = {"command": command, "arguments": arguments, "plugin_directories": registry.plugin_directories()}
     with handled(FORWARDED, signals.forward):

@@ -18,6 +18,8 @@ from recmill.launch.failures import report_failure
 from recmill.launch.local import leave
 from recmill.launch.signals import FORWARDED, StopRequest, stop_on, stop_with_parent
 from recmill.observe.log import set_up_console
+from recmill.observe.progress import spinner
+from recmill.tables.libraries import import_libraries
 
 _RESERVE_BYTES = 32 << 20  # of address space; without it, a process without memory cannot report its error
 
@@ -51,9 +53,11 @@ def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: St
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # the launcher blocked them until now
         set_up_console()
         gc.disable()  # scanning the many objects that imports create would take a quarter of their time
-        from recmill.world import finish_together, join_world
+        with spinner("importing torch"):
+            import_libraries(in_own_process=True)
+            from recmill.world import finish_together, join_world
 
-        body = importlib.import_module(f"recmill.commands.{command}")
+            body = importlib.import_module(f"recmill.commands.{command}")
         joining = {name: arguments.pop(name) for name in ("join_seconds", "wait_seconds") if name in arguments}
         world = join_world(arguments.pop("device"), **joining)
         gc.enable()

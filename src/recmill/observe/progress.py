@@ -1,8 +1,10 @@
-"""Progress of long work: a bar with rate and remaining time on a terminal, a log line every 30 s elsewhere."""
+"""Progress of long work: a bar with rate and remaining time or a spinner on a terminal, log lines elsewhere."""
 
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -111,6 +113,13 @@ class Progress:
         """Estimate the rest from all that was done so far, with its pauses."""
         seconds_per_item = (time.monotonic() - self._started) / max(self._done, 1)
         return human_time(max(self._total - self._done, 0) * seconds_per_item)
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """Show within the block, on a terminal, what takes a moment."""
+    with CONSOLE.status(text) if CONSOLE.is_terminal else nullcontext():
+        yield
 
 
 def human_rate(value: float) -> str:
