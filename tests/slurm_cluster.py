@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .processes import free_port
+
 _PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "slurmctld", "slurmd", "munged")
 _CONFIG = """\
 ClusterName=recmill
@@ -79,14 +81,13 @@ def _daemons(directory: Path, more: str) -> Iterator[dict[str, str]]:
     key = directory / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    ports = [server.getsockname()[1] for server in sockets]
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
     host = socket.gethostname().partition(".")[0]
     config = directory / "slurm.conf"
+    ports: list[int] = []
+    while len(set(ports)) < 3:
+        ports = [free_port() for _ in range(3)]
     config.write_text(_CONFIG.format(host=host, user=user, directory=directory, ports=ports, more=more))
-    for server in sockets:
-        server.close()
     environment = {**os.environ, "SLURM_CONF": str(config)}
     daemons: list[subprocess.Popen[bytes]] = []
 
@@ -140,7 +141,7 @@ def _idle_nodes(environment: dict[str, str]) -> int:
 
 
 def _wait(condition: Callable[[], bool], directory: Path, daemons: list["subprocess.Popen[bytes]"]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         logs = "\n".join(file.read_text(errors="replace")[-2000:] for file in directory.glob("*.out"))
         assert time.monotonic() < deadline and not any(daemon.poll() for daemon in daemons), logs

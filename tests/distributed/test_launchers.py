@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from recmill.commands.jobs import cancel, logs, status
 from recmill.jobs.records import read_job_end, read_jobs
 
 from ..conftest import Config
-from ..processes import descendants, send, wait_until
+from ..processes import descendants, free_port, send, wait_until
 from ..slurm_cluster import missing_programs, slurm_cluster, step_daemons
 from .runs import loss_by_step
 
@@ -36,6 +35,7 @@ PROFILES = {
     "torchx": {"launcher": "torchx", "procs": 2, "cpus": 1},
 }
 NEEDED = {"openmpi": "mpirun", "mpich": str(TOOLS / "bin" / "mpiexec"), "torchx": str(TOOLS / "bin" / "torchx")}
+SLOW = {"RECMILL_FAIL": "train.step:slow"}  # a run that is to be stopped is not done before
 needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"no {missing_programs()}: see `make launchers`")
 
 
@@ -100,7 +100,7 @@ def test_losses_are_those_of_our_own_launcher_also_after_a_stop(
         variables["PYTHONPATH"] = str(TOOLS)
     run = tmp_path / "it's $(HOME) $$ ${app_id}, 5% a=b; ö"
     if name in ("openmpi", "mpich"):  # Open MPI would kill its ranks on SIGTERM: the script sends SIGUSR1 instead
-        job = launch(config, run, "--on", str(profile), **variables)
+        job = launch(config, run, "--on", str(profile), **variables, **SLOW)
         wait_until(lambda: has_saved(run), 120)
         job.send_signal(signal.SIGTERM)
         output = job.communicate(timeout=120)[0]
@@ -174,15 +174,10 @@ def start_nodes(
     ]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def test_two_nodes_of_our_own_launcher_compute_the_same_and_stop_together(
     config: Path, losses: dict[int, float], tmp_path: Path
 ) -> None:
-    nodes = start_nodes(config, tmp_path / "run", free_port())
+    nodes = start_nodes(config, tmp_path / "run", free_port(), **SLOW)
     wait_until(lambda: has_saved(tmp_path / "run"), 120)
     nodes[1].send_signal(signal.SIGTERM)  # as when one machine is reclaimed
     errors = [node.communicate(timeout=120)[1] for node in nodes]
@@ -264,7 +259,7 @@ def test_a_preempted_slurm_job_saves_is_requeued_and_ends_with_the_same_losses(
     monkeypatch.setenv("SLURM_CONF", cluster["SLURM_CONF"])
     run = tmp_path / "a run of 5%"
     launched = launch(config, run, "--on", "slurm", "--nodes", "2", "--time", "00:30:00")
-    output = launched.communicate(timeout=60)[0]
+    output = launched.communicate(timeout=120)[0]
     assert launched.returncode == 0, output
     job = status(run).job
     assert status(run).state in ("queued", "running")
@@ -306,15 +301,15 @@ def test_wrong_launches_under_slurm_are_named_within_seconds_and_a_killed_rank_e
     subprocess.run(["scontrol", "update", "NodeName=n1,n2", "State=RESUME"], check=True)
     train = f"{RECMILL} train {config} --run {tmp_path}/wrong"
     batch = ["sbatch", "--wait", "-N2", "--ntasks-per-node=1", "-o", str(tmp_path / "out")]
-    subprocess.run([*batch, "--wrap", train], check=False, capture_output=True, timeout=60)
+    subprocess.run([*batch, "--wrap", train], check=False, capture_output=True, timeout=120)
     assert "This Slurm job has 2 tasks, but its batch script started this process" in (tmp_path / "out").read_text()
     srun = f"RECMILL_WORLD_SIZE=4 srun {train}"
-    done = subprocess.run([*batch, "--wrap", srun], check=False, capture_output=True, timeout=60)
+    done = subprocess.run([*batch, "--wrap", srun], check=False, capture_output=True, timeout=120)
     assert "4 processes were asked for (RECMILL_WORLD_SIZE), but Slurm started 2" in (tmp_path / "out").read_text()
     assert done.returncode == 2
     run = tmp_path / "killed"
     monkeypatch.setenv("RECMILL_FAIL", "train.step@step=3@rank=1:kill")
-    assert launch(config, run, "--on", "slurm", "--nodes", "2").wait(60) == 0
+    assert launch(config, run, "--on", "slurm", "--nodes", "2").wait(120) == 0
     monkeypatch.delenv("RECMILL_FAIL")
     wait_until(lambda: status(run).state == "failed", 120)
     assert "rank 1 of the job ended" in status(run).reason
@@ -346,7 +341,7 @@ def test_the_second_job_of_a_pbs_chain_continues_the_first(
         monkeypatch.setenv("SLURM_CONF", variables["SLURM_CONF"])
         run = tmp_path / "run"
         launched = launch(config, run, "--on", str(profile), "--chain", "2", "--time", "00:30:00")
-        output = launched.communicate(timeout=60)[0]
+        output = launched.communicate(timeout=120)[0]
         assert launched.returncode == 0, output
         first, second = [record.number for record in read_jobs(run / "jobs")]
         wait_until(lambda: has_saved(run), 120)
@@ -363,7 +358,7 @@ def test_a_cancelled_slurm_job_saves_and_does_not_come_back(
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", cluster["SLURM_CONF"])
     run = tmp_path / "run"
-    assert launch(config, run, "--on", "slurm", "--nodes", "2").wait(60) == 0
+    assert launch(config, run, "--on", "slurm", "--nodes", "2", **SLOW).wait(120) == 0
     wait_until(lambda: has_saved(run), 120)
     assert cancel(run) == [status(run).job]
     wait_until(lambda: status(run).state == "preempted", 60)
