@@ -29,6 +29,15 @@ def close_to(values: dict[str, Any], rel: float = 2e-5) -> dict[str, Any]:
 OF_THIS_MACHINE = ("samples_per_s", "step_ms_p50", "step_ms_p95", "memory_gb")
 
 
+def learned(run: Path) -> list[dict[str, Any]]:
+    """Losses and metrics, without times and counters."""
+    noise = ("time", *OF_THIS_MACHINE)
+    return [
+        {k: v for k, v in line.items() if k not in noise and not k.startswith(("store_", "dynamic_rows"))}
+        for line in metric_lines(run)
+    ]
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     """Every logged loss and metric, step by step; speeds differ, of course."""
     ours, theirs = metric_lines(one), metric_lines(other)

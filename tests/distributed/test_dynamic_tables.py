@@ -24,7 +24,7 @@ from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest
 from ..group import evaluate, exit_code, train
-from .runs import losses, metric_lines
+from .runs import learned, losses, metric_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -180,14 +180,6 @@ def assert_same_rows(run: Path, tables: PlainTables) -> None:
             for key, last in tables.lasts[name].items()
             if not tables.is_expired(name, key)
         )
-
-
-def learned(run: Path) -> list[dict[str, Any]]:
-    noise = ("time", "samples_per_s")
-    return [
-        {k: v for k, v in line.items() if k not in noise and not k.startswith(("store_", "dynamic_rows"))}
-        for line in metric_lines(run)
-    ]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest, tensors_of
 from ..group import evaluate, train
-from .runs import losses, metric_lines
+from .runs import learned, losses, metric_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -128,14 +128,6 @@ def test_losses_and_tables_are_those_of_plain_torch(
         torch.testing.assert_close(table_of(tmp_path / "run", owner), rows.detach(), rtol=1e-4, atol=1e-5)
     placed = json.loads((tmp_path / "run" / "sharding.json").read_text())
     assert [table["table"] for table in placed] == ["table_C1", "table_C2", "table_C3"]
-
-
-def learned(run: Path) -> list[Any]:
-    """Losses and metrics, without times and counters."""
-    noise = ("time", "samples_per_s")
-    return [
-        {k: v for k, v in line.items() if k not in noise and not k.startswith("store_")} for line in metric_lines(run)
-    ]
 
 
 def on_a_disk(path: Path) -> None:

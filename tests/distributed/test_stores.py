@@ -19,7 +19,7 @@ from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest, tensors_of
 from ..group import evaluate, exit_code, in_group, train
-from .runs import OF_THIS_MACHINE, metric_lines
+from .runs import learned, metric_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -52,14 +52,6 @@ def clicks_config(random_clicks: Path) -> Config:
         "eval": {"global_batch_size": 400, "every_steps": 7},
         "checkpoint": {"every_steps": 5},
     }
-
-
-def learned(run: Path) -> list[dict[str, Any]]:
-    """Losses and metrics, without times and counters."""
-    noise = ("time", *OF_THIS_MACHINE)
-    return [
-        {k: v for k, v in line.items() if k not in noise and not k.startswith("store_")} for line in metric_lines(run)
-    ]
 
 
 def counters(run: Path, name: str) -> list[float]:
