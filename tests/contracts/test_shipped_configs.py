@@ -4,14 +4,14 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 
 from recmill import registry
 from recmill.commands.assemble import model_module
-from recmill.config import Section, Settings, differences, load_config
+from recmill.config import Settings, differences, load_config
 from recmill.datasets.criteo.options import Options
 from recmill.schema import ClicksDescription, SparseFeature
 from recmill.training.advice import before_training
@@ -20,7 +20,6 @@ from recmill.training.schedule import RunSteps, learning_rate, run_steps
 from .. import config_page
 
 REPO = Path(__file__).parents[2]
-AnySection = TypeVar("AnySection", bound=Section)
 CONFIGS = sorted(file for file in (REPO / "configs").rglob("*.toml") if file.parent.name != "clusters")
 ANY_SIZE = ("own", "ml_1m", "criteo_kaggle")  # their schedules follow the size of the data
 
@@ -151,9 +150,11 @@ def test_the_page_has_every_key_with_its_default_and_help() -> None:
         pytest.fail(message + "\n".join(outdated), pytrace=False)
 
 
-def with_another_value(section: AnySection, key: str) -> AnySection:
+def with_another_value(section: Any, key: str) -> Any:
     """Return a copy in which `key` has a value that no default equals; it need not be valid."""
     name, _, rest = key.partition(".")
+    if isinstance(section, dict):  # of sections by name
+        return section | {name: with_another_value(section[name], rest)}
     value = with_another_value(getattr(section, name), rest) if rest else "another value"
     return section.model_copy(update={name: value})
 
@@ -165,7 +166,8 @@ def test_the_page_lists_the_keys_that_may_change_on_resume() -> None:
     expected = [
         key for key in config_page.fields(Settings) if f"{key}.".startswith(tuple(f"{name}." for name in listed))
     ]
-    config = load_config({"data": {"path": "d"}, "model": {"name": "dlrm"}})
+    dynamic = {"NAME": {"max_rows": 5}}
+    config = load_config({"data": {"path": "d"}, "model": {"name": "dlrm"}, "tables": {"dynamic": dynamic}})
     changeable = [
         key
         for key in config_page.fields(Settings)
