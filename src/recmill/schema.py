@@ -33,6 +33,8 @@ class SparseFeature(_Strict):
     rows: PositiveInt  # ids are 0..rows-1
     first_id: int = 0  # smallest id in the files: row of the table = id in the files - first_id
     share_table: str | None = None  # the feature whose table it uses: both have the same ids
+    padding_id: NonNegativeInt | None = None  # an id that stands for no id
+    pooling: Literal["sum", "mean"] | None = None  # of the vectors of a row's ids; None: sum
 
 
 class SourceFile(_Strict):

@@ -61,11 +61,14 @@ def test_it_keeps_the_contract(check: models.Check, parts: tuple[Config, Dataset
 
 @pytest.mark.parametrize("name", sorted(set(registry.MODELS) - {"bert4rec", "sasrec"}))
 @pytest.mark.parametrize("check", models.ON_ONE_DEVICE, ids=lambda check: check.__name__)
-def test_it_keeps_the_contract_if_features_share_a_table(
+def test_it_keeps_the_contract_with_a_shared_table_padding_means_and_widths(
     check: models.Check, name: str, parts: tuple[Config, Dataset]
 ) -> None:
     config, dataset = parts
-    changes: dict[str, dict[str, Any]] = {"C2": {"share_table": "C4"}}
+    padded = {"padding_id": 0}
+    changes: dict[str, dict[str, Any]] = {"C1": padded, "C2": {"share_table": "C4"}, "C4": padded | {"pooling": "mean"}}
+    if not config.model.needs_one_width:  # type: ignore[attr-defined]
+        config = replace(config, model=config.model.model_copy(update={"embedding_dims": {"C3": 4}}))
     sparse = [feature.model_copy(update=changes.get(feature.name, {})) for feature in dataset.clicks.sparse]
     check(config, replace(dataset, description=dataset.clicks.model_copy(update={"sparse": sparse})))
 

@@ -1,4 +1,7 @@
-"""Features that share a table: the same run as plain torch, for any number of processes, sharding and store."""
+"""Features that share a table, tables of several widths, padding and means: the same run as plain torch.
+
+For any number of processes, sharding and store.
+"""
 
 import json
 from pathlib import Path
@@ -25,6 +28,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Config = dict[str, Any]
 STEPS = 6
 FEATURES = {"C1": 5, "C2": 4000, "C3": 300, "C4": 4000}
+WIDTHS = {"C1": 8, "C2": 16, "C3": 4}
+PADDING = {"C2": 0, "C4": 0, "C3": 7}
+MEAN = {"C3", "C4"}
 OWNERS = {"C1": "C1", "C2": "C2", "C3": "C3", "C4": "C2"}
 RATE = 0.3
 
@@ -38,11 +44,12 @@ def random_clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(random_clicks: Path) -> Config:
-    """C4 has the table of C2, and every row has two or three ids of most features."""
+    """C4 has the table of C2, and every row has two or three ids of most features, among them padding."""
     return {
         "data": {"path": str(random_clicks), "multi_hot": {"sizes": [1, 3, 2, 2]}},
         "model": {"name": "dcnv2", "embedding_dim": 8, "bottom_mlp": [8], "top_mlp": [8], "cross_rank": 4}
-        | {"share_tables": {"C4": "C2"}},
+        | {"share_tables": {"C4": "C2"}, "padding_ids": {"C2": 0, "C3": 7}, "pooling": {"C3": "mean", "C4": "mean"}}
+        | {"embedding_dims": {"C2": 16, "C3": 4}},
         "optim": {"dense": {"name": "sgd", "lr": 0.1}, "tables": {"name": "adagrad", "lr": RATE, "eps": 1e-3}},
         "train": {"device": "cpu", "global_batch_size": 100, "max_steps": STEPS, "log_every_steps": 1},
         "eval": {"global_batch_size": 200},
@@ -55,27 +62,37 @@ class PlainTables(nn.Module):
 
     def __init__(self, values: Config) -> None:
         super().__init__()
-        self.widths = dict.fromkeys(OWNERS.values(), values["model"]["embedding_dim"])
+        self.widths = dict(WIDTHS)
         self.rows = nn.ParameterDict({owner: self._first_values(owner, FEATURES[owner]) for owner in self.widths})
 
     def _first_values(self, owner: str, rows: int) -> nn.Parameter:
         """By the documented formula: stream (seed, table), value number row * dim + column."""
         width = self.widths[owner]
         values = rng.uniform_floats(rng.stream_key(1, "table", f"table_{owner}"), 0, rows * width, rows**-0.5)
-        return nn.Parameter(torch.from_numpy(values.reshape(rows, width).copy()))
+        first = torch.from_numpy(values.reshape(rows, width).copy())
+        if owner in PADDING:
+            first[PADDING[owner]] = 0
+        return nn.Parameter(first)
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
         pooled = [self._pooled(name, sparse[name].values(), sparse[name].lengths()) for name in FEATURES]
         return KeyedTensor(list(FEATURES), [bags.shape[1] for bags in pooled], torch.cat(pooled, dim=1))
 
     def _pooled(self, name: str, ids: Tensor, lengths: Tensor) -> Tensor:
-        bags = F.embedding(ids, self.rows[OWNERS[name]]).split(lengths.tolist())
-        return torch.stack([bag.sum(0) for bag in bags])
+        bags = []
+        for own in ids.split(lengths.tolist()):
+            own = own[own != PADDING.get(name, -1)]
+            bag = F.embedding(own, self.rows[OWNERS[name]]).sum(0)
+            bags.append(bag / max(len(own), 1) if name in MEAN else bag)
+        return torch.stack(bags)
 
 
 def trained_plainly(values: Config) -> tuple[list[float], PlainTables]:
-    """Losses and tables of the same run in torch: no sharding, no kernels, torch's own optimizers."""
-    config = load_config(values)
+    """Losses and tables of the same run in torch: no sharding, no kernels, torch's own optimizers.
+
+    The model is built without padding and means, and the batches have all ids.
+    """
+    config = load_config(values | {"model": values["model"] | {"padding_ids": {}, "pooling": {}}})
     dataset = open_dataset(config.settings.data.path)
     module, task = model_module(config), task_module(config)
     torch.manual_seed(config.settings.train.seed)
@@ -126,8 +143,11 @@ def test_losses_and_tables_are_those_of_plain_torch(
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=2e-5)
     for owner, rows in tables.rows.items():
         torch.testing.assert_close(table_of(tmp_path / "run", owner), rows.detach(), rtol=1e-4, atol=1e-5)
+    assert not table_of(tmp_path / "run", "C2")[0].any() and not table_of(tmp_path / "run", "C3")[7].any()
     placed = json.loads((tmp_path / "run" / "sharding.json").read_text())
-    assert [table["table"] for table in placed] == ["table_C1", "table_C2", "table_C3"]
+    assert [(table["table"], table["dim"]) for table in placed] == [("table_C1", 8), ("table_C2", 16), ("table_C3", 4)]
+    if sharding == "table_wise":
+        assert sum(placed[1]["bytes_by_rank"].values()) == 2 * 4 * 16 * 4000  # once, with Adagrad's state
 
 
 def on_a_disk(path: Path) -> None:
@@ -138,14 +158,15 @@ def on_a_disk(path: Path) -> None:
 @pytest.mark.parametrize(("procs", "optimizer"), [(1, "sgd"), (2, "rowwise_adagrad"), (3, "adagrad")])
 def test_cached_tables_have_the_same_bits(procs: int, optimizer: str, config: Config, tmp_path: Path) -> None:
     on_a_disk(tmp_path)
-    config["model"] |= {"embedding_dim": 128, "bottom_mlp": [128]}
+    config["model"] |= {"embedding_dims": {"C2": 128, "C3": 64}}
     config["optim"]["tables"]["name"] = optimizer
     config["sharding"] = {"default": "row_wise"}
     train(config, tmp_path / "memory", procs=procs)
-    tables = {"cache_memory_budget_mb": 2, "stores": {"C4": "cached_ssd", "C3": "cached_ssd"}}
+    tables = {"cache_memory_budget_mb": 4, "stores": {"C4": "cached_ssd", "C3": "cached_ssd"}}
     train(config | {"tables": tables}, tmp_path / "cached", procs=procs)
     assert learned(tmp_path / "cached") == learned(tmp_path / "memory")
     assert_same_tensors(tmp_path / "cached", tmp_path / "memory")
+    assert not table_of(tmp_path / "cached", "C2")[0].any() and not table_of(tmp_path / "cached", "C3")[7].any()
     misses = [line["store_misses"] for line in metric_lines(tmp_path / "cached") if line["split"] == "train"]
     assert procs > 1 or sum(misses) > 0  # rows were evicted and read again
     placed = json.loads((tmp_path / "cached" / "sharding.json").read_text())
@@ -154,6 +175,19 @@ def test_cached_tables_have_the_same_bits(procs: int, optimizer: str, config: Co
         ("table_C2", "cached_ssd"),
         ("table_C3", "cached_ssd"),
     ]
+
+
+def test_adam_does_not_train_padding_either(config: Config, tmp_path: Path) -> None:
+    config["optim"]["tables"] = {"name": "adam", "lr": 0.01}
+    config["sharding"] = {"mode": "ddp"}
+    for procs in (1, 2):
+        train(config, tmp_path / str(procs), procs=procs)
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=2e-5)
+    for owner, padding in (("C2", 0), ("C3", 7)):
+        state = tensors_of(newest(tmp_path / "2"))
+        of_table = [value for key, value in state.items() if f"table_{owner}.weight" in key and value.dim() == 2]
+        assert len(of_table) == 3  # the rows and two moments
+        assert all(not value[padding].any() and value.any() for value in of_table)
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -180,5 +214,7 @@ def test_a_run_resumes_with_another_sharding_store_and_number_of_processes(confi
     one, two = (evaluate(tmp_path / "run", procs=procs)["auroc"] for procs in (1, 2))
     assert one == pytest.approx(two, rel=1e-6)
     config["train"]["max_steps"] = 1
+    config["model"]["padding_ids"] = {"C2": 1}
     train(config, tmp_path / "new", init_from=tmp_path / "run")
+    assert table_of(tmp_path / "run", "C2")[1].any() and not table_of(tmp_path / "new", "C2")[1].any()
     assert losses(tmp_path / "new")[0] != pytest.approx(expected[0], rel=1e-3)  # it starts where the other run ended

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from recmill import registry
 from recmill.config import load_config
 from recmill.errors import ConfigError
-from recmill.nn.click_network import ClickNetwork
+from recmill.nn.click_network import ClickNetwork, averaged_over_ids
 from recmill.schema import ClicksDescription, SparseFeature
 
 from ..mixed_precision import MixedPrecision
@@ -153,6 +153,18 @@ def test_a_shared_table_gets_the_gradients_of_all_its_features() -> None:
         ({"share_tables": {"C7": "C1"}}, "model.share_tables: the dataset has no feature 'C7'. It has C0, C1, C2."),
         ({"share_tables": {"C1": "table_C0"}}, "model.share_tables: the dataset has no feature 'table_C0'."),
         ({"share_tables": {"C1": "C0", "C2": "C1"}}, "'C2' cannot use the table of 'C1', which uses that of 'C0'."),
+        ({"padding_ids": {"C7": 0}}, "model.padding_ids: the dataset has no feature 'C7'."),
+        ({"padding_ids": {"C0": 5}}, "the padding id of 'C0' is 5, but its ids are 0 to 4. Change it."),
+        (
+            {"padding_ids": {"C1": 0}, "share_tables": {"C1": "C0"}},
+            "the padding id of 'C1' is 0, but 'C0', whose table it uses, has none. Set model.padding_ids.C0.",
+        ),
+        ({"pooling": {"C7": "mean"}}, "model.pooling: the dataset has no feature 'C7'."),
+        ({"embedding_dims": {"C7": 8}}, "model.embedding_dims: the dataset has no feature 'C7'."),
+        (
+            {"embedding_dims": {"C1": 16}, "share_tables": {"C1": "C0"}},
+            "model.embedding_dims.C1: it uses the table of 'C0'. Set model.embedding_dims.C0.",
+        ),
         ({"share_tables": {"C1": "C0", "C0": "C1"}}, "'C0' cannot use the table of 'C1', which uses that of 'C0'."),
     ],
 )
@@ -160,6 +172,33 @@ def test_keys_of_single_features_fit_the_dataset(keys: dict[str, Any], fact: str
     with pytest.raises(ConfigError) as caught:
         build("dcnv2", **keys)
     assert fact in str(caught.value)
+
+
+def test_a_mean_divides_by_the_ids_of_a_row_and_an_empty_bag_is_zero() -> None:
+    """Rows (2, 4), (6, 8) of C1: the sum (8, 12) becomes (4, 6); no id gives (0, 0); C0 is summed."""
+    sums = torch.tensor([[1.0, 8.0, 12.0], [3.0, 0.0, 0.0]])
+    sparse = KeyedJaggedTensor(["C1", "C0"], torch.tensor([0, 1, 0, 0, 0]), lengths=torch.tensor([2, 0, 1, 2]))
+    found = averaged_over_ids(sums, sparse, [("C0", 1), ("C1", 2)], ["C1"])
+    assert found.tolist() == [[1.0, 4.0, 6.0], [3.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["dcnv2", "projection"])
+def test_tables_have_different_widths_where_vectors_are_concatenated(name: str) -> None:
+    model = build(name, embedding_dims={"C0": 4, "C2": 32})
+    assert [tuple(value.shape) for value in model.tables.state_dict().values()] == [(5, 4), (9, 8), (30, 32)]
+    first = {"dcnv2": "interaction.layers.0.down.weight", "projection": "interaction.branch1.0.weight"}[name]
+    assert model.state_dict()[first].shape[1] == 8 + 4 + 8 + 32
+    assert model(*inputs()).isfinite().all()
+
+
+def test_dot_products_need_vectors_of_one_width() -> None:
+    model = {"name": "dlrm", "embedding_dims": {"C1": 16, "C2": 32}}
+    with pytest.raises(ConfigError) as caught:
+        load_config({"data": {"path": "d"}, "model": model})
+    assert "model.embedding_dims.C2 = 32, but model.embedding_dim is 16: this model needs vectors of one width" in str(
+        caught.value
+    )
+    assert "C1" not in str(caught.value)
 
 
 def check_autocast(name: str, dtype: torch.dtype) -> None:

@@ -3,10 +3,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from recmill import rng
 from recmill.batch import CtrBatch
 from recmill.data.clicks import ClickSource, SplitRows
+from recmill.data.multi_hot import MultiHot
 from recmill.data.opening import open_dataset
 from recmill.data.share import Batching
 from recmill.schema import ClicksDescription, Dataset, RowRange, SparseFeature
@@ -80,6 +82,28 @@ def test_ids_read_ahead_are_those_of_all_ranks_in_a_batch(clicks: Path, order: s
         ids = source.global_ids(1, batch)
         num_dense = len(rows[0]) - len(ids) - 1
         assert list(zip(*ids.values(), strict=True)) == [row[num_dense:-1] for row in rows]
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [3, 1, 2, 1]])
+def test_padding_ids_are_left_out_of_batches(clicks: Path, sizes: list[int]) -> None:
+    """C1 has 5 rows: a fifth of its ids are padding, and rows without any other id have an empty bag."""
+    dataset, padding = open_dataset(clicks), {"C1": 2, "C4": 0}
+    multi_hot = MultiHot([5, 50, 300, 2000], sizes, "uniform", 1)
+    batching = Batching(order="shuffled", seed=1, train_batch_size=125, eval_batch_size=300, rank=1, size=2)
+    plain, padded = (ClickSource(dataset, batching, multi_hot, padding=left_out) for left_out in ({}, padding))
+    for one, other in zip(plain.train_batches(0, 0), padded.train_batches(0, 0), strict=True):
+        counts = []
+        for feature in ("C1", "C2", "C3", "C4"):
+            bags = [[i for i in bag.tolist() if i != padding.get(feature)] for bag in one.sparse[feature].to_dense()]
+            assert [bag.tolist() for bag in other.sparse[feature].to_dense()] == bags
+            counts.append(sum(map(len, bags)))
+        assert other.sparse.length_per_key() == counts
+        assert other.sparse.offsets().tolist() == [0, *other.sparse.lengths().cumsum(0).tolist()]
+        assert torch.equal(one.labels_B, other.labels_B)
+    ids, expected = padded.global_ids(0, 3), plain.global_ids(0, 3)
+    assert ids and expected
+    for feature in ids:
+        assert ids[feature].tolist() == [i for i in expected[feature].tolist() if i != padding.get(feature)]
 
 
 @pytest.mark.parametrize("change", [{"epoch": 1}, {"seed": 2}])

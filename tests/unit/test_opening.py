@@ -199,6 +199,13 @@ def test_a_feature_shares_only_the_table_of_a_feature_that_has_one(
     assert f"'C1' shares the table of '{owners['C1']}', which is no feature with its own table" in problem(path)
 
 
+def test_a_padding_id_is_one_of_the_table(broken: Callable[..., Path]) -> None:
+    path = broken("clicks")
+    sparse = json.loads((path / "dataset.json").read_text())["sparse"]
+    change(path, sparse=[sparse[0] | {"padding_id": 5}, *sparse[1:]])
+    assert "'C1' has the padding id 5 and 5 rows" in problem(path)
+
+
 def test_an_unknown_format_or_kind_is_an_error(broken: Callable[..., Path]) -> None:
     path = broken("clicks")
     change(path, format=2)

@@ -145,6 +145,11 @@ def _check_table_names(config: Config, tables: list[TableSpec]) -> None:
         for names in users.values():
             if len(twice := [name for name in names if name in given]) > 1:
                 problems.append(f"'{key}': '{twice[0]}' and '{twice[1]}' are one table: name it once.")
+    problems += [
+        f"'tables.dynamic': '{table.name}' has the padding id {table.padding_id}, and a dynamic table can have none."
+        for table in tables
+        if table.dynamic and table.padding_id is not None
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -169,11 +174,17 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
         from recmill.data.multi_hot import MultiHot
 
         section = data.multi_hot
-        if not section.sizes:
-            return ClickSource(dataset, batching, dynamic=dynamic_features(config, dataset))
+        padding = {
+            feature: table.padding_id
+            for table in table_specs(config, dataset)
+            for feature in table.features
+            if table.padding_id is not None
+        }
         rows = [feature.rows for feature in dataset.description.sparse]
-        multi_hot = MultiHot(rows, section.ids_per_row(rows), section.distribution, section.seed)
-        return ClickSource(dataset, batching, multi_hot)
+        multi_hot = None
+        if section.sizes:
+            multi_hot = MultiHot(rows, section.ids_per_row(rows), section.distribution, section.seed)
+        return ClickSource(dataset, batching, multi_hot, dynamic_features(config, dataset), padding)
     from recmill.data.histories import HistorySource
 
     protocols: list[str] = list(settings.eval.protocols)

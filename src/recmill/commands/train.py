@@ -228,7 +228,7 @@ def _train(
     from recmill.observe import clocks
     from recmill.observe.log import log_to_file
     from recmill.observe.recorder import Recorder
-    from recmill.tables.first_values import fill_tables
+    from recmill.tables.first_values import fill_tables, zero_padding
     from recmill.tables.placement import as_rows, placements
     from recmill.training import advice
     from recmill.training.evaluate import evaluate_split
@@ -326,6 +326,7 @@ def _train(
         fill_tables(model, tables, settings.train.seed)
         if earlier:
             load(earlier, model, optimizer, options.allow_partial)
+            zero_padding(model, tables)
             log.info("starting from step %s of another run: %s", f"{earlier.position.step:,}", earlier.path)
     hold.close()
     heartbeat.beat("loaded", position.step)

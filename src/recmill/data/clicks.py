@@ -1,11 +1,13 @@
 """Make this rank's batches of a prepared click log, straight from its files."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, pairwise
+from types import MappingProxyType
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill import rng
@@ -18,6 +20,7 @@ from recmill.errors import DataError
 from recmill.schema import MAX_TABLE_ROWS, Dataset
 
 _WINDOW_BLOCKS = 16  # blocks of Parquet that are shuffled together: a million rows
+_NO_ID = -1
 _CACHED_BLOCKS = 36  # a batch reads from up to two windows, which may begin and end within a block
 
 
@@ -110,8 +113,12 @@ class ClickSource:
         batching: Batching,
         multi_hot: MultiHot | None = None,
         dynamic: Collection[str] = (),
+        padding: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """`dynamic`: the features whose tables are dynamic. Their ids become keys, and fillers have none of them."""
+        """`dynamic`: the features whose tables are dynamic. Their ids become keys, and fillers have none of them.
+
+        `padding`: ids of other features that stand for no id, by feature. Batches leave them out.
+        """
         description = dataset.clicks
         huge = [f.name for f in description.sparse if f.rows > MAX_TABLE_ROWS and f.name not in dynamic]
         if huge:
@@ -125,6 +132,7 @@ class ClickSource:
         self._features = [feature.name for feature in description.sparse]
         self._multi_hot = multi_hot
         self._ids_per_row = multi_hot.sizes if multi_hot else description.ids_per_row
+        self._padding = [padding.get(name, _NO_ID) for name in self._features] if padding else None
         self._permutation = WindowedOrder if description.layout == "parquet" else rng.Permutation
         self._layouts: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
         self._decode = block_decoder(description, _CACHED_BLOCKS)
@@ -144,7 +152,10 @@ class ClickSource:
         """
         _, rows = next(self._train_shares(replace(self._batching, rank=0, size=1), epoch, batch))
         ends = np.cumsum([len(rows) * ids for ids in self._ids_per_row])
-        return dict(zip(self._features, np.split(self._values(self._train.take(rows).ids), ends[:-1]), strict=True))
+        by_feature = np.split(self._values(self._train.take(rows).ids), ends[:-1])
+        if self._padding:
+            by_feature = [ids[ids != padding] for ids, padding in zip(by_feature, self._padding, strict=True)]
+        return dict(zip(self._features, by_feature, strict=True))
 
     def _train_shares(self, batching: Batching, epoch: int, first: int) -> Iterator[tuple[Share, np.ndarray]]:
         """Yield a rank's share of each batch, and the row at each of its positions."""
@@ -197,14 +208,21 @@ class ClickSource:
         if self._dynamic and share.num_real < count:
             values, bags = self._without_fillers(values, count, share.num_real)
         lengths, offsets = self._layout(count, tuple(bags))
+        # else TorchRec sums lengths at every step
+        length_per_key = [n * ids for n, ids in zip(bags, self._ids_per_row, strict=True)]
+        if self._padding:
+            is_id = torch.from_numpy(values != np.repeat(self._padding, length_per_key))
+            values = values[is_id.numpy()]
+            offsets = F.pad(is_id.cumsum(0, dtype=torch.int32), (1, 0))[offsets.long()]
+            lengths = offsets.diff()
+            length_per_key = lengths.view(-1, count).sum(1).tolist()
         sparse = KeyedJaggedTensor(
             keys=self._features,
             values=torch.from_numpy(values),
             lengths=lengths,
             offsets=offsets,
             stride=count,
-            # else TorchRec sums lengths at every step
-            length_per_key=[n * ids for n, ids in zip(bags, self._ids_per_row, strict=True)],
+            length_per_key=length_per_key,
         )
         dense = found.dense if found.dense.flags.writeable else found.dense.copy()
         labels = found.labels.astype(np.float32)

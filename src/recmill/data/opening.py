@@ -114,7 +114,10 @@ def _click_problems(dataset: Dataset) -> Iterator[str]:
     for name in sorted({n for n in names if names.count(n) > 1 or "." in n or not n}):
         yield f"{DESCRIPTION_FILE}: feature name '{name}' occurs twice, is empty or has a dot in it"
     owners = {feature.name: feature.share_table or feature.name for feature in description.sparse}
-    for name, owner in owners.items():
+    for feature in description.sparse:
+        name, owner = feature.name, owners[feature.name]
+        if (feature.padding_id or 0) >= feature.rows:
+            yield f"{DESCRIPTION_FILE}: '{name}' has the padding id {feature.padding_id} and {feature.rows:,} rows"
         if owners.get(owner) != owner:
             yield f"{DESCRIPTION_FILE}: '{name}' shares the table of '{owner}', which is no feature with its own table"
     ranges = sorted(chain(*description.splits.values()), key=lambda part: (part.day, part.start, part.stop))

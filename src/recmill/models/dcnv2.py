@@ -3,12 +3,12 @@
 As in TorchRec's DLRM_DCN, cross layers and top MLP are stacked, and there are no experts.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import PositiveInt
 
 from recmill.config.sections import key
-from recmill.models.click_model import KIND, TASK, ClickModelConfig, tables
+from recmill.models.click_model import KIND, TASK, ClickModelConfig, averaged, tables, width_of_all
 from recmill.schema import ClicksDescription
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
 
 class Config(ClickModelConfig):
+    needs_one_width: ClassVar[bool] = False
+
     num_cross_layers: PositiveInt = key(3, "Number of cross layers: N of them multiply up to N + 1 inputs.")
     cross_rank: PositiveInt = key(512, "Rank of each cross layer's matrix.")
 
@@ -27,7 +29,8 @@ def build(config: Config, description: ClicksDescription, device: "torch.device"
     from recmill.nn.click_network import ClickNetwork, DenseLayers
     from recmill.nn.interactions import CrossInteraction
 
-    num_vectors = len(description.sparse) + 1  # the dense features become one as well
-    interaction = CrossInteraction(num_vectors, config.embedding_dim, config.num_cross_layers, config.cross_rank)
+    declared = tables(config, description)
+    in_features = width_of_all(config, declared)
+    interaction = CrossInteraction(in_features, config.num_cross_layers, config.cross_rank)
     layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp)
-    return ClickNetwork(tables(config, description), layers, interaction, device)
+    return ClickNetwork(declared, layers, interaction, device, averaged(config, description))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import PositiveInt
 
 from recmill.config.sections import key
-from recmill.models.click_model import KIND, TASK, ClickModelConfig, tables
+from recmill.models.click_model import KIND, TASK, ClickModelConfig, averaged, tables
 from recmill.schema import ClicksDescription
 
 if TYPE_CHECKING:
@@ -37,4 +37,4 @@ def build(config: Config, description: ClicksDescription, device: "torch.device"
     padding = config.pad_to_multiple_of
     interaction = DotInteraction(num_vectors, config.embedding_dim, config.interaction_itself, padding)
     layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp, config.init, padding)
-    return ClickNetwork(tables(config, description), layers, interaction, device)
+    return ClickNetwork(tables(config, description), layers, interaction, device, averaged(config, description))

@@ -1,11 +1,11 @@
 """DLRM with dot products between learned projections of all vectors (TorchRec's DLRM_Projection)."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import PositiveInt
 
 from recmill.config.sections import key
-from recmill.models.click_model import KIND, TASK, ClickModelConfig, tables
+from recmill.models.click_model import KIND, TASK, ClickModelConfig, averaged, tables, width_of_all
 from recmill.schema import ClicksDescription
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
 
 class Config(ClickModelConfig):
+    needs_one_width: ClassVar[bool] = False
+
     branch1_mlp: list[PositiveInt] = key(
         [128, 128], "Layer widths over all vectors; the last is a multiple of embedding_dim.", min_length=1
     )
@@ -34,7 +36,8 @@ def build(config: Config, description: ClicksDescription, device: "torch.device"
     from recmill.nn.click_network import ClickNetwork, DenseLayers
     from recmill.nn.interactions import ProjectionInteraction
 
-    num_vectors = len(description.sparse) + 1  # the dense features become one as well
-    interaction = ProjectionInteraction(num_vectors, config.embedding_dim, config.branch1_mlp, config.branch2_mlp)
+    declared = tables(config, description)
+    in_features = width_of_all(config, declared)
+    interaction = ProjectionInteraction(in_features, config.embedding_dim, config.branch1_mlp, config.branch2_mlp)
     layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp)
-    return ClickNetwork(tables(config, description), layers, interaction, device)
+    return ClickNetwork(declared, layers, interaction, device, averaged(config, description))

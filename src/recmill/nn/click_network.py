@@ -1,6 +1,6 @@
 """The network of every click model. The models differ in their interaction."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +27,21 @@ class DenseLayers:
 
 
 class ClickNetwork(nn.Module):
-    """Bottom MLP over dense features, sum-pooled tables, their interaction, top MLP, one logit."""
+    """Bottom MLP over dense features, pooled tables, their interaction, top MLP, one logit."""
 
     def __init__(
-        self, tables: list[TableSpec], layers: DenseLayers, interaction: Interaction, device: torch.device
+        self,
+        tables: list[TableSpec],
+        layers: DenseLayers,
+        interaction: Interaction,
+        device: torch.device,
+        averaged: Collection[str] = (),
     ) -> None:
+        """`averaged`: features whose vectors are averaged over a row's ids; those of the others are summed."""
         super().__init__()
-        self._features = [feature for table in tables for feature in table.features]
+        self._columns = [(feature, table.dim) for table in tables for feature in table.features]
+        self._features = [feature for feature, _ in self._columns]
+        self._averaged = list(averaged)
         self._dense_padding = -layers.num_dense % layers.pad_to_multiple_of
         self.tables = pooled_tables(tables, device)
         self.bottom = mlp(layers.num_dense, layers.bottom_mlp, layers.init, self._dense_padding)
@@ -47,7 +55,10 @@ class ClickNetwork(nn.Module):
         if self._dense_padding:
             dense_BF = F.pad(dense_BF, (0, self._dense_padding))
         dense_BD = self.bottom(dense_BF)
-        return self.logit(self.top(self.interaction(dense_BD, in_order(pooled, self._features)))).squeeze(1)
+        bags = in_order(pooled, self._features)
+        if self._averaged:
+            bags = averaged_over_ids(bags, sparse, self._columns, self._averaged)
+        return self.logit(self.top(self.interaction(dense_BD, bags))).squeeze(1)
 
 
 def pooled_tables(tables: list[TableSpec], device: torch.device) -> EmbeddingBagCollection:
@@ -67,4 +78,15 @@ def in_order(pooled: KeyedTensor, features: list[str]) -> Tensor:
     return torch.cat([by_name[feature] for feature in features], dim=1)
 
 
-torch.fx.wrap("in_order")  # TorchRec's pipeline traces forward() symbolically, which cannot branch on values
+def averaged_over_ids(
+    bags: Tensor, sparse: KeyedJaggedTensor, columns: list[tuple[str, int]], averaged: list[str]
+) -> Tensor:
+    """Divide the sums of `averaged` features by the number of a row's ids. `columns`: features and widths, in order."""
+    numbers = dict(zip(sparse.keys(), sparse.lengths().view(len(sparse.keys()), -1, 1).clamp(min=1), strict=True))
+    one = torch.ones_like(next(iter(numbers.values())))
+    return bags / torch.cat([(numbers[f] if f in averaged else one).expand(-1, dim) for f, dim in columns], dim=1)
+
+
+# TorchRec's pipeline traces forward() symbolically, which cannot branch on values.
+torch.fx.wrap("in_order")
+torch.fx.wrap("averaged_over_ids")

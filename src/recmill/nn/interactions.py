@@ -15,7 +15,7 @@ from recmill.nn.mlp import mlp
 
 
 class Interaction(nn.Module):
-    """(dense [B, D], bags [B, (N - 1) * D]) -> [B, out_features + padding]; the padding holds zeros."""
+    """(dense [B, D], bags [B, width of all bags]) -> [B, out_features + padding]; the padding holds zeros."""
 
     out_features: int
     padding: int = 0
@@ -84,9 +84,10 @@ class _TorchPairProducts(torch.autograd.Function):
 class CrossInteraction(Interaction):
     """Low-rank cross layers over all vectors, concatenated (DCN V2: Wang et al., 2021)."""
 
-    def __init__(self, num_vectors: int, dim: int, num_layers: int, rank: int) -> None:
+    def __init__(self, in_features: int, num_layers: int, rank: int) -> None:
+        """`in_features`: the width of all vectors together."""
         super().__init__()
-        self.out_features = num_vectors * dim
+        self.out_features = in_features
         self.layers = nn.ModuleList(CrossLayer(self.out_features, rank) for _ in range(num_layers))
 
     def forward(self, dense_BD: Tensor, bags: Tensor) -> Tensor:
@@ -117,10 +118,11 @@ class ProjectionInteraction(Interaction):
     Two MLPs compute these vectors from all N. The output of the second is read as [D, F2].
     """
 
-    def __init__(self, num_vectors: int, dim: int, branch1_mlp: Sequence[int], branch2_mlp: Sequence[int]) -> None:
+    def __init__(self, in_features: int, dim: int, branch1_mlp: Sequence[int], branch2_mlp: Sequence[int]) -> None:
+        """`in_features`: the width of all N vectors together; `dim`: that of the dense vector and the computed ones."""
         super().__init__()
-        self.branch1 = mlp(num_vectors * dim, branch1_mlp)
-        self.branch2 = mlp(num_vectors * dim, branch2_mlp)
+        self.branch1 = mlp(in_features, branch1_mlp)
+        self.branch2 = mlp(in_features, branch2_mlp)
         self._dim = dim
         self.out_features = dim + (branch1_mlp[-1] // dim) * (branch2_mlp[-1] // dim)
 

@@ -25,7 +25,7 @@ from recmill.tables.stores.key_table import KeyTable, keys_per_part
 from recmill.tables.stores.memory_rows import MemoryRows
 from recmill.tables.stores.row_cache import RowCache
 from recmill.tables.table_lookup import install_lookups
-from recmill.tables.torchrec_internals import FusedTables, cut_ids_of, place_on
+from recmill.tables.torchrec_internals import FusedTables, cut_ids_of, grouping_by_width, place_on
 from recmill.world import World
 
 
@@ -52,9 +52,10 @@ def shard(
     plan, groups = _plan_on_rank_0(network, sharders, request, world)
     use_slots(network, plan, groups, request)
     # DDP averages the gradients of replicas; one process needs none.
-    model = DistributedModelParallel(
-        network, device=world.device, plan=plan, sharders=sharders, init_data_parallel=world.size > 1
-    )
+    with grouping_by_width():
+        model = DistributedModelParallel(
+            network, device=world.device, plan=plan, sharders=sharders, init_data_parallel=world.size > 1
+        )
     if world.size == 1:  # with several, DDP moves the dense layers to the device
         model.module.to(world.device)
     install_lookups(model, library, world.device, world.size, partial(_open_cache, plan, groups, request, world))
@@ -89,7 +90,7 @@ def _open_cache(
     if tables[0] not in request.cached:
         return None
     (kind,) = {module[tables[0]].sharding_type for module in plan.plan.values() if tables[0] in module}
-    group = groups[world.rank, kind]
+    group = groups[world.rank, kind, fused.dim]
     assert group.shards.keys() == set(tables), (tables, group.shards)  # as TorchRec groups tables
     layout = layout_of({table: group.shards[table] for table in tables}, request)
     stores = request.stores

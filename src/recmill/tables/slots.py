@@ -1,7 +1,7 @@
 """Tables in cached_ssd and dynamic tables as TorchRec sees them: with as many rows as their cache has slots.
 
-Cached tables of a process that have the same sharding type share one cache, whose slots are the weights of their FBGEMM
-module.
+Cached tables of a process that have the same sharding type and width share one cache, whose slots are the weights of
+their FBGEMM module.
 """
 
 from collections import defaultdict
@@ -36,62 +36,67 @@ class CacheGroup:
         return max(1, self.plan.slots - len(self.shards) + 1) if is_first else 1
 
 
-CacheGroups = dict[tuple[int, str], CacheGroup]  # by rank and sharding type
+GroupKey = tuple[int, str, int]  # rank, sharding type, width
+CacheGroups = dict[GroupKey, CacheGroup]
 
 
 def plan_caches(plan: ShardingPlan, request: Request, world_size: int) -> CacheGroups:
     """Divide the budget of each rank among its caches. Raise ConfigError if it is too small."""
-    shards: dict[tuple[int, str], dict[str, tuple[int, int]]] = defaultdict(dict)
-    keys: dict[tuple[int, str], dict[str, KeyShard]] = defaultdict(dict)
+    shards: dict[GroupKey, dict[str, tuple[int, int]]] = defaultdict(dict)
+    keys: dict[GroupKey, dict[str, KeyShard]] = defaultdict(dict)
     rules = {table.name: table.dynamic for table in request.tables if table.dynamic}
     if rules and world_size > SHARED_ROWS:
         raise ConfigError(f"tables.dynamic: at most {SHARED_ROWS:,} processes can share a dynamic table.")
     for name, sharding in _cached(plan, request):
         own_shards = sharding.sharding_spec.shards
         for part, shard in enumerate(own_shards):
-            rank = shard.placement.rank()
-            group = rank, sharding.sharding_type
-            shards[group][name] = shard.shard_offsets[0], shard.shard_sizes[0]
+            rows, dim = shard.shard_sizes
+            group = shard.placement.rank(), sharding.sharding_type, dim
+            shards[group][name] = shard.shard_offsets[0], rows
             if name in rules:
                 keys[group][name] = shard_keys(name, rules[name], part, len(own_shards))
                 shards[group][name] = 0, keys[group][name].rows
     groups: CacheGroups = {}
-    for rank in {rank for rank, _ in shards}:
+    for rank in {rank for rank, *_ in shards}:
         own = {key: held for key, held in shards.items() if key[0] == rank}
         budget = request.stores.budget_bytes
         samples = request.batch_size_per_rank * world_size
         lookups = {key: _most_rows_in_batch(held, request, samples) for key, held in own.items()}
         # Begin with the caches that have the fewest rows per lookup: they may not need all of their share.
         for key in sorted(own, key=lambda key: _all_rows(own[key]) / max(1, lookups[key])):
-            share = budget * lookups[key] // max(1, sum(lookups.values()))
+            share = budget * lookups[key] * key[2] // max(1, sum(lookups[key] * key[2] for key in lookups))
             min_slots = max(lookups.pop(key), len(own[key]))
             of_keys = sum(index_bytes(shard, rules[name]) for name, shard in keys[key].items())
+            layout, in_files = layout_of(own[key], request), request.stores.in_files & {*own[key]}
             try:
-                made = _plan(
-                    layout_of(own[key], request), share, min_slots, of_keys, request.stores.in_files & {*own[key]}
-                )
+                made = _plan(layout, share, (min_slots, None), of_keys, in_files)
             except ConfigError as error:
                 if len(own) == 1:
                     raise
-                shared = f"Process {rank} has one cache for each type of sharding: these {len(own)} share the budget."
-                raise ConfigError(f"{error} {shared}") from error
+                try:
+                    made = _plan(layout, budget, (min_slots, min_slots), of_keys, in_files)  # no more than it needs
+                except ConfigError:
+                    shared = f"Process {rank} has {len(own)} caches, by sharding type and width: they share the budget."
+                    raise ConfigError(f"{error} {shared}") from error
             groups[key] = CacheGroup(own[key], made, keys[key])
             budget -= made.memory_bytes
     return groups
 
 
-def _plan(layout: RowLayout, share: int, min_slots: int, key_bytes: int, in_files: set[str]) -> CachePlan:
+def _plan(
+    layout: RowLayout, share: int, slots: tuple[int, int | None], key_bytes: int, in_files: set[str]
+) -> CachePlan:
     """Plan a cache with `key_bytes` for the keys of dynamic tables. One that is not for files has all rows."""
     if not in_files:
         return CachePlan(layout.rows, 0, layout.rows * layout.value_bytes + key_bytes, key_bytes)
-    made = plan_cache(layout, share - key_bytes, min_slots)
+    made = plan_cache(layout, share - key_bytes, *slots)
     return replace(made, memory_bytes=made.memory_bytes + key_bytes, index_bytes=made.index_bytes + key_bytes)
 
 
 def bytes_by_table(groups: CacheGroups) -> dict[str, dict[int, int]]:
     """Divide the memory of each cache among its tables by their rows: bytes by table and rank."""
     out: dict[str, dict[int, int]] = defaultdict(dict)
-    for (rank, _), group in sorted(groups.items()):
+    for (rank, *_), group in sorted(groups.items()):
         for name, (_, rows) in group.shards.items():
             out[name][rank] = round(group.plan.memory_bytes * rows / max(1, _all_rows(group.shards)))
     return out
@@ -116,7 +121,7 @@ def use_slots(network: nn.Module, plan: ShardingPlan, groups: CacheGroups, reque
     for name, sharding in _cached(plan, request):
         slots, offset = [], 0
         for shard in sharding.sharding_spec.shards:
-            rows = groups[shard.placement.rank(), sharding.sharding_type].rows_in_fbgemm(name)
+            rows = groups[shard.placement.rank(), sharding.sharding_type, shard.shard_sizes[1]].rows_in_fbgemm(name)
             slots.append(ShardMetadata([offset, 0], [rows, shard.shard_sizes[1]], shard.placement))
             offset += rows
         sharding.sharding_spec.shards = slots

@@ -40,6 +40,7 @@ class TableSpec:
     dim: int
     init_bound: float  # initial values are uniform in [-init_bound, init_bound]
     more_features: tuple[str, ...] = ()  # that look up the same rows
+    padding_id: int | None = None  # stands for no id: batches do not contain it, and its row is 0
     dynamic: Dynamic | None = None  # None: ids are numbers of rows
 
     @property

@@ -7,6 +7,7 @@ fails here, by name, and not in the middle of a run. The rest of Recmill calls t
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torchrec.distributed import embedding_sharding
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
@@ -48,6 +50,7 @@ try:
     from torch.distributed.remote_device import _remote_device
     from torch.fx._symbolic_trace import PHWithMeta
     from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
+    from torchrec.distributed.embedding_sharding import EmbDimBucketer, EmbDimBucketerPolicy
 except ImportError as error:
     raise _unusable(error) from error
 
@@ -246,6 +249,16 @@ class TableGroup:
     def shards(self) -> list[ShardKey]:
         """The shards in this group, in the order of FBGEMM's tables."""
         return [(table.name, table.local_metadata.shard_offsets[0]) for table in self._group._config.embedding_tables]
+
+
+@contextmanager
+def grouping_by_width() -> Iterator[None]:
+    """Within the block, TorchRec makes one group for each width of tables: our kernels and caches have one width."""
+    embedding_sharding.EmbDimBucketer = lambda tables, _: EmbDimBucketer(tables, EmbDimBucketerPolicy.ALL_BUCKETS)
+    try:
+        yield
+    finally:
+        embedding_sharding.EmbDimBucketer = EmbDimBucketer
 
 
 def sharded_collections(model: nn.Module) -> list[Any]:

@@ -36,8 +36,8 @@ def test_one_cross_layer_by_hand() -> None:
 INTERACTIONS: dict[str, Any] = {
     "dot": lambda: DotInteraction(4, 8),
     "dot with itself, padded": lambda: DotInteraction(4, 8, itself=True, pad_to_multiple_of=16),
-    "cross": lambda: CrossInteraction(4, 8, num_layers=2, rank=3),
-    "projection": lambda: ProjectionInteraction(4, 8, [16], [24]),
+    "cross": lambda: CrossInteraction(32, num_layers=2, rank=3),
+    "projection": lambda: ProjectionInteraction(32, 8, [16], [24]),
 }
 
 

@@ -88,8 +88,8 @@ class CachePlan:
     index_bytes: int  # the part of them that is needed for all rows, cached or not
 
 
-def plan_cache(layout: RowLayout, budget_bytes: int, min_slots: int = 1) -> CachePlan:
-    """Return how many rows fit in the budget, at most all.
+def plan_cache(layout: RowLayout, budget_bytes: int, min_slots: int = 1, max_slots: int | None = None) -> CachePlan:
+    """Return how many rows fit in the budget, at most all or `max_slots`.
 
     Raise ConfigError, with the bytes that are missing, if fewer than `min_slots` (such as the rows of a batch) fit.
     """
@@ -102,7 +102,8 @@ def plan_cache(layout: RowLayout, budget_bytes: int, min_slots: int = 1) -> Cach
     index_bytes = int(layout.rows * _ROW_BYTES) + 1
     slot_bytes = layout.value_bytes + _SLOT_BYTES
     fixed_bytes = index_bytes + _buffer_bytes(layout, segment_bytes)
-    slots = min(layout.rows, max(0, budget_bytes - fixed_bytes) // slot_bytes)
+    most = layout.rows if max_slots is None else min(layout.rows, max_slots)
+    slots = min(most, max(0, budget_bytes - fixed_bytes) // slot_bytes)
     min_slots = max(1, min(min_slots, layout.rows))
     if slots < min_slots:
         needed = fixed_bytes + min_slots * slot_bytes
