@@ -42,7 +42,7 @@ STEPS = 9  # the last batch of the epoch, the ninth, has one row: fewer than pro
 LOOKAHEADS: tuple[int, ...] = (0, 1, 64)
 
 
-def small_plan(layout: RowLayout, budget_bytes: int, min_slots: int = 1) -> CachePlan:
+def small_plan(layout: RowLayout, budget_bytes: int, min_slots: int = 1, max_slots: int | None = None) -> CachePlan:
     """Return a plan with room for the rows of a batch and few more."""
     return CachePlan(min(layout.rows, max(1, min_slots) + 4), 4096, 1, 1)
 

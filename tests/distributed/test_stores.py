@@ -2,18 +2,24 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import tomli_w
 import torch
 
 import recmill
 from recmill import prepare
+from recmill.commands.assemble import build_source, open_matching_dataset
+from recmill.config import load_config
+from recmill.data.opening import open_dataset
 from recmill.errors import ResourceError
 from recmill.tables.stores.row_file import file_system
 
@@ -24,7 +30,7 @@ from .runs import learned, metric_lines
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 Config = dict[str, Any]
-CACHED = {"store": "cached_ssd", "cache_memory_budget_mb": 2}
+CACHED: dict[str, Any] = {"store": "cached_ssd", "cache_memory_budget_mb": 2}
 # So wide that the rows of two processes do not fit in their caches either.
 WIDE = {"model": {"name": "dlrm", "embedding_dim": 256, "bottom_mlp": [256], "top_mlp": [8]}}
 
@@ -226,3 +232,84 @@ def test_all_processes_end_with_the_error_of_the_one_whose_disk_fails(clicks_con
     assert fact in ended.stderr and "Input/output error. The disk reports an error" in ended.stderr
     assert json.loads((tmp_path / "run" / "status.json").read_text())["rank"] == 1
     assert list((tmp_path / "rows").iterdir()) == []
+
+
+def test_counters_and_the_closing_sentence_equal_a_recount_from_the_ids(clicks_config: Config, tmp_path: Path) -> None:
+    """Validations at 7 and 14 change no counter. With the memory that the sentence advises, no row is read."""
+    config = clicks_config | {"tables": CACHED | {"lookahead": 0}}
+    train(config, tmp_path / "run")
+    loaded = load_config(config)
+    source = build_source(loaded, open_matching_dataset(loaded), rank=0, size=1)
+    batches = [ids for epoch in (0, 1) for ids in map(partial(source.global_ids, epoch), range(10))]
+    known: set[tuple[str, int]] = set()
+    all_rows = all_misses = 0
+    lines = [line for line in metric_lines(tmp_path / "run") if line["split"] == "train"]
+    for line, ids in zip(lines, batches, strict=True):
+        assert ids is not None
+        rows = {(feature, row) for feature, of_feature in ids.items() for row in of_feature.tolist()}
+        first = len(rows - known)
+        known |= rows
+        misses = line["store_misses"]
+        assert line["store_first"] == first
+        assert misses == int(misses) and 0 <= misses <= len(rows) - first
+        assert line["store_hit"] == pytest.approx(1 - (misses + first) / len(rows))
+        read_bytes = line["store_read_mb_s"] * 1e6 * 160 / line["samples_per_s"]
+        assert read_bytes <= misses * (12 + 4 * 129 + 2 * 4096) + 1  # rows with whole blocks around them
+        assert 0 <= line["store_wait_ms"] <= 1e3 * 160 / line["samples_per_s"]
+        all_rows, all_misses = all_rows + len(rows), all_misses + misses
+    assert all_misses > 0
+    assert max(line["store_read_mb_s"] for line in lines) > 0 < max(line["store_written_mb_s"] for line in lines)
+    assert lines[-1]["store_disk_gb"] > 0
+    pattern = (
+        r"cached_ssd: ([\d.]+)% of the rows that steps needed were read from the disk; training waited for it "
+        r"([\d.]+)% of the time; with ([\d,]+) MB more in each process, no row would be read"
+    )
+    found = re.search(pattern, (tmp_path / "run" / "log.txt").read_text())
+    assert found
+    assert found[1] == f"{100 * all_misses / all_rows:.1f}"
+    assert 0 <= float(found[2]) <= 100
+    more = CACHED["cache_memory_budget_mb"] + int(found[3]) + 1
+    train(config | {"tables": CACHED | {"lookahead": 0, "cache_memory_budget_mb": more}}, tmp_path / "more")
+    assert sum(counters(tmp_path / "more", "store_misses")) == 0
+
+
+def test_cached_host_mem_on_cpu_is_device_mem_and_says_so(clicks_config: Config, tmp_path: Path) -> None:
+    config = clicks_config | {"train": clicks_config["train"] | {"max_steps": 2}}
+    for store in ("device_mem", "cached_host_mem"):
+        train(config | {"tables": {"store": store}}, tmp_path / store)
+    said = "tables.store = 'cached_host_mem': on CPU this is device_mem, for the device's memory is the host's"
+    assert said in (tmp_path / "cached_host_mem" / "log.txt").read_text()
+    assert said not in (tmp_path / "device_mem" / "log.txt").read_text()
+    placed = [json.loads((tmp_path / run / "sharding.json").read_text()) for run in ("device_mem", "cached_host_mem")]
+    assert placed[0] == placed[1]
+    assert learned(tmp_path / "device_mem") == learned(tmp_path / "cached_host_mem")
+
+
+RECOMMEND = """
+import json, resource, sys, recmill
+users = recmill.recommend(sys.argv[1], users=sys.argv[2], k=3)
+print(json.dumps([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, users]))
+"""
+
+
+def test_recommending_does_not_hold_a_cached_table_in_memory(tmp_path: Path) -> None:
+    """The table of 30,000 rows takes 61 MB; the cache has 4 MB."""
+    prepare("random-histories", tmp_path / "d", random_user_count=40, random_item_count=30000, random_size=40000)
+    config = {
+        "model": {"name": "sasrec", "embedding_dim": 512, "num_layers": 1, "max_length": 4},
+        "optim": {"dense": {"name": "sgd"}},
+        "train": {"device": "cpu", "global_batch_size": 4, "max_steps": 2},
+        "data": {"path": str(tmp_path / "d"), "limit_val_batches": 1, "limit_test_batches": 1},
+        "eval": {"protocols": ["full"], "global_batch_size": 8},
+    }
+    num_items = open_dataset(tmp_path / "d").histories.num_items
+    peaks, found = {}, {}
+    for store, tables in {"device_mem": {}, "cached_ssd": CACHED | {"cache_memory_budget_mb": 4}}.items():
+        train(config | {"tables": tables}, tmp_path / store)
+        user = pl.read_parquet(tmp_path / "d" / "users.parquet")["original_id"][0]
+        command = [sys.executable, "-c", RECOMMEND, str(tmp_path / store), str(user)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        peaks[store], found[store] = json.loads(done.stdout)
+    assert len(found["device_mem"]) == 3
+    assert found["cached_ssd"] == found["device_mem"]
+    assert peaks["device_mem"] - peaks["cached_ssd"] > 0.5 * 4 * 512 * num_items

@@ -228,7 +228,7 @@ def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = 
         ids_per_row=_ids_per_row(config, dataset, tables),
         dense_state=DENSE_STATE[settings.optim.dense.name],
         catalogue=_catalogue(config, dataset),
-        stores=_stores(config, tables, run, world),
+        stores=stores_of(config, tables, run, world),
     )
     kernels = load_library() if settings.train.kernels == "auto" and world.device.type == "cpu" else None
     if request.cached and kernels is None:
@@ -237,7 +237,7 @@ def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = 
     return shard(network, request, settings.optim.tables, world, kernels)
 
 
-def _stores(config: Config, tables: list[TableSpec], run: Path, world: "World") -> Stores:
+def stores_of(config: Config, tables: list[TableSpec], run: Path, world: "World") -> Stores:
     """Return where the rows of each table live. Raise ConfigError for what this device does not have."""
     from recmill.tables.stores.row_file import check_row_directory
 

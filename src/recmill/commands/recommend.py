@@ -243,12 +243,22 @@ class Recommender:
             import torch
 
             from recmill.checkpoints.loading import load
+            from recmill.tables.table_lookup import RowsOnDisk
+            from recmill.tables.torchrec_internals import WithoutMetaValues
             from recmill.world import World
 
         alone = World(0, 1, 0, 1, torch.device("cpu"))
         with quiet_libraries():
             model = assemble.model_module(self._config)
-            network = model.build(self._config.model, self._dataset.description, alone.device)
+            tables = assemble.table_specs(self._config, self._dataset)
+            stores = assemble.stores_of(self._config, tables, self._run.path, alone)
+            is_on_disk = bool(stores.in_files) and len(tables) == 1
+            with WithoutMetaValues():
+                device = torch.device("meta") if is_on_disk else alone.device
+                network = model.build(self._config.model, self._dataset.description, device)
+            if is_on_disk:  # the table may be larger than memory
+                network.tables = RowsOnDisk(tables[0], stores)
+                network.cached_specs = tables  # type: ignore[assignment]
             with assemble.trained_checkpoint(
                 self._run, self._which, self._config, self._dataset, alone, self._fallback
             ) as found:

@@ -4,6 +4,7 @@ the weights of an FBGEMM module.
 
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ class CachedTables:
     """The cached tables of one FBGEMM module, in its order. Ids count from the first row of this process's shard."""
 
     cache: RowCache | MemoryRows
-    fused: FusedTables
+    fused: FusedTables | None  # None: rows are only read
     specs: list[TableSpec]
     dynamic: dict[str, KeyTable] = field(default_factory=dict)  # by table
     looks_ahead: bool = False  # whether the rows of coming batches shall be hinted
@@ -126,7 +127,7 @@ class CachedTables:
     def _keys(self, ids: Tensor, offsets: Tensor, *, trains: bool = False) -> np.ndarray:
         """Return the keys of ids. Bags are ordered by feature, and every feature has the same number of bags."""
         values, layout = ids.numpy(), self.cache.layout
-        tables = self.fused.tables.numpy()
+        tables = self.tables.numpy()
         ends = offsets.numpy()[:: (len(offsets) - 1) // len(tables)]
         counts = np.diff(ends)
         if self.dynamic:
@@ -154,13 +155,13 @@ class CachedTables:
 
     # The attributes of `FusedTables` that our kernels need. Every table begins at slot 0 and has all slots.
 
-    @property
+    @cached_property
     def tables(self) -> Tensor:
-        return self.fused.tables
+        return torch.tensor([index for index, spec in enumerate(self.specs) for _ in spec.features])
 
     @property
     def dim(self) -> int:
-        return self.fused.dim
+        return self.cache.layout.dim
 
     @property
     def rows(self) -> Tensor:
@@ -168,12 +169,15 @@ class CachedTables:
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
+        assert self.fused
         return self.fused.weights[0], torch.zeros_like(self.tables)
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:
+        assert self.fused
         return self.fused.state[0], torch.zeros_like(self.tables)
 
     @property
     def learning_rate_and_eps(self) -> tuple[float, float]:
+        assert self.fused
         return self.fused.learning_rate_and_eps

@@ -29,6 +29,7 @@ def native_lookup(tables: FusedTables, library: KernelLibrary) -> Callable[[Tens
 
 def cached_lookup(cached: CachedTables, library: KernelLibrary) -> Callable[[Tensor, Tensor], Tensor] | None:
     """Return a lookup of rows in a cache, like `native_lookup`; outside of training it leaves the cache as it is."""
+    assert cached.fused
     rule = _RULES.get(cached.fused.optimizer)
     if rule is None or not cached.fused.are_summed:
         return None

@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from recmill import rng
 from recmill.kernels.library import KernelLibrary
 from recmill.tables import torchrec_internals as internals
 from recmill.tables.cached_tables import CachedTables
 from recmill.tables.native_lookup import cached_lookup, native_lookup
+from recmill.tables.spec import Stores, TableSpec
+from recmill.tables.stores.row_cache import RowCache, RowLayout, Shard, plan_cache
 
 Lookup = Callable[[Tensor, Tensor], Tensor]  # (ids, offsets of each bag) -> rows or sums of rows
 OpenCache = Callable[[list[str], internals.FusedTables], CachedTables | None]
@@ -99,9 +103,30 @@ def _cached_sequences(cached: CachedTables, fbgemm: nn.Module, ids: Tensor, offs
     return rows[positions]
 
 
+class RowsOnDisk(nn.Module):
+    """A table of sequences in one process, whose rows are read from a file and never trained.
+
+    It takes the place of an EmbeddingCollection with this table. Load a checkpoint into it as into any other model.
+    """
+
+    def __init__(self, table: TableSpec, stores: Stores) -> None:
+        super().__init__()
+        shard = Shard(table.rows, 0, rng.stream_key(stores.seed, "table", table.name), table.init_bound)
+        layout = RowLayout((shard,), table.dim, state_columns=0)
+        cache = RowCache(layout, plan_cache(layout, stores.budget_bytes), stores.directory)
+        self.cached = CachedTables(cache, None, [table])
+        slots = nn.Embedding.from_pretrained(torch.from_numpy(cache.weights))
+        self.embeddings = nn.ModuleDict({table.name: slots})  # the key of the table in checkpoints
+
+    def forward(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        rows, positions = self.cached.read(ids.values(), ids.offsets())
+        return {feature: JaggedTensor(rows[positions], lengths=ids.lengths()) for feature in ids.keys()}  # noqa: SIM118
+
+
 def cached_tables(model: nn.Module) -> list[CachedTables]:
     """Return the cached tables of which this process holds a shard."""
-    return [lookup.cached for lookup in fused_lookups(model) if lookup.cached]
+    in_files = [module.cached for module in model.modules() if isinstance(module, RowsOnDisk)]
+    return in_files + [lookup.cached for lookup in fused_lookups(model) if lookup.cached]
 
 
 def fused_lookups(model: nn.Module) -> Iterator[TableLookup]:
