@@ -51,5 +51,6 @@ done
 wait "$child"; ended=$?  # it may have ended before kill -0, and code is then that of the signal
 [ "$ended" -eq 127 ] || code=$ended
 trap : TERM USR1 USR2
+"$python" -P -m recmill trace "${jobs%/jobs}"
 "$python" -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
 exit $?
