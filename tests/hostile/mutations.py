@@ -383,7 +383,7 @@ def _must_notice(target: Target, title: str, outcome: Outcome) -> bool:
     if target.mutation.startswith("signed-") or _is_config(target):
         return False
     if target.group == "data":
-        return Path(target.file).name != "dataset.json"
+        return Path(target.file).name not in ("dataset.json", "preparation.json")  # the latter is for people
     if target.group != "checkpoint" or target.mutation == "odd":  # which may be valid: a byte order mark
         return False
     if title == "verify":

@@ -329,7 +329,7 @@ def test_directories_that_cannot_hold_rows_are_refused(tmp_path: Path) -> None:
 def test_a_missing_compiler_is_a_resource_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     library.load_rows_library.cache_clear()
-    with pytest.raises(ResourceError, match=r"'cached_ssd' needs .*: no C\+\+ compiler .*Install g\+\+"):
+    with pytest.raises(ResourceError, match=r"'cached_ssd' and .* need .*: no C\+\+ compiler .*Install"):
         RowCache(layout(3), small_plan(3), tmp_path)
     library.load_rows_library.cache_clear()
 

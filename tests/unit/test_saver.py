@@ -200,9 +200,9 @@ def test_bytes_written_by_any_rank_count_as_progress_of_a_save_that_training_wai
         file.mkdir()
         saver._partial = file
         for number in range(1, 4):
+            seen = saver.heartbeat.last
             (file / "__1_0.distcp").write_bytes(b"x" * number)
             deadline = time.monotonic() + 20
-            seen = saver.heartbeat.last
             while saver.heartbeat.last is seen and time.monotonic() < deadline:
                 time.sleep(0.001)
             beats.append(saver.heartbeat.last is not seen)
