@@ -77,6 +77,17 @@ def test_a_clock_that_drifts_is_corrected_between_two_measurements(tmp_path: Pat
     assert steps_of(events_of(tmp_path / "trace.json.gz"), 1) == pytest.approx([101_000, 111_100, 121_200])
 
 
+def test_spans_of_a_clock_that_is_slowed_down_stay_nested(tmp_path: Path) -> None:
+    """One that runs 1 % too fast: where only starts moved, each step would overlap the next."""
+    drift = [{"unix_ns": UNIX + t * MS, "offset_ns": -t * MS // 100, "error_ns": 1000} for t in (0, 200)]
+    write_rank(tmp_path / "trace/0", 0)
+    write_rank(tmp_path / "trace/0", 1, offsets=drift)
+    trace(tmp_path)
+    events = events_of(tmp_path / "trace.json.gz")
+    assert_valid(events)
+    assert steps_of(events, 1) == [99_000, 108_900, 118_800]
+
+
 def test_what_is_missing_or_broken_is_noted_and_the_rest_is_merged(tmp_path: Path) -> None:
     write_rank(tmp_path / "trace/0", 0, clock=[[UNIX, 10**12]])  # killed
     write_rank(tmp_path / "trace/1", 0, clock=[[UNIX, 10**12], [UNIX - 3600 * 10**9, 10**12 + 10**9]])  # set back

@@ -229,8 +229,8 @@ def _write_spans(clock: _Clock, shift: int, files: dict[str, Path], file: _File)
     with_spans: set[int] = set()
     step_name = names.index("step")
     for spans in _records(files["spans"], SPAN):
-        starts = (spans["start"] + _shifts(clock, spans["start"], shift)) / 1000
-        columns = (starts, spans["duration"] / 1000, spans["step"], spans["name"], spans["track"])
+        starts, durations = _placed(clock, spans["start"], spans["duration"], shift)
+        columns = (starts, durations, spans["step"], spans["name"], spans["track"])
         for start, duration, step, name, track in zip(*(column.tolist() for column in columns), strict=True):
             args = f',"args":{{"step":{step + 1}}}' if step >= 0 else ""
             file.add(f'{heads[name]},"tid":{track + 1},"ts":{start:.3f},"dur":{duration:.3f}{args}}}')
@@ -243,9 +243,10 @@ def _write_steps(clock: _Clock, shift: int, path: Path, with_spans: set[int], fi
     """Write the steps of which no spans were kept; a record may be of several."""
     rank, parts = clock.facts["rank"], clock.facts["parts"]
     for steps in _records(path, STEP):
-        starts = (steps["start"] + _shifts(clock, steps["start"], shift)) / 1000
-        columns = (starts, steps["step"], steps["steps"], steps["parts"])
-        for start, step, count, seconds in zip(*(column.tolist() for column in columns), strict=True):
+        spent_ns = (1e9 * steps["parts"].sum(axis=1, dtype=np.float64)).astype(np.int64)
+        starts, durations = _placed(clock, steps["start"], spent_ns, shift)
+        columns = (starts, durations, steps["step"], steps["steps"], steps["parts"])
+        for start, duration, step, count, seconds in zip(*(column.tolist() for column in columns), strict=True):
             if count == 1 and step in with_spans:
                 continue
             file.name_thread(rank, _STEPS_TRACK, "steps")
@@ -253,8 +254,17 @@ def _write_steps(clock: _Clock, shift: int, path: Path, with_spans: set[int], fi
             args |= {f"{part}_ms": round(1e3 * spent, 3) for part, spent in zip(parts, seconds, strict=True)}
             file.add(
                 f'{{"ph":"X","pid":{rank},"tid":{_STEPS_TRACK},"name":"step","cat":"recmill","ts":{start:.3f},'
-                f'"dur":{1e6 * sum(seconds):.3f},"args":{json.dumps(args)}}}'
+                f'"dur":{duration:.3f},"args":{json.dumps(args)}}}'
             )
+
+
+def _placed(
+    clock: _Clock, starts_ns: np.ndarray, durations_ns: np.ndarray, shift: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return starts and durations on the timeline, in us. Ends drift like starts, or neighbours would overlap."""
+    ends_ns = starts_ns + durations_ns.astype(np.int64)
+    starts = starts_ns + _shifts(clock, starts_ns, shift)
+    return starts / 1000, (ends_ns + _shifts(clock, ends_ns, shift) - starts) / 1000
 
 
 def _shifts(clock: _Clock, times: np.ndarray, shift: int) -> np.ndarray | int:
@@ -341,11 +351,14 @@ def _write_kineto(clock: _Clock, begin: int, path: Path, file: _File, merged: Me
     try:
         base = next((int(found[1]) for text in _texts(path) if (found := _BASE.search(text))), 0)
         tracks = _Tracks(rank, _PROFILER_TRACK, file)
+        shift: int | None = None  # one for all events, which stay nested: the window is short
         for event in _trace_events(path):
             if event.get("ph") == "X" and isinstance(event.get("ts"), int | float):
                 thread = (event.get("pid"), event.get("tid"))
                 tid = tracks.of(thread, f"profiler {event.get('tid')}")
-                ts = (clock.aligned(base + round(event["ts"] * 1000)) - begin) / 1000
+                unix_ns = base + round(event["ts"] * 1000)
+                shift = clock.offset(unix_ns) - begin if shift is None else shift
+                ts = (unix_ns + shift) / 1000
                 facts = {"args": event.get("args", {}), "dur": event.get("dur", 0)}
                 file.add(_complete(event.get("name", ""), event.get("cat", ""), rank, tid, ts, facts))
     except _BROKEN as error:
