@@ -252,7 +252,7 @@ def assert_exported_rows_have_raw_ids(run: Path, tables: PlainTables) -> None:
 
 def test_dynamic_tables_in_files_have_the_bits_of_those_in_memory(config: Config, tmp_path: Path) -> None:
     if file_system(tmp_path) == "tmpfs":
-        pytest.skip("cached_ssd needs a disk")
+        pytest.skip(f"{tmp_path} is in memory, where cached_ssd refuses to keep rows: choose a disk with --basetemp")
     config["model"] |= {"embedding_dim": 256, "bottom_mlp": [256]}
     config["sharding"] = {"default": "row_wise"}
     train(config, tmp_path / "memory", procs=2)

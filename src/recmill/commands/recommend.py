@@ -1,6 +1,6 @@
 """`recmill recommend`: the items that a sequence model expects next, after a history or for users of its dataset.
 
-Shape letters: B histories, V items, K recommended items.
+The last letters of a name give its shape: B histories, V items, K recommended items.
 """
 
 import logging

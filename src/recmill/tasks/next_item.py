@@ -1,6 +1,6 @@
 """Next item: cross-entropy over the catalogue at each query; HR, NDCG and MRR by ranking protocol.
 
-Shape letters: B users, V items, C candidates.
+The last letters of a name give its shape: B users, V items, C candidates.
 """
 
 from collections.abc import Callable
