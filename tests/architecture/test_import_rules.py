@@ -44,8 +44,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "tables": {"config", "errors", "failpoints", "hardware", "kernels", "rng", "world"},
     "tasks": {"batch", "config", "metrics", "registry"},
     "training": {
-        "checkpoints", "config", "errors", "failpoints", "hardware", "launch", "metrics", "observe", "protocols",
-        "tables", "world",
+        "checkpoints", "config", "errors", "failpoints", "files", "hardware", "launch", "metrics", "observe",
+        "protocols", "tables", "world",
     },
     "world": {"environment", "errors"},
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import recmill
 from recmill.checkpoints.saver import Saver
@@ -114,8 +115,13 @@ def test_a_killed_run_keeps_its_recordings_and_a_resumed_one_adds_its_own(dlrm: 
     run = tmp_path / "run"
     dlrm["train"]["max_steps"] = 9
     dlrm["checkpoint"]["background"] = False
+    dlrm["observe"] = {"tensorboard": True}
     assert exit_code(recmill.train, dlrm, run, fail="train.updated@step=7:kill") != 0
     train(dlrm, run)
+    shown = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.step for event in shown.Scalars("train/loss")] == list(range(1, 10))
+    assert [event.value for event in shown.Scalars("train/loss")] == pytest.approx(losses(run))
+    assert [event.step for event in shown.Scalars("val/auroc")] == [5, 9]
     assert sorted(path.name for path in (run / "trace").iterdir()) == ["0", "1"]
     assert np.fromfile(run / "trace" / "1" / "rank-0.steps", STEP)["step"].tolist() == [6, 7, 8, 9]
     assert json.loads((run / "trace" / "0" / "rank-0.json").read_text())["parts"] == list(PARTS)

@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -128,7 +129,13 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
             "To resume it, use its own config.toml."
         )
     dataset = assemble.open_matching_dataset(checked, checks)
-    return CheckedRun(checked, directory, dataset, saved == checked and _is_finished(directory, dataset))
+    is_finished = saved == checked and _is_finished(directory, dataset)
+    if saved and not is_finished and checked.settings.observe.mlperf and not directory.mlperf_log.is_file():
+        raise ConfigError(
+            f"{directory.mlperf_log} is missing, so observe.mlperf cannot log the first steps of this run. "
+            "Set it to false, or choose another --run."
+        )
+    return CheckedRun(checked, directory, dataset, is_finished)
 
 
 def _by(name: str, rank: int) -> str:
@@ -227,12 +234,13 @@ def _train(
     from recmill.kernels.library import load_library
     from recmill.observe import clocks
     from recmill.observe.log import log_to_file
-    from recmill.observe.recorder import Recorder
+    from recmill.observe.recorder import Recorder, unix_ns
     from recmill.tables.first_values import fill_tables, zero_padding
     from recmill.tables.placement import as_rows, placements
     from recmill.training import advice
     from recmill.training.evaluate import evaluate_split
     from recmill.training.loop import Sections, early_end, fit
+    from recmill.training.mlperf import MlperfLog, mlperf_facts
     from recmill.training.optim import build_optimizer
     from recmill.training.parts import Parts
     from recmill.training.precision import set_tf32
@@ -313,6 +321,8 @@ def _train(
         write_json(run.path / "sharding.json", [asdict(table) for table in placed])
         run.results_file.unlink(missing_ok=True)
         run.forget_metrics_after(position.step if found else -1)
+        if settings.observe.tensorboard:
+            run.copy_metrics_to_tensorboard()
     trace = world.broadcast(run.new_trace() if settings.observe.record and world.is_main else None)
     offsets = [clocks.measure(world, meeting_host())] if trace else []
     recorded: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "offsets": offsets}
@@ -357,10 +367,13 @@ def _train(
             run.append_metrics(facts | results[split])
 
     def validate(at: Position) -> Position:
+        began = unix_ns()
         evaluate("val", at)
         reached = results["val"][parts.task.headline(results["val"])]
         value = world.broadcast(reached if isinstance(reached, float) else None)
         at = at.after_validation(value)
+        if mlperf:
+            mlperf.validated(at.step, began, value)
         _log_validation(at, results["val"], parts)
         for text in validation_advice.after(at, value, popularity) if world.is_main else ():
             _warn(text)
@@ -374,6 +387,12 @@ def _train(
 
     saver = Saver(run.checkpoints, model, optimizer, origin, settings.checkpoint, world, heartbeat, on_commit)
     saver.timed = partial(recorder.span, "write checkpoint", "saving")
+    mlperf = MlperfLog(run.mlperf_log, steps.epoch) if settings.observe.mlperf and world.is_main else None
+    if mlperf and found:
+        mlperf.resume(position.step)
+    elif mlperf:
+        facts = mlperf_facts(settings, steps, optimizer) | _mlperf_sizes(source, dataset, settings, hosts or [])
+        mlperf.begin(recorder.clock[0], facts)
     if settings.eval.before_training and not position.step:
         evaluate("val", position)
         _log_validation(position, results["val"], parts)
@@ -396,6 +415,9 @@ def _train(
             run.write_status(signal.state, step=at.step, **facts)
             log.info("stopped at step %s%s", f"{at.step:,}", _by(signal.name, signal.rank))
         return {"stopped": {"step": at.step, "rank": signal.rank, "signal": signal.name}}
+    if mlperf:
+        is_success = not settings.eval.target_auroc or (at.best or 0.0) >= settings.eval.target_auroc
+        mlperf.stop(at.step, "success" if is_success else "aborted")
     reach("train.end")
 
     # Test the best checkpoint, if the run keeps it, or else the last step; write the results
@@ -450,6 +472,20 @@ def _host_facts(world: "World", dataset: Dataset, run: RunDirectory) -> dict[str
         gpu = torch.cuda.get_device_properties(world.device)
         facts["gpu"] = {"name": gpu.name, "memory_gb": round(gpu.total_memory / 1e9, 1)}
     return facts
+
+
+def _mlperf_sizes(
+    source: BatchSource, dataset: Dataset, settings: Settings, hosts: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return for MLPerf how many samples an epoch and a validation have, and which machines train."""
+    rows = sum(part.stop - part.start for part in dataset.clicks.splits["val"])
+    limit = settings.data.limit_val_batches * settings.eval.global_batch_size
+    machines = Counter(host["cpu"] for host in by_host(hosts))
+    return {
+        "submission_platform": ", ".join(f"{count} x {cpu}" for cpu, count in machines.items()),
+        "train_samples": source.samples_per_epoch,
+        "eval_samples": min(rows, limit) if limit else rows,
+    }
 
 
 def _timing(parts: "Parts", settings: Settings) -> dict[str, Any]:

@@ -160,6 +160,8 @@ def _checked(values: dict[str, Any], problems: list[Problem]) -> Config:
         sentences += contradictions_within(model)
         if settings.eval.target_auroc and module.TASK != "ctr":
             sentences.append(f"eval.target_auroc: model '{name}' is not measured by AUROC. Remove it.")
+        if settings.observe.mlperf and name != "dcnv2":
+            sentences.append(f"observe.mlperf: MLPerf has no benchmark for model '{name}', only for dcnv2. Remove it.")
         if getattr(model, "head", "") == "tied" and "cached_ssd" in settings.tables.requested_stores().values():
             sentences.append("model.head = 'tied' with tables.store = 'cached_ssd': it needs all rows. Use 'linear'.")
         if settings.tables.dynamic and module.KIND != "clicks":

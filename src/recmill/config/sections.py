@@ -437,14 +437,23 @@ class ObserveSection(Section):
     profile_steps: list[NonNegativeInt] = key(
         [], "Record the steps after the first number up to the second with torch's profiler, like [50, 60]."
     )
+    tensorboard: bool = key(False, "Write metrics for TensorBoard to the run's tensorboard/ as well.")
+    mlperf: bool = key(False, "Write mlperf.log, which MLPerf's compliance checker reads (dcnv2 only).")
+    mlperf_division: Literal["open", "closed"] = key("open", "MLPerf's division that the run is meant for.")
+    mlperf_org: str = key("unnamed", "Who would submit the run to MLPerf.", min_length=1)
 
     def contradictions(self) -> list[str]:
         steps = self.profile_steps
+        problems = []
         if steps and not self.record:
-            return ["observe.profile_steps without observe.record does nothing. Set both."]
-        if steps and (len(steps) != 2 or steps[0] >= steps[1]):
-            return [f"observe.profile_steps = {steps}: should be two numbers, the second one larger, like [50, 60]."]
-        return []
+            problems.append("observe.profile_steps without observe.record does nothing. Set both.")
+        elif steps and (len(steps) != 2 or steps[0] >= steps[1]):
+            fact = f"observe.profile_steps = {steps}: should be two numbers"
+            problems.append(f"{fact}, the second one larger, like [50, 60].")
+        if not self.mlperf:
+            ignored = [key for key in self.changed_keys() if key.startswith("mlperf_")]
+            problems += [f"observe.{key} without observe.mlperf does nothing. Set both." for key in ignored]
+        return problems
 
 
 class Settings(Section):

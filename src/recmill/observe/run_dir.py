@@ -16,6 +16,7 @@ from recmill.files.atomic import remove_leftovers, write_json, write_text
 from recmill.files.locks import exclusive_lock, is_holder_gone
 from recmill.files.reading import read_json
 from recmill.files.timestamps import utc_now
+from recmill.observe.tensorboard import EventFile
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,10 @@ class RunDirectory:
         self.results_file = self.path / "results.json"
         self.status_file = self.path / "status.json"
         self.metrics_file = self.path / "metrics.jsonl"
+        self.mlperf_log = self.path / "mlperf.log"
         self.trace = self.path / "trace"
+        self.tensorboard = self.path / "tensorboard"
+        self._events: EventFile | None = None
         self._status_lock = threading.Lock()
         self._has_ended = False
         self._lock_file: os.stat_result | None = None  # while this object holds the lock
@@ -103,8 +107,16 @@ class RunDirectory:
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         self._check_still_there()
+        line = {**line, "time": round(time.time(), 3)}
         with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**line, "time": round(time.time(), 3)}) + "\n")
+            file.write(json.dumps(line) + "\n")
+        if self._events:
+            self._events.add(line)
+
+    def copy_metrics_to_tensorboard(self) -> None:
+        """Write the metrics for TensorBoard, those so far and all that are appended from now on."""
+        self._events = EventFile(self.tensorboard)
+        self._events.begin(self.read_metrics())
 
     def forget_metrics_after(self, step: int) -> None:
         """Remove the lines of later steps, which a resumed run will repeat."""
@@ -122,6 +134,8 @@ class RunDirectory:
             raise ResourceError(f"{self.metrics_file} is not a file. Remove it; checkpoints do not depend on it.")
         kept = [line for line in self.read_metrics() if is_kept(line["step"], line.get("split", ""))]
         write_text(self.metrics_file, "".join(f"{json.dumps(line)}\n" for line in kept))
+        if self._events:
+            self._events.begin(kept)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, without incomplete ones, which a killed run may leave."""
