@@ -7,7 +7,7 @@ SETUP ?= $(if $(filter gpu-validation,$(MAKECMDGOALS)),$(DEVICE),cpu)
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart captures python312 test crashtest rehearse hostile gpu-validation check lint format types java launchers clean
+.PHONY: help setup quickstart captures python312 test crashtest rehearse hostile gpu-validation check lint format types java chromium launchers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -71,6 +71,12 @@ java:
 	@command -v java >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq openjdk-17-jre-headless >/dev/null; } \
 		|| echo "no Java here, and none could be installed: the tests of --engine spark will be skipped"
 
+# The browser in which reports are tested.
+chromium:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+		|| echo "no Chromium here, and none could be installed: the tests of reports in a browser will be skipped"
+
 # Slurm and Open MPI for the tests of `recmill launch`, from Debian; MPICH and torchx, which needs an old urllib3, beside
 # the environment. Without permission to install them, these tests are skipped and say so.
 launchers: $(VENV)/.installed-dev
@@ -80,7 +86,7 @@ launchers: $(VENV)/.installed-dev
 	@[ -d $(VENV)/launchers/torchx ] || $(BIN)/pip install --quiet --target $(VENV)/launchers mpich==5.0.2 torchx==0.7.0 \
 		|| echo "no MPICH and torchx here, and none could be installed: their tests will be skipped"
 
-test: check java launchers
+test: check java chromium launchers
 	$(BIN)/pytest -n 2 --dist worksteal
 
 ROUNDS ?= 20

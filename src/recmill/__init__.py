@@ -18,6 +18,7 @@ __all__ = [
     "prepare",
     "recommend",
     "recommend_all",
+    "report",
     "results",
     "split",
     "train",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from recmill.commands.plot import plot
     from recmill.commands.prepare import prepare
     from recmill.commands.recommend import recommend, recommend_all
+    from recmill.commands.report import report
     from recmill.commands.results import results
     from recmill.commands.split import split
     from recmill.commands.train import train

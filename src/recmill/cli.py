@@ -543,3 +543,12 @@ def plot_command(runs: tuple[str, ...], **options: Any) -> None:
     path = recmill.plot(*runs, **options)
     with _after_work():
         print(path)
+
+
+@commands.command("report", cls=_Command)
+@click.argument("runs", nargs=-1, required=True, type=click.Path())
+def report_command(runs: tuple[str, ...], **options: Any) -> None:
+    """Write one HTML file about RUNS: curves, where the time went, ranks, machine, tables, config, how to repeat it."""
+    path = recmill.report(*runs, **options)
+    with _after_work():
+        print(path)

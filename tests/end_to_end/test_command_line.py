@@ -294,6 +294,7 @@ def test_help_is_there_for_every_command(run_cli: RunCli) -> None:
         "recommend",
         "results",
         "plot",
+        "report",
     ):
         assert command in listed
         assert "Usage:" in run_cli(command, "--help").stdout

@@ -32,6 +32,8 @@ PATHS = [
     ("clicks", ("results", "run", "{}")),
     ("clicks", ("plot", "{}")),
     ("clicks", ("plot", "run", "--output", "{}")),
+    ("clicks", ("report", "{}")),
+    ("clicks", ("report", "run", "--output", "{}")),
     ("clicks", ("audit", "{}")),
     ("clicks", ("launch", "{}", "--run", "new", "--on", "slurm", "--dry-run")),
     ("clicks", ("launch", "config.toml", "--run", "{}", "--on", "pbs", "--dry-run")),

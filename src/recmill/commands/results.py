@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import harmonic_mean
 from typing import Any
 
 from recmill.commands import assemble
@@ -80,15 +79,8 @@ def run_report(path: str | Path) -> RunReport:
         run = assemble.open_directory(path)
     status = run.read_status()
     state = str(status.get("state", "unknown"))
-    lines = run.read_metrics()
-    facts: dict[str, Any] = {
-        "reason": str(status.get("reason") or ""),
-        "step": max([run.saved_step(), *(line["step"] for line in lines)]),
-        "seconds": number(status.get("seconds")),
-    }
-    if speeds := [speed for line in lines if (speed := number(line.get("samples_per_s")))]:
-        facts["samples_per_s"] = harmonic_mean([max(speed, 0.0) for speed in speeds])
-    facts |= _best(lines)
+    facts: dict[str, Any] = {"reason": str(status.get("reason") or ""), "seconds": number(status.get("seconds"))}
+    facts |= _progress(run)
     if run.config_file.is_file():  # a run that failed very early has none
         name, settings = read_settings(run.config_file)
         facts |= {"model": name, "dataset": settings.data.path}
@@ -99,15 +91,25 @@ def run_report(path: str | Path) -> RunReport:
     return RunReport(str(path), "stopped" if state in _STOPPED else state, **facts)
 
 
-def _best(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the best validation so far, by the metric that the last one names."""
-    validations = [line for line in lines if line.get("split") == "val" and isinstance(line.get("headline"), str)]
-    if not validations:
-        return {}
-    metric = validations[-1]["headline"]
-    values = [(value, -line["step"]) for line in validations if (value := number(line.get(metric))) is not None]
-    value, step = max(values, default=(None, 0))  # of equal ones the earliest
-    return {"metric": metric, "best_value": value, "best_step": -step if values else None}
+def _progress(run: RunDirectory) -> dict[str, Any]:
+    """Return the last step, the speed, and the best validation so far by the metric that the last one names."""
+    step, metric, reports, seconds_per_sample = run.saved_step(), "", 0, 0.0
+    best: dict[str, tuple[float, int]] = {}  # value and negative step: of equal values the earliest
+    for line in run.metrics():
+        step = max(step, line["step"])
+        if (speed := number(line.get("samples_per_s"))) and speed > 0:
+            reports, seconds_per_sample = reports + 1, seconds_per_sample + 1 / speed
+        if line.get("split") == "val" and isinstance(line.get("headline"), str):
+            metric = line["headline"]
+            for name, value in line.items():
+                if (found := number(value)) is not None:
+                    best[name] = max(best.get(name, (found, -line["step"])), (found, -line["step"]))
+    facts: dict[str, Any] = {"step": step, "metric": metric}
+    if seconds_per_sample:
+        facts["samples_per_s"] = reports / seconds_per_sample  # the harmonic mean
+    if metric in best:
+        facts |= {"best_value": best[metric][0], "best_step": -best[metric][1]}
+    return facts
 
 
 def _tested(run: RunDirectory, path: str | Path) -> dict[str, Any]:

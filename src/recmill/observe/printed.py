@@ -97,8 +97,8 @@ def print_audit(report: Any) -> None:
 def validation_text(step: int, values: Values, headline: str, best: tuple[int, float | None], width: int) -> str:
     """Return the headline metric beside its best value so far, and below it the others, in columns of `width`."""
     best_step, best_value = best
-    note = "best so far" if best_step == step else f"best {_shown(best_value)} at step {best_step:,}"
-    line = f"step {step:,}  validation  {headline} {_shown(values[headline])}  {note if best_step else ''}".rstrip()
+    note = "best so far" if best_step == step else f"best {shown(best_value)} at step {best_step:,}"
+    line = f"step {step:,}  validation  {headline} {shown(values[headline])}  {note if best_step else ''}".rstrip()
     others = {name: value for name, value in values.items() if name != headline and not isinstance(value, int)}
     return "\n".join([line, *_metric_lines(others, width)])
 
@@ -108,7 +108,7 @@ def _metric_lines(values: Values, width: int) -> list[str]:
     cells: dict[str, list[str]] = {}  # by protocol: name, value, name, value, ...
     for name in distinct(values):
         protocol, _, short = name.rpartition("/")
-        cells.setdefault(protocol, []).extend([short, _shown(values[name])])
+        cells.setdefault(protocol, []).extend([short, shown(values[name])])
     lines: list[str] = []
     for count in range(max(map(len, cells.values()), default=0), 1, -2):
         rows = []
@@ -133,13 +133,13 @@ def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> 
     others = ("low", "high", "popularity", "step", "checkpoint")
     names = distinct([name for name in values if name.split("/")[0] not in others])
     columns = {
-        "model": [_shown(values[name]) for name in names],
+        "model": [shown(values[name]) for name in names],
         "95 % interval": [
             f"{values[f'low/{name}']:.4f} to {values[f'high/{name}']:.4f}" if f"low/{name}" in values else ""
             for name in names
         ],
-        "popularity": [_shown(values.get(f"popularity/{name}", "")) for name in names],
-        "best reachable": [_shown(best.get(name, "")) for name in names],
+        "popularity": [shown(values.get(f"popularity/{name}", "")) for name in names],
+        "best reachable": [shown(best.get(name, "")) for name in names],
     }
     kept = {title: cells for title, cells in columns.items() if any(cells)}
     print_table([split, *kept], list(zip(names, *kept.values(), strict=True)))
@@ -155,13 +155,13 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
     columns = []
     for report, delta in zip(reports, deltas, strict=True):
         steps = ["" if step is None else f"{step:,}" for step in (report.best_step, report.tested_step)]
-        best = "" if report.best_value is None else _shown(report.best_value)
-        values = [_shown(report.values.get(name, "")) for name in names]
+        best = "" if report.best_value is None else shown(report.best_value)
+        values = [shown(report.values.get(name, "")) for name in names]
         values = [f"{v} {delta[name]:+.4f}" if name in delta else v for name, v in zip(names, values, strict=True)]
         bests = [best if metric == report.metric else "" for metric in headlines]
         columns.append([report.run, report.model, _state(report), *steps, *bests, *values])
     for title, attribute in {"popularity": "popularity", "best reachable": "reachable"}.items():
-        known = [{_shown(getattr(report, attribute).get(name, "")) for report in reports} - {""} for name in names]
+        known = [{shown(getattr(report, attribute).get(name, "")) for report in reports} - {""} for name in names]
         cells = [found.pop() if len(found) == 1 else "differs" if found else "" for found in known]
         if any(cells):
             columns.append([title, *([""] * (len(labels) - 1)), *cells])
@@ -197,7 +197,7 @@ def print_summary(report: Any, next_command: str) -> None:
     if report.verdict:
         _print(report.verdict)
     if report.best_step is not None:
-        _print(f"best validation: {report.metric} {_shown(report.best_value)} at step {report.best_step:,}")
+        _print(f"best validation: {report.metric} {shown(report.best_value)} at step {report.best_step:,}")
     _print()
     popularity = {f"popularity/{name}": value for name, value in report.popularity.items()}
     tested = {"step": report.tested_step, "checkpoint": report.checkpoint}
@@ -273,7 +273,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{plural}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -138,15 +138,23 @@ class RunDirectory:
             self._events.begin(kept)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl, without incomplete ones, which a killed run may leave."""
-        lines = []
-        text = self.metrics_file.read_text(encoding="utf-8", errors="replace") if self.metrics_file.is_file() else ""
-        for line in text.splitlines():
-            with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                values = json.loads(line)
-                if isinstance(values["step"], int) and isinstance(values.get("split", ""), str):
-                    lines.append(values)
-        return lines
+        return list(self.metrics())
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of metrics.jsonl, without incomplete ones, which a killed run may leave."""
+        if not self.metrics_file.is_file():
+            return
+        with self.metrics_file.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                values = None
+                with suppress(ValueError, RecursionError):
+                    values = json.loads(line)
+                if (
+                    isinstance(values, dict)
+                    and isinstance(values.get("step"), int)
+                    and isinstance(values.get("split", ""), str)
+                ):
+                    yield values
 
     def new_trace(self) -> Path | None:
         """Create the next directory for what the ranks record; None and a warning if that is not possible."""

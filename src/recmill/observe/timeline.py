@@ -46,16 +46,9 @@ class Merged:
 def merge_run(trace: Path, output: Path, partial: Path) -> Merged:
     """Merge the recordings in RUN/trace. `partial`: the file to write instead of `output`, which replaces it later."""
     merged = Merged(str(output))
-    clocks: list[_Clock] = []
-    starts = sorted((path for path in trace.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
-    for start in starts:
-        found = [clock for path in sorted(start.glob("rank-*.json")) if (clock := _clock_of(path, merged))]
-        merged.starts += bool(found)
-        clocks += found
-        sizes = {clock.facts["world_size"] for clock in found}
-        missing = sorted(set(range(max(sizes, default=0))) - {clock.facts["rank"] for clock in found})
-        if missing:
-            merged.notes.append(f"{start}: nothing of rank {', '.join(map(str, missing))}: it is left out")
+    starts = clocks_by_start(trace, merged.notes)
+    merged.starts = len(starts)
+    clocks = [clock for found in starts for clock in found]
     if not clocks:
         raise DataError(f"{trace}: no recordings. Train with observe.record = true, Recmill's default.")
     merged.ranks = len({clock.facts["rank"] for clock in clocks})
@@ -74,6 +67,20 @@ def merge_run(trace: Path, output: Path, partial: Path) -> Merged:
     if merged.events > _MANY_EVENTS:
         merged.notes.append(f"{merged.events:,} events: a browser may need several GB of memory to show them")
     return merged
+
+
+def clocks_by_start(trace: Path, notes: list[str]) -> "list[list[Clock]]":
+    """Return the clocks of the ranks after each start that was recorded, and add to `notes` what is missing."""
+    by_start = []
+    numbered = sorted((path for path in trace.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+    for start in numbered:
+        found = [clock for path in sorted(start.glob("rank-*.json")) if (clock := _clock_of(path, notes))]
+        sizes = {clock.facts["world_size"] for clock in found}
+        missing = sorted(set(range(max(sizes, default=0))) - {clock.facts["rank"] for clock in found})
+        if missing:
+            notes.append(f"{start}: nothing of rank {', '.join(map(str, missing))}: it is left out")
+        by_start += [found] if found else []
+    return by_start
 
 
 def merge_dftracer(folder: Path, output: Path, partial: Path) -> Merged:
@@ -98,7 +105,7 @@ def merge_dftracer(folder: Path, output: Path, partial: Path) -> Merged:
     return merged
 
 
-class _Clock:
+class Clock:
     """Converts the times of one rank to ns since 1970 on rank 0's clock."""
 
     def __init__(self, facts: dict[str, Any], folder: Path) -> None:
@@ -125,18 +132,21 @@ class _Clock:
         return round(float(np.interp(unix_ns, times, [o["offset_ns"] for o in self.offsets]))) if times else 0
 
 
-def _clock_of(path: Path, merged: Merged) -> _Clock | None:
+def _clock_of(path: Path, notes: list[str]) -> Clock | None:
     """Open what a rank recorded, unless its description is not readable."""
     try:
-        clock = _Clock(read_json(path), path.parent)
+        clock = Clock(read_json(path), path.parent)
+        known = {"rank": int, "world_size": int, "host": str, "parts": list, "spans": list, "tracks": list}
+        if not all(isinstance(clock.facts[name], kind) for name, kind in known.items()):
+            raise ValueError
     except (ValueError, KeyError, TypeError, IndexError, OSError):
-        merged.notes.append(f"{path}: not readable, so this rank is left out")
+        notes.append(f"{path}: not readable, so this rank is left out")
         return None
     if abs(clock.set_by_ns) > _SET_NS:
         moved = clock.set_by_ns / 1e6
-        merged.notes.append(f"{path}: the clock was set by {moved:+,.0f} ms meanwhile; the time of the start is used")
+        notes.append(f"{path}: the clock was set by {moved:+,.0f} ms meanwhile; the time of the start is used")
     if len(clock.pairs) == 1:
-        merged.notes.append(f"{path}: its process was killed; the last seconds are missing")
+        notes.append(f"{path}: its process was killed; the last seconds are missing")
     return clock
 
 
@@ -198,7 +208,7 @@ class _Tracks:
         return self._numbers[thread]
 
 
-def _write_rank(clock: _Clock, begin: int, file: _File, merged: Merged) -> None:
+def _write_rank(clock: Clock, begin: int, file: _File, merged: Merged) -> None:
     rank = clock.facts["rank"]
     file.name_process(rank, f"rank {rank} on {clock.facts['host']}")
     shift = clock.unix(0) - begin  # from ns of the recording to ns of the timeline; drift is added below
@@ -221,15 +231,15 @@ def _write_rank(clock: _Clock, begin: int, file: _File, merged: Merged) -> None:
                 file.add(_complete(event["name"], event["cat"], rank, tid, ts, event))
 
 
-def _write_spans(clock: _Clock, shift: int, files: dict[str, Path], file: _File) -> None:
+def _write_spans(clock: Clock, shift: int, files: dict[str, Path], file: _File) -> None:
     rank, names, tracks = clock.facts["rank"], clock.facts["spans"], clock.facts["tracks"]
     for number, track in enumerate(tracks, 1):
         file.name_thread(rank, number, track)
     heads = [f'{{"ph":"X","pid":{rank},"name":{json.dumps(name)},"cat":"recmill"' for name in names]
     with_spans: set[int] = set()
     step_name = names.index("step")
-    for spans in _records(files["spans"], SPAN):
-        starts, durations = _placed(clock, spans["start"], spans["duration"], shift)
+    for spans in records(files["spans"], SPAN):
+        starts, durations = placed(clock, spans["start"], spans["duration"], shift)
         columns = (starts, durations, spans["step"], spans["name"], spans["track"])
         for start, duration, step, name, track in zip(*(column.tolist() for column in columns), strict=True):
             args = f',"args":{{"step":{step + 1}}}' if step >= 0 else ""
@@ -239,12 +249,12 @@ def _write_spans(clock: _Clock, shift: int, files: dict[str, Path], file: _File)
     _write_steps(clock, shift, files["steps"], with_spans, file)
 
 
-def _write_steps(clock: _Clock, shift: int, path: Path, with_spans: set[int], file: _File) -> None:
+def _write_steps(clock: Clock, shift: int, path: Path, with_spans: set[int], file: _File) -> None:
     """Write the steps of which no spans were kept; a record may be of several."""
     rank, parts = clock.facts["rank"], clock.facts["parts"]
-    for steps in _records(path, STEP):
+    for steps in records(path, STEP):
         spent_ns = (1e9 * steps["parts"].sum(axis=1, dtype=np.float64)).astype(np.int64)
-        starts, durations = _placed(clock, steps["start"], spent_ns, shift)
+        starts, durations = placed(clock, steps["start"], spent_ns, shift)
         columns = (starts, durations, steps["step"], steps["steps"], steps["parts"])
         for start, duration, step, count, seconds in zip(*(column.tolist() for column in columns), strict=True):
             if count == 1 and step in with_spans:
@@ -258,16 +268,14 @@ def _write_steps(clock: _Clock, shift: int, path: Path, with_spans: set[int], fi
             )
 
 
-def _placed(
-    clock: _Clock, starts_ns: np.ndarray, durations_ns: np.ndarray, shift: int
-) -> tuple[np.ndarray, np.ndarray]:
+def placed(clock: Clock, starts_ns: np.ndarray, durations_ns: np.ndarray, shift: int) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and durations on the timeline, in us. Ends drift like starts, or neighbours would overlap."""
     ends_ns = starts_ns + durations_ns.astype(np.int64)
     starts = starts_ns + _shifts(clock, starts_ns, shift)
     return starts / 1000, (ends_ns + _shifts(clock, ends_ns, shift) - starts) / 1000
 
 
-def _shifts(clock: _Clock, times: np.ndarray, shift: int) -> np.ndarray | int:
+def _shifts(clock: Clock, times: np.ndarray, shift: int) -> np.ndarray | int:
     """Return what to add to times of the recording; more than `shift` where the clock drifted."""
     if len(clock.offsets) < 2:
         return shift
@@ -277,7 +285,7 @@ def _shifts(clock: _Clock, times: np.ndarray, shift: int) -> np.ndarray | int:
     return shift + np.round(offsets).astype(np.int64) - clock.offset(clock.pairs[0][0] - clock.pairs[0][1])
 
 
-def _records(path: Path, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
+def records(path: Path, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
     """Yield the complete records of a file in blocks."""
     if not path.is_file():
         return
@@ -286,7 +294,7 @@ def _records(path: Path, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
             yield np.frombuffer(block[: len(block) // dtype.itemsize * dtype.itemsize], dtype)
 
 
-def _write_counters(clock: _Clock, begin: int, path: Path, file: _File, merged: Merged) -> None:
+def _write_counters(clock: Clock, begin: int, path: Path, file: _File, merged: Merged) -> None:
     """Write memory as it is, and CPU time and bytes of the disk as rates between two lines."""
     before: dict[str, Any] = {}
     rank = clock.facts["rank"]
@@ -295,7 +303,7 @@ def _write_counters(clock: _Clock, begin: int, path: Path, file: _File, merged: 
         "read_bytes": ("disk read MB/s", 1e6),
         "write_bytes": ("disk write MB/s", 1e6),
     }
-    for line in _json_lines(path, merged):
+    for line in json_lines(path, merged.notes):
         ts = (clock.unix(line["clock_ns"]) - begin) / 1000
         values = {"memory MB": line["rss"] / 1e6} if "rss" in line else {}
         seconds = (line["clock_ns"] - before.get("clock_ns", line["clock_ns"])) / 1e9
@@ -308,7 +316,7 @@ def _write_counters(clock: _Clock, begin: int, path: Path, file: _File, merged: 
         before = line
 
 
-def _json_lines(path: Path, merged: Merged) -> Iterator[dict[str, Any]]:
+def json_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file with one on each line, without incomplete ones; .gz or plain."""
     if not path.is_file():
         return
@@ -321,14 +329,14 @@ def _json_lines(path: Path, merged: Merged) -> Iterator[dict[str, Any]]:
                     try:
                         yield json.loads(text)
                     except ValueError:
-                        merged.notes.append(f"{path}: an incomplete line is left out")
+                        notes.append(f"{path}: an incomplete line is left out")
     except (EOFError, OSError, zlib.error) as error:
-        merged.notes.append(f"{path}: not complete ({error}); what precedes is used")
+        notes.append(f"{path}: not complete ({error}); what precedes is used")
 
 
 def _pfw_events(path: Path, merged: Merged) -> Iterator[dict[str, Any]]:
     """Yield the events of DFTracer 2.1 (phases X and M) and 2.2 (phases 1 and 4)."""
-    for event in _json_lines(path, merged):
+    for event in json_lines(path, merged.notes):
         if isinstance(event.get("args", {}), dict) and "name" in event:
             yield {"cat": "", **event, "args": event.get("args", {})}
 
@@ -345,7 +353,7 @@ def _complete(name: str, category: str, pid: int, tid: int, ts: float, event: di
     return json.dumps(facts | {"args": event["args"]})
 
 
-def _write_kineto(clock: _Clock, begin: int, path: Path, file: _File, merged: Merged) -> None:
+def _write_kineto(clock: Clock, begin: int, path: Path, file: _File, merged: Merged) -> None:
     """Write the complete events of a window of torch's profiler; each of its threads is a track."""
     rank = clock.facts["rank"]
     try:

@@ -1,0 +1,534 @@
+"""`recmill report`: one HTML file about a run or several, with everything in it."""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recmill import registry
+from recmill.commands.checkpoint import list_checkpoints
+from recmill.commands.history import number
+from recmill.commands.options import flag
+from recmill.commands.results import RunReport, run_report
+from recmill.config import read_settings
+from recmill.config.options import given_path
+from recmill.config.sections import Section
+from recmill.data.opening import open_dataset
+from recmill.errors import ConfigError, UserError
+from recmill.files.atomic import new_file
+from recmill.files.reading import read_json, read_small
+from recmill.files.timestamps import utc_now
+from recmill.observe import page
+from recmill.observe.figures import MAX_SERIES, Chart, Curve, Series, bars, heat_map, lanes, legend, line_chart, text
+from recmill.observe.printed import counted, distinct, shown
+from recmill.observe.progress import human_rate, human_time
+from recmill.observe.recorder import PARTS, PAUSES, TRACKS
+from recmill.observe.recordings import SHOWN_RANKS, Recordings, read_recordings
+from recmill.observe.run_dir import RunDirectory
+
+MAX_BYTES = 1_000_000
+_MAX_METRICS = 8  # figures of validation metrics
+_MAX_ROWS = 60  # of a table
+_MAX_CONFIG = 20_000  # characters
+_NO_METRICS = ("step", "epoch", "time", "rows", "users")
+_PARTS_OF_STEP = [part for number, part in enumerate(PARTS) if number not in PAUSES]
+_COMMANDS_OF_RUN = ("evaluate", "trace", "report")
+
+
+class Options(Section):
+    output: str | None = flag(
+        None, "HTML file to write.  [default: RUN/report.html, or report.html for several]", metavar="FILE"
+    )
+
+
+@dataclass
+class Facts:
+    """What the report shows of one run."""
+
+    path: Path
+    name: str
+    report: RunReport
+    curves: dict[str, Curve] = field(default_factory=dict)  # "train/loss", "val/auroc", ...
+    epochs: dict[int, float] = field(default_factory=dict)  # the step after which each begins
+    recordings: Recordings | None = None
+    timing: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    tables: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    no_checkpoints: str = ""  # why
+
+    @property
+    def restarts(self) -> list[tuple[float, str]]:
+        starts = self.recordings.starts[1:] if self.recordings else []
+        return [(s.first_step, f"resumed after step {s.first_step:,}") for s in starts if s.first_step is not None]
+
+
+def report(*runs: str | Path, output: str | Path | None = None) -> Path:
+    """Write one self-contained HTML file about `runs` and return its path."""
+    if not runs:
+        raise ConfigError("Nothing to report: name at least one run.")
+    if len(runs) > MAX_SERIES:
+        raise ConfigError(f"{len(runs)} runs: the curves of more than {MAX_SERIES} cannot be told apart. Name fewer.")
+    folder = given_path(runs[0], "RUN")
+    default = folder / "report.html" if len(runs) == 1 else Path("report.html")
+    path = given_path(output, "--output") if output is not None else default
+    if path.is_dir():
+        raise ConfigError(f"--output {path} is a directory. Name a file.")
+    reports = [run_report(run) for run in runs]
+    with new_file(path.absolute()) as partial:
+        facts = [gather(run, found) for run, found in zip(runs, reports, strict=True)]
+        partial.write_text(html_of(facts), encoding="utf-8", errors="replace")
+    return path
+
+
+def gather(run: str | Path, found: RunReport) -> Facts:
+    """Read what is known about a run; what is missing stays empty."""
+    facts = Facts(Path(run), str(run), found)
+    _read_curves(facts)
+    facts.recordings = read_recordings(facts.path / "trace", found.step)
+    facts.timing = _read(facts.path / "results.json", dict).get("timing") or {}
+    facts.environment = _read(facts.path / "env.json", dict)
+    facts.tables = [row for row in _read(facts.path / "sharding.json", list) if isinstance(row, dict)]
+    try:
+        facts.checkpoints = list_checkpoints(run)
+    except UserError as error:
+        facts.no_checkpoints = str(error)
+    return facts
+
+
+def _read(path: Path, kind: type) -> Any:
+    """Return the content of a JSON file; empty if there is none, or something else."""
+    with suppress(OSError, ValueError):
+        if isinstance(value := read_json(path), kind):
+            return value
+    return kind()
+
+
+def _read_curves(facts: Facts) -> None:
+    for line in RunDirectory(facts.path).metrics():
+        split, step = line.get("split", ""), line["step"]
+        if split not in ("train", "val"):
+            continue
+        for name, value in line.items():
+            if name not in _NO_METRICS and (found := number(value)) is not None:
+                facts.curves.setdefault(f"{split}/{name}", Curve()).add(step, found)
+        if isinstance(epoch := line.get("epoch"), int) and len(facts.epochs) < 10_000:
+            facts.epochs.setdefault(epoch, step)
+
+
+def html_of(runs: Sequence[Facts]) -> str:
+    """Return the page. Details of later runs are left out if the file would become too large."""
+    is_one = len(runs) == 1
+    title = runs[0].name if is_one else f"{len(runs)} runs"
+    body = [_head(runs[0]) if is_one else _heads(runs), page.section("Learning", _learning(runs), name="learning")]
+    left_out = []
+    for run in runs:
+        own = ("" if is_one else f'<h2 class="run">{text(run.name)}</h2>' + _verdict(run)) + "".join(_sections(run))
+        if sum(map(len, body)) + len(own.encode(errors="replace")) < MAX_BYTES - 50_000:
+            body.append(own)
+        else:
+            left_out.append(run.name)
+    if left_out:
+        names = ", ".join(left_out)
+        body.append(page.missing(f"Left out, because this file would be larger than 1 MB: the details of {names}."))
+    body.append(f"<footer>Written by recmill report at {utc_now()}.</footer>")
+    return page.page(f"{title} - Recmill", "\n".join(body))
+
+
+_SECTIONS: "dict[str, Callable[[Facts], str]]"
+
+
+def _sections(run: Facts) -> Iterator[str]:
+    for title, content in _SECTIONS.items():
+        yield page.section(title, content(run), name=title.lower().replace(" ", "-"))
+
+
+# The beginning
+
+
+def _state(run: RunReport) -> str:
+    words = "done" if run.state == "done" else f"{run.state} at step {run.step:,}"
+    return f'<span class="state {text(run.state)}">{text(words)}</span>'
+
+
+def _verdict(run: Facts) -> str:
+    """Return what limits the run, or why it ended."""
+    found = run.report
+    notes = run.timing.get("notes") or []
+    notes = [str(note) for note in notes] if isinstance(notes, list) else []
+    if found.reason:
+        head, kind = found.reason, "failed" if found.state == "failed" else ""
+    elif found.verdict:
+        head, kind = found.verdict, ""
+    else:
+        head, kind = f"The run is {found.state}: what limits its speed is known when it is done.", ""
+        head = head if found.state != "done" else "This run did not record what limits its speed."
+    lines = "".join(f"<div>{text(note)}</div>" for note in notes)
+    return f'<p class="verdict {kind}"><b>{text(head)}</b>{lines}</p>'
+
+
+def _head(run: Facts) -> str:
+    found = run.report
+    about = [text(part) for part in (found.model, found.dataset) if part]
+    links = "".join(
+        f'<a href="#{title.lower().replace(" ", "-")}">{text(title)}</a>' for title in ("Learning", *_SECTIONS)
+    )
+    return (
+        f'<p class="kind">Recmill run</p><h1>{text(run.name)}</h1><p>{" &middot; ".join([_state(found), *about])}</p>'
+        f"{_verdict(run)}{page.numbers(_numbers(run))}{_tested(run.report)}<nav>{links}</nav>"
+    )
+
+
+def _numbers(run: Facts) -> dict[str, tuple[str, str]]:
+    found, shown_numbers = run.report, {}
+    if found.best_value is not None and found.best_step is not None:
+        shown_numbers[f"best validation {found.metric}"] = (shown(found.best_value), f"at step {found.best_step:,}")
+    shown_numbers["steps"] = (f"{found.step:,}", "")
+    if found.seconds is not None:
+        cores = sum(host.get("cores", 0) for host in _hosts(run) if isinstance(host.get("cores"), int))
+        cost = f"{found.seconds * cores / 3600:.3g} core-hours" if cores else ""
+        shown_numbers["training time"] = (human_time(found.seconds), cost)
+    if found.samples_per_s:
+        shown_numbers["speed"] = (human_rate(found.samples_per_s), "samples/s")
+    times = [run.recordings.step_seconds(q) for q in (0.5, 0.95)] if run.recordings else []
+    if times and times[0] and times[1]:
+        shown_numbers["step time"] = (f"{1e3 * times[0]:.3g} ms", f"median; 95 % below {1e3 * times[1]:.3g} ms")
+    if memory := run.curves.get("train/memory_gb"):
+        peak = max(y for _, y in memory.points)
+        shown_numbers["memory"] = (f"{peak:.3g} GB", "highest report, all processes")
+    if isinstance(size := run.environment.get("world_size"), int):
+        shown_numbers["processes"] = (f"{size:,}", f"on {counted(len(_hosts(run)) or 1, 'host')}")
+    return shown_numbers
+
+
+def _tested(found: RunReport) -> str:
+    """Return the metrics of the test split beside those of popularity and the best possible model."""
+    if not found.values:
+        return ""
+    names = distinct([name for name in found.values if name.split("/")[0] not in ("low", "high")])
+    columns = {"test": names, "model": [shown(found.values[name]) for name in names]}
+    for title, values in {"popularity": found.popularity, "best reachable": found.reachable}.items():
+        if any(name in values for name in names):
+            columns[title] = [shown(values.get(name, "")) for name in names]
+    return page.table([*columns], [*zip(*columns.values(), strict=True)])
+
+
+def _heads(runs: Sequence[Facts]) -> str:
+    keys = legend((run.name, f"s{style}") for style, run in enumerate(runs))
+    rows = []
+    for run in runs:
+        found = run.report
+        words = "done" if found.state == "done" else f"{found.state} at step {found.step:,}"
+        speed = human_rate(found.samples_per_s) if found.samples_per_s else ""
+        time = "" if found.seconds is None else human_time(found.seconds)
+        best = "" if found.best_value is None else f"{found.metric} {shown(found.best_value)}"
+        rows.append([run.name, found.model, words, f"{found.step:,}", time, speed, best, found.verdict])
+    header = ["run", "model", "state", "steps", "time", "samples/s", "best validation", "limit"]
+    names = distinct(dict.fromkeys(name for run in runs for name in run.report.values))
+    tested = [[name, *(shown(run.report.values.get(name, "")) for run in runs)] for name in names]
+    results = page.table(["test", *(run.name for run in runs)], tested) if tested else ""
+    return f'<p class="kind">Recmill</p><h1>{len(runs)} runs</h1>{keys}{page.table(header, rows)}{results}'
+
+
+# Figures of one or several runs
+
+
+def _learning(runs: Sequence[Facts]) -> str:
+    """Draw loss, learning rate, speed and the metrics of validations by step, the headline metric first."""
+    metrics = dict.fromkeys(run.report.metric for run in runs if run.report.metric)
+    metrics |= dict.fromkeys(
+        name.removeprefix("val/") for run in runs for name in run.curves if name.startswith("val/")
+    )
+    chosen = distinct(metrics)
+    charts = [_chart(runs, "training loss", "train/loss")]
+    charts += [_chart(runs, f"validation {name}", f"val/{name}") for name in chosen[:_MAX_METRICS]]
+    charts.append(_chart(runs, "learning rate", "train/lr", from_zero=True))
+    charts.append(_chart(runs, "speed", "train/samples_per_s", unit="samples/s", from_zero=True))
+    charts.append(_chart(runs, "rows found in the cache", "train/store_hit"))
+    drawn = page.figures(*map(line_chart, charts))
+    if not drawn:
+        return page.missing("No curves: nothing was reported yet (metrics.jsonl).")
+    marks = ["All curves are by step"]
+    marks += ["a ring marks the best validation"] if any(run.report.best_step for run in runs) else []
+    marks += ["small ticks on the axis mark where epochs begin"] if 'class="epoch"' in drawn else []
+    marks += ["a dashed vertical line marks where the run was resumed"] if 'class="restart"' in drawn else []
+    note = f'<p class="soft">{text("; ".join(marks))}.</p>'
+    if len(chosen) > _MAX_METRICS:
+        note += page.missing(f"{_MAX_METRICS} of {len(chosen)} metrics are drawn; metrics.jsonl has all.")
+    return drawn + note
+
+
+def _chart(runs: Sequence[Facts], title: str, key: str, unit: str = "", from_zero: bool = False) -> Chart:
+    series = [Series(run.name, run.curves[key], style) for style, run in enumerate(runs) if key in run.curves]
+    best = [
+        ((float(run.report.best_step), run.report.best_value), style)
+        for style, run in enumerate(runs)
+        if key == f"val/{run.report.metric}" and run.report.best_step is not None and run.report.best_value is not None
+    ]
+    epochs = {number: step for number, step in runs[0].epochs.items() if number} if len(runs) == 1 else {}
+    marks = [mark for run in runs for mark in run.restarts] if len(runs) == 1 else []
+    return Chart(title, series, unit=unit, from_zero=from_zero, marks=marks, epochs=epochs, best=best)
+
+
+# Sections of a run
+
+
+def _time(run: Facts) -> str:
+    """Show the parts of the run and of a step, by rank, and the slowest steps."""
+    by_rank, steps = _parts(run)
+    if not by_rank:
+        return page.missing("This run did not record where its time went.")
+    of_run = dict.fromkeys(("steps", "validate", "save"), 0.0)
+    for _, parts in by_rank.values():
+        for name, spent in parts.items():
+            of_run[name if name in of_run else "steps"] += spent / len(by_rank)
+    rows = []
+    for rank, (_, parts) in _some(by_rank).items():
+        own = {name: parts.get(name, 0.0) for name in _PARTS_OF_STEP}
+        each = f"{1e3 * sum(own.values()) / steps:.3g} ms" if steps else ""
+        rows.append((f"rank {rank}", own, each))
+    total = human_time(sum(of_run.values()))
+    drawn = [bars("The run, without start-up and test", [("all ranks", of_run, total)])]
+    drawn += [bars("A step, by rank", rows)] if any(sum(own.values()) for _, own, _ in rows) else []
+    drawn.append(_left_out(len(by_rank), len(rows)))
+    names = {"train/step_ms_p50": "median", "train/step_ms_p95": "95 % are faster"}
+    times = [
+        Series(name, run.curves[key], style) for style, (key, name) in enumerate(names.items()) if key in run.curves
+    ]
+    chart = Chart("step time", times, unit="ms", from_zero=True, marks=run.restarts)
+    slow = [
+        [f"{step:,}", f"{1e3 * spent:,.1f}", part] for spent, step, part in (run.recordings or Recordings()).slowest
+    ]
+    slowest = page.table(["slowest steps", "ms", "mostly"], slow) if slow else ""
+    return "".join([*drawn, page.figures(line_chart(chart), slowest)])
+
+
+def _parts(run: Facts) -> tuple[dict[int, tuple[str, dict[str, float]]], float]:
+    """Return host and seconds by part of each rank, and how many steps these are: as recorded, or of results.json."""
+    if run.recordings:
+        ranks = run.recordings.ranks
+        steps = max((float(own.steps.sum()) for own in ranks.values()), default=0.0)
+        return {rank: (own.host, own.seconds_by_part) for rank, own in sorted(ranks.items())}, steps
+    with suppress(KeyError, TypeError, AttributeError, ValueError):
+        by_rank = {
+            int(one["rank"]): (str(one["host"]), {str(name): float(spent) for name, spent in one["parts"].items()})
+            for one in run.timing.get("ranks", [])
+        }
+        return by_rank, float(run.timing.get("steps", 0))
+    return {}, 0.0
+
+
+def _some(by_rank: Mapping[int, Any]) -> dict[int, Any]:
+    """Return the ranks that are shown: all, or those that wait least and most for others."""
+    if len(by_rank) <= 2 * SHOWN_RANKS:
+        return dict(by_rank)
+    ordered = sorted(by_rank, key=lambda rank: by_rank[rank][1].get("sync", 0) + by_rank[rank][1].get("exchange", 0))
+    return {rank: by_rank[rank] for rank in sorted([*ordered[:SHOWN_RANKS], *ordered[-SHOWN_RANKS:]])}
+
+
+def _left_out(total: int, drawn: int) -> str:
+    return page.missing(f"{drawn} of {total} ranks are shown, which wait least and most.") if total > drawn else ""
+
+
+def _ranks(run: Facts) -> str:
+    """Compare the ranks: who waits for whom, and what each used."""
+    recorded = run.recordings
+    if recorded is None:
+        return page.missing("Nothing was recorded of single ranks (trace/).")
+    waiting, rows = [], []
+    shown_ranks = _some(_parts(run)[0])
+    for rank in shown_ranks:
+        own = recorded.ranks[rank]
+        seconds = own.parts[:, [PARTS.index(name) for name in _PARTS_OF_STEP]].sum(axis=1)
+        waits = own.parts[:, PARTS.index("sync")] + own.parts[:, PARTS.index("exchange")]
+        shares = [w / s if s else float("nan") for w, s in zip(waits.tolist(), seconds.tolist(), strict=True)]
+        share = f"{100 * waits.sum() / max(seconds.sum(), 1e-9):.0f} %"
+        waiting.append((f"rank {rank}", shares, share))
+        sizes = {name: own.totals.get(name) for name in ("cpu_s", "peak_rss", "read_bytes", "write_bytes")}
+        cells = ["" if sizes["cpu_s"] is None else f"{sizes['cpu_s']:,.1f}"]
+        cells += ["" if sizes[name] is None else f"{(sizes[name] or 0) / 1e6:,.1f}" for name in [*sizes][1:]]
+        rows.append([rank, own.host, share, *cells])
+    header = ["rank", "host", "waits", "CPU s", "peak memory MB", "read MB", "written MB"]
+    drawn = page.table(header, rows) + _left_out(len(recorded.ranks), len(rows))
+    if len(recorded.ranks) > 1:
+        highest = max((s for _, shares, _ in waiting for s in shares if s == s), default=0.0)
+        axis = ["first step", f"strongest colour: {100 * highest:.0f} % of a step", f"step {run.report.step:,}"]
+        drawn += heat_map("Waiting for other ranks", waiting, axis, highest)
+    return drawn + "".join(page.missing(f"Note: {note}.") for note in recorded.notes[:10])
+
+
+def _machine(run: Facts) -> str:
+    """Draw memory, cores and disk over time, by rank."""
+    recorded = run.recordings
+    ranks = sorted(recorded.ranks)[:MAX_SERIES] if recorded else []
+    units = {"memory": "GB", "cores used": "", "disk read": "MB/s", "disk written": "MB/s", "GPU use": "%"}
+    marks = [(start.offset, "resumed") for start in recorded.starts[1:]] if recorded else []
+    charts = []
+    for name, unit in units.items():
+        series = [
+            Series(f"rank {rank}", recorded.ranks[rank].curves[name], style)
+            for style, rank in enumerate(ranks)
+            if recorded and name in recorded.ranks[rank].curves
+        ]
+        charts.append(line_chart(Chart(name, series, x="time", unit=unit, from_zero=True, marks=marks)))
+    if not (drawn := page.figures(*charts)):
+        return page.missing("No counters were recorded (trace/).")
+    if recorded and len(recorded.ranks) > len(ranks):
+        drawn += page.missing(f"The first {len(ranks)} of {len(recorded.ranks)} ranks are drawn.")
+    return drawn
+
+
+def _tables(run: Facts) -> str:
+    """List the largest tables: where their rows live, and how large they are on each rank."""
+    if not run.tables:
+        return page.missing("The placement of tables is unknown (sharding.json).")
+    rows = []
+    for one in run.tables:
+        by_rank = one.get("bytes_by_rank")
+        by_rank = by_rank if isinstance(by_rank, dict) else {}
+        sizes = [size / 1e6 for size in by_rank.values() if isinstance(size, int)]
+        where = f"rank {next(iter(by_rank))}" if len(sizes) == 1 else counted(len(sizes), "rank")
+        balance = f"{min(sizes):,.3f} to {max(sizes):,.3f}" if len(sizes) > 1 else ""
+        facts = [one.get(name, "") for name in ("table", "rows", "dim", "store", "type")]
+        rows.append([*facts, sum(sizes), where, balance])
+    rows.sort(key=lambda row: -row[5])
+    known = sum(row[1] for row in rows if isinstance(row[1], int))
+    size = sum(row[5] for row in rows)
+    words = f"{counted(len(rows), 'table')}, {known:,} rows, {size:,.1f} MB with the state of their optimizer."
+    if hit := run.curves.get("train/store_hit"):
+        words += f" Of the rows that steps needed, {hit.points[-1][1]:.1%} were in the cache at the last report."
+    header = ["table", "rows", "width", "store", "sharding", "MB", "on", "MB by rank"]
+    cells = [
+        [f"{cell:,.3f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell for cell in row]
+        for row in rows[:_MAX_ROWS]
+    ]
+    rest = page.missing(f"The {_MAX_ROWS} largest are listed.") if len(rows) > _MAX_ROWS else ""
+    return f"<p>{text(words)}</p>{page.table(header, cells)}{rest}"
+
+
+def _checkpoints(run: Facts) -> str:
+    if not run.checkpoints:
+        return page.missing(run.no_checkpoints or "No checkpoint was saved.")
+    waits = run.recordings.saves if run.recordings else {}
+    rows = []
+    for one in run.checkpoints[-_MAX_ROWS:]:
+        waited = f"{waits[one['step']]:.3f}" if one["step"] in waits else ""
+        is_good = one["health"] == "complete"
+        facts = [f"{one['step']:,}", one.get("epoch", ""), one.get("kind", "corrupt"), f"{one['bytes'] / 1e6:,.1f}"]
+        state = ("best" if one["is_best"] else "complete") if is_good else one["health"]
+        rows.append([*facts, waited, one.get("saved_at", ""), state])
+    header = ["step", "epoch", "kind", "MB", "training waited, s", "saved", ""]
+    return page.table(header, rows) + '<p class="soft">Older ones were removed, as the config says.</p>'
+
+
+def _timeline(run: Facts) -> str:
+    """Draw what rank 0 did during the run, and some steps of all ranks."""
+    recorded = run.recordings
+    if recorded is None:
+        return page.missing("Nothing was recorded (trace/): observe.record = false, or an earlier version of Recmill.")
+    axis = [human_time(recorded.seconds * share) for share in (0, 0.25, 0.5, 0.75, 1)]
+    between = f" ({counted(len(recorded.starts), 'start')}; the time between them is left out)"
+    order = ("start-up", "training", "validate", "save", "test")
+    whole = {name: recorded.run[name] for name in order if name in recorded.run}
+    drawn = lanes(f"The run{between if len(recorded.starts) > 1 else ''}", [("first rank", whole)], axis)
+    first, last = recorded.zoom_steps
+    rows = []
+    for rank, track in sorted(recorded.zoom, key=lambda lane: (lane[0], TRACKS.index(lane[1]))):
+        lane = recorded.zoom[rank, track]
+        ordered = sorted(lane, key=lambda name: name == "exchange")  # which is within other parts
+        rows.append((f"rank {rank} {track}", {name: lane[name] for name in ordered}))
+    millis = [f"{1e3 * recorded.zoom_seconds * share:.3g} ms" for share in (0, 0.25, 0.5, 0.75, 1)]
+    drawn += lanes(f"Steps {first:,} to {last:,}", rows, millis)
+    command = shlex.join(["recmill", "trace", run.name])
+    return drawn + f"<p>All of it, for Perfetto: <code>{text(command)}</code></p>"
+
+
+def _hosts(run: Facts) -> list[dict[str, Any]]:
+    hosts = run.environment.get("hosts")
+    return [host for host in hosts if isinstance(host, dict)] if isinstance(hosts, list) else []
+
+
+def _environment(run: Facts) -> str:
+    known = run.environment
+    if not known:
+        return page.missing("Where it ran is unknown (env.json).")
+    flat: dict[str, object] = {}
+    for name, value in known.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}: {key}" if name != "packages" else key: inner for key, inner in value.items()}
+        elif name != "hosts" and value is not None:
+            flat[name] = value
+    hosts = [
+        [
+            *(host.get("name", ""), len(host.get("ranks") or []), host.get("cpu", ""), host.get("cores", "")),
+            *(host.get("memory_gb", ""), host.get("kernel", ""), ", ".join(map(str, host.get("gpus") or [])) or "none"),
+        ]
+        for host in _hosts(run)
+    ]
+    header = ["host", "ranks", "CPU", "cores", "memory GB", "kernel", "GPUs"]
+    listed = page.table(header, hosts[:_MAX_ROWS]) if hosts else page.missing("Its hosts were not recorded.")
+    rest = page.missing(f"{_MAX_ROWS} of {len(hosts)} hosts are listed.") if len(hosts) > _MAX_ROWS else ""
+    return listed + rest + page.pairs(dict([*flat.items()][:200]))
+
+
+def _config(run: Facts) -> str:
+    try:
+        content = read_small(run.path / "config.toml").decode(errors="replace")
+    except (OSError, ValueError):
+        return page.missing("It ended before its config was written (config.toml).")
+    cut = page.missing("The rest is in config.toml.") if len(content) > _MAX_CONFIG else ""
+    return page.preformatted(content[:_MAX_CONFIG], "columns") + cut
+
+
+def _repeat(run: Facts) -> str:
+    """Return the commands that give the same run, and those that look at this one."""
+    if not (run.path / "config.toml").is_file():
+        return page.missing("Without its config.toml, this run cannot be repeated.")
+    size = run.environment.get("world_size")
+    hosts = len(_hosts(run)) or 1
+    train = ["recmill", "train", str(run.path / "config.toml"), "--run", f"{run.name}-again"]
+    if isinstance(size, int) and size > 1:
+        launch = ["recmill", "launch", *train[2:], "--on", str(run.environment.get("launcher") or "slurm")]
+        train = (
+            [*launch, "--nodes", str(hosts), "--procs", str(size // hosts)]
+            if hosts > 1
+            else [*train, "--procs", str(size)]
+        )
+    lines = [_prepare_command(run), shlex.join(train)]
+    lines += [shlex.join(["recmill", command, run.name]) for command in _COMMANDS_OF_RUN]
+    commit = run.environment.get("git_commit")
+    about = f"<p>The code is commit <code>{text(commit)}</code>.</p>" if commit else ""
+    return about + page.preformatted("\n".join(filter(None, lines)))
+
+
+def _prepare_command(run: Facts) -> str:
+    """Return the command that made the dataset, if Recmill made it and it is still there."""
+    with suppress(UserError, OSError):
+        _, settings = read_settings(run.path / "config.toml")
+        made = open_dataset(settings.data.path).description
+        if made.name not in registry.DATASETS:
+            return ""
+        words = ["recmill", "prepare", made.name, "--output", settings.data.path]
+        words += ["--input", "RAW_FILES"] if "files" in made.recipe else []
+        for name, value in made.recipe.items():
+            given = ",".join(map(str, value)) if isinstance(value, list) else value
+            if name == "files" or given in (None, "", False):
+                continue
+            words += [f"--{name.replace('_', '-')}", *([] if given is True else [str(given)])]
+        return shlex.join(words)
+    return ""
+
+
+_SECTIONS = {
+    "Where the time went": _time,
+    "Ranks": _ranks,
+    "Machine": _machine,
+    "Timeline": _timeline,
+    "Tables": _tables,
+    "Checkpoints": _checkpoints,
+    "Environment": _environment,
+    "Config": _config,
+    "How to repeat it": _repeat,
+}
