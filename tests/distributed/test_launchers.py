@@ -3,6 +3,7 @@
 `make launchers` installs what these tests need; without it they are skipped.
 """
 
+import gzip
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +22,7 @@ import tomli_w
 from recmill.commands.jobs import cancel, logs, status
 from recmill.jobs.records import read_job_end, read_jobs
 
-from ..conftest import Config
+from ..conftest import REPO, Config
 from ..processes import descendants, free_port, send, wait_until
 from ..slurm_cluster import missing_programs, slurm_cluster, step_daemons
 from .runs import loss_by_step
@@ -335,8 +337,10 @@ def test_the_second_job_of_a_pbs_chain_continues_the_first(
     prolog.chmod(0o755)
     profile = tmp_path / "site.toml"
     path = f"export PATH={TOOLS / 'bin'}:$PATH"
-    values = {"launcher": "pbs", "procs": 2, "chunk": "ncpus=2", "setup": [path], "mpi_options": ["-launcher", "fork"]}
-    profile.write_text(tomli_w.dumps(values), encoding="utf-8")
+    slow = '[ -d "${jobs%/jobs}/checkpoints" ] || export RECMILL_FAIL=train.step:slow'  # only the first job
+    after = tomllib.loads((REPO / "configs" / "clusters" / "polaris.toml").read_text())["after"]
+    values = {"launcher": "pbs", "procs": 2, "chunk": "ncpus=2", "mpi_options": ["-launcher", "fork"]}
+    profile.write_text(tomli_w.dumps(values | {"setup": [path, slow], "after": after}), encoding="utf-8")
     with slurm_cluster(f"TaskProlog={prolog}") as variables:
         monkeypatch.setenv("SLURM_CONF", variables["SLURM_CONF"])
         run = tmp_path / "run"
@@ -350,6 +354,10 @@ def test_the_second_job_of_a_pbs_chain_continues_the_first(
     assert read_job_end(run / "jobs", first)["state"] == "preempted"
     assert read_job_end(run / "jobs", second)["state"] == "done"
     assert loss_by_step(run) == losses
+    # Polaris' last line: one timeline of both jobs and both ranks
+    events = json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))["traceEvents"]
+    steps = {(event["pid"], event["args"]["step"]) for event in events if event["name"] == "forward"}
+    assert steps == {(rank, step) for rank in (0, 1) for step in range(1, 121)}
 
 
 @needs_slurm
