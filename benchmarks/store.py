@@ -130,7 +130,8 @@ class CachedSsd:
         self._batches, self._pinned, self._step = setting.batches, threading.Condition(), 0
         self._is_over = False
         self._thread = threading.Thread(target=self._hint, daemon=True)
-        self._thread.start()
+        if self.cache.plan.slots < layout.rows:  # as in training
+            self._thread.start()
 
     def _hint(self) -> None:
         for batch in itertools.count():
@@ -155,7 +156,8 @@ class CachedSsd:
         with self._pinned:
             self._is_over = True
             self._pinned.notify()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self.cache.close()
 
     def facts(self) -> str:

@@ -41,7 +41,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "openmpi.sh": {"launcher": "mpi", "mpi": "openmpi", **FULL, "hosts": ["a", "b"], "env": {"A": "b"}},
     "local.sh": {"launcher": "local", "procs": 2, "env": {"A": "b c"}},
     "torchrun.sh": {"launcher": "torchrun", "nodes": 2, "procs": 2, "hosts": ["a", "b"]},
-    "torchx.sh": {"launcher": "torchx", **FULL, "scheduler": "slurm"},
+    "torchx.sh": {"launcher": "torchx", **FULL, "scheduler": "slurm", "queue": "gpu"},
+    "torchx-kubernetes.sh": {"launcher": "torchx", **FULL, **MOUNTS, "scheduler": "kubernetes", "queue": "default"},
     "job.json": {"launcher": "kubernetes", **FULL, **MOUNTS, "time": "01:00:00", "queue": "q", "namespace": "n"},
     "jobset.json": {"launcher": "kubernetes", **FULL, **MOUNTS, "kind": "jobset", "gpus": 4, "memory_gb": 100},
     "trainjob.json": {"launcher": "kubernetes", **FULL, **MOUNTS, "kind": "trainjob", "env": {"A": "b"}},
@@ -81,6 +82,8 @@ def test_every_launcher_has_a_text(launcher: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"launcher": "torchx", "scheduler": "kubernetes", **MOUNTS}, "'queue': torchx's scheduler kubernetes needs"),
+        ({"launcher": "torchx", "scheduler": "kubernetes", "queue": "q"}, "'image' and 'mounts'"),
         ({"launcher": "slurm", "image": "x"}, "'image' is not read by launcher 'slurm', only by kubernetes and torchx"),
         ({"launcher": "slurm", "quue": "x"}, "unknown key 'quue'. Did you mean 'queue'?"),
         ({"launcher": "slum"}, "'launcher': unknown value 'slum'. Did you mean 'slurm'?"),
@@ -211,7 +214,8 @@ def torchx_command(words: list[str]) -> list[str]:
 
     component: dict[str, Any] = {}
     exec((REPO / "src/recmill/jobs/torchx_component.py").read_text(encoding="utf-8"), component)
-    options = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
+    (first,) = [i for i, word in enumerate(words) if word.endswith("torchx_component.py:train")]
+    options = dict(word.removeprefix("--").split("=", 1) for word in words[first + 1 :])
     (role,) = component["train"](**options).roles
     role = torchx.specs.macros.Values(img_root="", app_id="expanded", replica_id="0", rank0_env="HEAD").apply(role)
     return [role.entrypoint, *role.args]

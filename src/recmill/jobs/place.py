@@ -23,7 +23,7 @@ _READ_BY = {
     "memory_gb": {"torchx", "slurm", "pbs", "kubernetes"},
     "gpus": {"torchx", "slurm", "kubernetes"},
     "account": {"slurm", "pbs"},
-    "queue": {"slurm", "pbs", "kubernetes"},
+    "queue": {"slurm", "pbs", "kubernetes", "torchx"},
     "setup": _SHELL,
     "after": _SHELL,
     "env": set(LAUNCHERS) - {"torchx"},
@@ -36,8 +36,8 @@ _READ_BY = {
     "scheduler": {"torchx"},
     "kind": {"kubernetes"},
     "image": {"kubernetes", "torchx"},
-    "mounts": {"kubernetes"},
-    "namespace": {"kubernetes"},
+    "mounts": {"kubernetes", "torchx"},
+    "namespace": {"kubernetes", "torchx"},
 }
 _WORD = re.compile(r"[A-Za-z0-9_.:@+=,/\[\]-]{1,128}")
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -58,7 +58,7 @@ class Place(Section):
     time: str | None = key(None, "Time limit: HH:MM:SS or D-HH:MM:SS.")
     warning_seconds: PositiveInt = key(120, "How long before the time limit a run saves and ends.")
     account: str | None = key(None, "Account or project that is charged.")
-    queue: str | None = key(None, "Partition (Slurm), queue (PBS) or Kueue's queue (Kubernetes).")
+    queue: str | None = key(None, "Partition (Slurm), queue (PBS), Kueue's queue (Kubernetes) or Volcano's (torchx).")
     python: str | None = key(None, "Interpreter that has Recmill.")
     setup: list[str] = key([], "Shell lines that run first, like 'module load conda'.")
     after: list[str] = key([], "Shell lines that run after training, however it ended.")
@@ -141,7 +141,10 @@ class Place(Section):
             found.append(
                 f"'hosts': the profile lists {len(self.hosts)} hosts for {self.nodes} nodes. List one per node."
             )
-        if self.launcher == "kubernetes" and not (self.image and self.mounts):
+        is_torchx = self.launcher == "torchx" and self.scheduler == "kubernetes"
+        if is_torchx and not self.queue:
+            found.append("'queue': torchx's scheduler kubernetes needs the name of a queue of Volcano.")
+        if (is_torchx or self.launcher == "kubernetes") and not (self.image and self.mounts):
             found.append(
                 "'image' and 'mounts': Kubernetes needs an image that has Recmill, and a volume with data and runs."
             )

@@ -179,7 +179,14 @@ def _torchx(job: Job) -> list[str]:
     options = {"config": job.jobs / "config.toml", "run": job.run, "j": f"{place.nodes}x{place.procs}"}
     options |= {"cpu": place.cpus and place.cpus * place.procs, "gpu": place.gpus or None, "image": place.image}
     options |= {"memMB": place.memory_gb and place.memory_gb * 1000, "args": join(job.arguments) or None}
-    words = ["torchx", "run", "-s", place.scheduler, f"{component}:train"]
+    mounts = [part.split(":", 1) for part in place.mounts]
+    options |= {"mounts": ",".join(f"type=volume,src={claim},dst={path}" for claim, path in mounts) or None}
+    is_slurm = place.scheduler == "slurm"
+    named = {"partition" if is_slurm else "queue": place.queue, "namespace": place.namespace}
+    settings = ",".join(f"{name}={value}" for name, value in named.items() if value is not None)
+    # Without a workspace, torchx takes the image as it is. It waits by itself only for processes on this machine.
+    words = ["torchx", "run", "--workspace=", "--wait", "-s", place.scheduler]
+    words += [*(["-cfg", settings] if settings else []), f"{component}:train"]
     words += [f"--{name}={value}" for name, value in options.items() if value is not None]
     path = f'export PATH="$PATH":{quote(str(Path(job.python).parent))}'  # torchx calls torchrun
     return [*_head(job, "", [], "$$"), path, " ".join(map(quote, words)), *_tail(job, "code=$?")]

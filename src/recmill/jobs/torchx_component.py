@@ -17,6 +17,7 @@ def train(
     cpu: int = 2,
     gpu: int = 0,
     memMB: int = 8000,
+    mounts: str = "",
     args: str = "",
 ) -> specs.AppDef:
     """Trains the model of a run config with recmill train.
@@ -29,6 +30,7 @@ def train(
         cpu: cores per node
         gpu: GPUs per node
         memMB: memory per node
+        mounts: volumes with data and runs, as type=volume,src=CLAIM,dst=/path[,type=...]
         args: further arguments of recmill train, quoted as for a shell
     """
     environment = {
@@ -46,5 +48,6 @@ def train(
         cpu=cpu,
         gpu=gpu,
         memMB=memMB,
+        mounts=mounts.split(",") if mounts else None,
         env=environment,
     )

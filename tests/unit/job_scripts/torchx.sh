@@ -10,7 +10,7 @@ cd "$jobs" || {
 export RECMILL_ERRORS="$jobs/$id.errors"
 rm -rf "$RECMILL_ERRORS" "$id.end.json" && mkdir "$RECMILL_ERRORS"  # those of a start before a requeue
 export PATH="$PATH":/env/bin
-torchx run -s slurm REPO/src/recmill/jobs/torchx_component.py:train '--config=/data/Run'"'"'s 5%/jobs/config.toml' '--run=/data/Run'"'"'s 5%' --j=2x4 --cpu=32 '--args=--init-from '"'"'/data/$(old)'"'"''
+torchx run --workspace= --wait -s slurm -cfg partition=gpu REPO/src/recmill/jobs/torchx_component.py:train '--config=/data/Run'"'"'s 5%/jobs/config.toml' '--run=/data/Run'"'"'s 5%' --j=2x4 --cpu=32 '--args=--init-from '"'"'/data/$(old)'"'"''
 code=$?
 "$python" -P -m recmill.jobs.finish "$jobs" "$id" "$code" "$started"
 exit $?
