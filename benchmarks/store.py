@@ -352,8 +352,9 @@ class Dlrm:
         nn.functional.binary_cross_entropy_with_logits(logits, self.labels).backward()
         gradient = bags.grad
         assert isinstance(gradient, Tensor)
-        memory = weights, self.starts, state, self.starts, rows, torch.arange(NUM_TABLES)
-        self.library.call("update_bags", *memory, *tables, gradient.contiguous(), 2, 0.01, 1e-8)
+        memory = weights, self.starts, state, None, self.starts, 1, rows, torch.arange(NUM_TABLES)
+        rowwise_adagrad = 2, torch.tensor([0.01, 1e-8, 0.0])
+        self.library.call("update_bags", *memory, *tables, gradient.contiguous(), *rowwise_adagrad)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         store.end()

@@ -258,7 +258,6 @@ def random_set(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sizes = ["model.max_length=16", "model.embedding_dim=128", "model.mask_prob=0.2"]
     # Overlapping windows and copies change no step, only the time to sort 24 million windows.
     sizes += ["model.sliding_step=0", "model.dupe_factor=1"]
-    # A fused Adam for sharded tables exists only on GPUs.
     optim = ['optim.tables.name="rowwise_adagrad"', "optim.tables.lr=0.001"]
     no_evaluation = ["eval.before_training=false", 'eval.protocols=["full"]']
     common = [f'data.path="{data}"', *sizes, *optim, *no_evaluation, *FOREVER]

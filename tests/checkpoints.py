@@ -75,7 +75,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     in_files = {
         key: torch.empty(description.size)
         for key, description in described_tensors(checkpoint).items()
-        if key in {key for _, file in checkpoint.row_files for t in file.tables for key in (t.key, t.state_key)}
+        if key in {key for _, file in checkpoint.row_files for t in file.tables for key in (t.key, *t.state_keys)}
     }
     read_row_files(checkpoint, in_files)
     if not checkpoint.base:

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def sharded(dlrm: Config) -> Config:
     """Every kind of table, and a large one of which few rows are used."""
     kinds = {"C1": "data_parallel", "C2": "column_wise", "C3": "row_wise", "C4": "table_wise"}
-    optim = {"dense": {"name": "adam"}, "tables": {"name": "adagrad"}}
+    optim = {"dense": {"name": "adam"}, "tables": {"name": "adam"}}
     return dlrm | {"sharding": {"tables": kinds}, "optim": optim, "eval": {"every_steps": 100}}
 
 

@@ -201,6 +201,7 @@ def test_losses_rows_and_counts_are_those_of_dictionaries(
 
 
 def test_a_killed_run_resumes_with_the_same_bits(config: Config, tmp_path: Path) -> None:
+    config["optim"]["tables"]["name"] = "adam"  # two states, and a number of steps
     train(config, tmp_path / "unbroken")
     assert exit_code(recmill.train, config, tmp_path / "run", fail="train.step@step=9:kill") == -signal.SIGKILL
     train(config, tmp_path / "run")
@@ -255,6 +256,7 @@ def test_dynamic_tables_in_files_have_the_bits_of_those_in_memory(config: Config
         pytest.skip(f"{tmp_path} is in memory, where cached_ssd refuses to keep rows: choose a disk with --basetemp")
     config["model"] |= {"embedding_dim": 256, "bottom_mlp": [256]}
     config["sharding"] = {"default": "row_wise"}
+    config["optim"]["tables"]["name"] = "adam"  # two states beside each row
     train(config, tmp_path / "memory", procs=2)
     tables = config["tables"] | {"store": "cached_ssd", "cache_memory_budget_mb": 4}
     half = config["train"] | {"max_steps": 7}

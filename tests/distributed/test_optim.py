@@ -1,5 +1,6 @@
 """Optimizers and schedules of sharded runs against torch's own, on an unsharded network in one process."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -8,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+import recmill
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import load_config
 from recmill.config.sections import DenseOptim
 from recmill.data.opening import open_dataset
-from recmill.errors import ConfigError
 from recmill.training import optim
 
-from ..group import train
+from ..checkpoints import newest, tensors_of
+from ..group import exit_code, train
 from .runs import losses, metric_lines
 from .test_world_sizes import give_tables_memory
 
@@ -104,6 +106,15 @@ class RowwiseAdagrad(torch.optim.Optimizer):
             parameter -= self.param_groups[0]["lr"] * parameter.grad / (sums.sqrt() + 1e-8)
 
 
+class SparseAdam(torch.optim.SparseAdam):
+    """torch's, of the rows that have a gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = parameter.grad.to_sparse(1)
+        super().step()
+
+
 OPTIMIZERS: dict[str, tuple[Config, Make, Make]] = {
     "clipped sgd, adagrad": (
         {
@@ -126,6 +137,11 @@ OPTIMIZERS: dict[str, tuple[Config, Make, Make]] = {
         lambda p: torch.optim.Adagrad(p, lr=0.02, fused=False),
         lambda p: RowwiseAdagrad(p, lr=0.1),
     ),
+    "sgd, adam": (
+        {"dense": {"name": "sgd", "lr": 0.1}, "tables": {"name": "adam", "lr": 0.01}},
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: SparseAdam(p, lr=0.01),
+    ),
 }
 
 
@@ -139,9 +155,19 @@ def test_optimizers_equal_torch_s_own_also_after_resuming(name: str, dlrm: Confi
     assert losses(tmp_path / "run") == pytest.approx(reference(dlrm, 7, dense, tables), rel=2e-5)
 
 
-def test_adam_for_tables_on_cpu_is_refused_before_anything_is_written(dlrm: Config, tmp_path: Path) -> None:
-    """Also where the device is known only when the work starts."""
-    dlrm["optim"] = {"tables": {"name": "adam"}}
-    with pytest.raises(ConfigError, match=r"no fused Adam there.* Use 'rowwise_adagrad' or 'adagrad'"):
-        train(dlrm, tmp_path / "run", overrides=["train.device=auto"])
-    assert not (tmp_path / "run" / "config.toml").exists()
+def test_a_killed_run_with_adam_resumes_with_the_same_bits_and_three_processes_have_its_losses(
+    dlrm: Config, tmp_path: Path
+) -> None:
+    dlrm["optim"], *_ = OPTIMIZERS["sgd, adam"]
+    dlrm |= {"checkpoint": {"every_steps": 3}, "eval": dlrm["eval"] | {"every_steps": 100}}
+    dlrm["train"]["max_steps"] = 8
+    train(dlrm, tmp_path / "unbroken")
+    assert exit_code(recmill.train, dlrm, tmp_path / "killed", fail="train.step@step=5:kill") == -signal.SIGKILL
+    train(dlrm, tmp_path / "killed")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "unbroken")
+    expected, found = (tensors_of(newest(tmp_path / run)) for run in ("unbroken", "killed"))
+    assert expected.keys() == found.keys()
+    assert {int(value) for key, value in found.items() if key.endswith(".steps")} == {8}
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+    train(dlrm, tmp_path / "three", procs=3, overrides=["sharding.default=row_wise"])
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "unbroken"), rel=2e-5)

@@ -27,7 +27,7 @@ KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel", "mixed")
 SHARDINGS: dict[str, dict[str, Any]] = {kind: {"default": kind} for kind in KINDS[:-1]} | {
     "mixed": {"tables": {"C1": "data_parallel", "C2": "column_wise", "C3": "grid", "C4": "table_row_wise"}}
 }
-STATES = {"adagrad": KINDS, "rowwise_adagrad": ("table_wise", "row_wise", "data_parallel")}
+STATES = {"adam": KINDS, "rowwise_adagrad": ("table_wise", "row_wise", "data_parallel")}
 
 
 def expected(key: str, row: int, column: int, shape: torch.Size) -> Tensor:

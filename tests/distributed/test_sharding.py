@@ -59,6 +59,10 @@ CASES = [
     ("bert4rec", "rowwise_adagrad", "row_wise"),
     ("bert4rec", "rowwise_adagrad", "data_parallel"),
     ("bert4rec", "adagrad", "column_wise"),
+    ("dlrm", "adam", "row_wise"),
+    ("dlrm", "adam", "column_wise"),
+    ("dlrm", "adam", "data_parallel"),
+    ("bert4rec", "adam", "row_wise"),
 ]
 
 
@@ -88,16 +92,6 @@ def test_single_tables_get_their_own_type_by_table_or_feature(
     assert list(types.values()) == ["data_parallel", "table_wise", "column_wise", "row_wise"]
     assert_equals_one_rank({**config, "sharding": {}}, tmp_path / "run", tmp_path, one_rank)
     assert "table_C3  300    8    column_wise    0, 1     0.01" in (tmp_path / "run" / "log.txt").read_text()
-
-
-def test_adam_on_cpu_is_adam_where_tables_are_data_parallel(dlrm: dict[str, Any], tmp_path: Path) -> None:
-    config = {**with_optimizer(dlrm, "adam"), "sharding": {"mode": "ddp"}}
-    for procs in (1, 2):
-        group.train(config, tmp_path / str(procs), procs=procs)
-    assert list(placed(tmp_path / "2").values()) == [("data_parallel", [0, 1])] * 4
-    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-6)
-    with pytest.raises(ConfigError, match="no fused Adam there"):
-        train(config, tmp_path / "3", overrides=["sharding.mode=auto", "train.device=auto"])
 
 
 def train_on_machines(config: dict[str, Any], folder: Path, ranks: int, local_size: int) -> Path:

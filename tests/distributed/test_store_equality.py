@@ -68,9 +68,11 @@ def rows_of(model: nn.Module) -> dict[tuple[str, int], tuple[bytes, bytes]]:
             fused, keys = FusedTables(lookup.fbgemm), lookup._shards
             sizes = fused.rows.numpy()
             ends = np.cumsum(sizes)[:-1]
-            flat = fused.weights[0].detach().numpy(), fused.state[0].detach().numpy()
-            columns = fused.dim, len(flat[1]) // sizes.sum()
-            parts = [np.split(v.reshape(-1)[: sizes.sum() * n], ends * n) for v, n in zip(flat, columns, strict=True)]
+            memory, count = fused.memory, sizes.sum()
+            own = [values for values in (memory.state, memory.state2) if values is not None]
+            states = [values.detach().numpy()[: len(values) // count * count].reshape(count, -1) for values in own]
+            weights = memory.weights.detach().numpy().reshape(-1)[: count * fused.dim].reshape(count, -1)
+            parts = [np.split(values, ends) for values in (weights, np.hstack([weights[:, :0], *states]))]
         found |= {key: (bits(w), bits(s)) for key, w, s in zip(keys, *parts, strict=True)}
     return found
 
@@ -169,5 +171,6 @@ def test_every_optimizer_sharding_and_lookup_gives_the_bits_of_tables_in_memory(
         f"{kind} {sharding} {optimizer}": config_of(kind, datasets[kind], optimizer, sharding)
         for sharding, kind, optimizer in itertools.product(SHARDINGS, datasets, OPTIMIZERS)
     }
+    configs |= {f"{kind} row_wise adam": config_of(kind, datasets[kind], "adam", "row_wise") for kind in datasets}
     different = in_group(procs, compare, configs, tmp_path)
     assert different == []

@@ -77,6 +77,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
         (1, "sgd", {"default": "row_wise"}, 2),
         (2, "rowwise_adagrad", {"default": "row_wise", "tables": {"C3": "table_wise"}}, 3),
         (3, "adagrad", {"default": "table_wise"}, 2),
+        (2, "adam", {"default": "row_wise"}, 3),
     ],
 )
 def test_losses_tables_and_optimizer_state_have_the_bits_of_tables_in_memory(

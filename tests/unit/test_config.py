@@ -131,10 +131,6 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
             "data.train_on_validation with eval.patience: validation cannot select the best step",
         ),
         (
-            {**GOOD, "optim": {"tables": {"name": "adam"}}, "train": {"device": "cpu"}},
-            "FBGEMM has no fused Adam",
-        ),
-        (
             schedule(name="mlperf", warmup_steps=9, decay_start_step=8, decay_steps=1),
             "before the end of warmup, at step 9",
         ),
@@ -396,7 +392,6 @@ def test_all_that_dynamic_tables_cannot_do_is_reported_at_once() -> None:
             "tables": {"dynamic": {"all": {"max_rows": 5, "min_count": 2, "admit_probability": 0.5}}},
             "sharding": {"default": "column_wise", "tables": {"item": "data_parallel"}},
             "train": {"device": "cuda", "kernels": "torch"},
-            "optim": {"tables": {"name": "adam"}},
             "checkpoint": {"full_every": 2, "row_bits": 8},
         }
     )
@@ -406,7 +401,6 @@ def test_all_that_dynamic_tables_cannot_do_is_reported_at_once() -> None:
         "sharding.tables.item = 'data_parallel' with tables.dynamic.all",
         "tables.dynamic.all with train.device = 'cuda': ids are looked up in host memory",
         "train.kernels = 'torch': it is one of our own kernels",
-        "optim.tables.name = 'adam': FBGEMM has no fused Adam on CPU",
         "checkpoint.row_bits = 8: such rows are saved exactly",
         "tables.dynamic: the items of model 'sasrec' must be known in advance",
     ):
@@ -427,7 +421,6 @@ def test_all_that_cached_ssd_cannot_do_is_reported_at_once() -> None:
             "tables": {"store": "cached_ssd"},
             "sharding": {"default": "column_wise", "tables": {"item": "data_parallel"}},
             "train": {"device": "cuda", "kernels": "torch"},
-            "optim": {"tables": {"name": "adam"}},
             "checkpoint": {"full_every": 2, "row_bits": 8},
         }
     )
@@ -437,7 +430,6 @@ def test_all_that_cached_ssd_cannot_do_is_reported_at_once() -> None:
         "sharding.tables.item = 'data_parallel' with tables.store = 'cached_ssd'",
         "train.device = 'cuda': it would need FBGEMM's SSD operators, which no published FBGEMM has",
         "train.kernels = 'torch': it is one of our own kernels",
-        "optim.tables.name = 'adam': FBGEMM has no fused Adam on CPU",
         "checkpoint.row_bits = 8: such rows are saved exactly",
         "model.head = 'tied' with tables.store = 'cached_ssd': it needs all rows",
     ):

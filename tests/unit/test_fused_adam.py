@@ -1,15 +1,11 @@
-"""The state of FBGEMM's fused Adam. It has no kernel for CPUs, on which its module can only look rows up."""
+"""The state of fused Adam, which is FBGEMM's also where our kernels update the rows."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -26,7 +22,7 @@ from recmill.tables.placement import Request
 from recmill.tables.sharding import shard
 from recmill.tables.spec import TableSpec
 from recmill.tables.table_lookup import fused_lookups
-from recmill.tables.torchrec_internals import local_shards, table_of
+from recmill.tables.torchrec_internals import FusedTables, local_shards, table_of
 from recmill.training.optim import build_optimizer
 from recmill.world import World, joined_world
 
@@ -36,22 +32,10 @@ TABLES = [TableSpec(f"t{i}", f"f{i}", rows, 4, 0.1) for i, rows in enumerate((5,
 IDS = KeyedJaggedTensor.from_lengths_sync(["f0", "f1"], torch.tensor([1, 3, 6, 0]), torch.tensor([1, 1, 1, 1]))
 SETTINGS = OptimSection(tables=TablesOptim(name="adam"))
 
-pytestmark = pytest.mark.filterwarnings("ignore:(?s).*EXPERIMENTAL")  # what FBGEMM says of its Adam
-
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A group of one process, in which FBGEMM's constructor takes Adam for an optimizer that CPUs have."""
-    construct = fbgemm.SplitTableBatchedEmbeddingBagsCodegen.__init__
-    names = SimpleNamespace(**EmbOptimType.__members__ | {"EXACT_ADAGRAD": EmbOptimType.ADAM})
-
-    def construct_on_cpu(self: Any, *arguments: Any, **options: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fbgemm, "OptimType", names)
-            construct(self, *arguments, **options)
-
-    monkeypatch.setattr(fbgemm.SplitTableBatchedEmbeddingBagsCodegen, "__init__", construct_on_cpu)
-    monkeypatch.setitem(OPTIMIZERS, "adam", replace(OPTIMIZERS["adam"], is_fused_on_cpu=True))
+def world() -> Iterator[World]:
+    """A group of one process."""
     with joined_world("cpu") as found:
         yield found
 
@@ -94,7 +78,6 @@ def test_a_checkpoint_goes_between_fused_and_replicated_tables(
 
 
 def test_only_steps_are_counted_not_evaluations(world: World) -> None:
-    """FBGEMM adds one before it uses its count, so 1 is the first step's."""
     model, optimizer = parts(world, "table_wise")
     (lookup,) = fused_lookups(model)
     counted: Any = lookup.fbgemm
@@ -103,6 +86,6 @@ def test_only_steps_are_counted_not_evaluations(world: World) -> None:
         with torch.set_grad_enabled(is_training):
             model(torch.zeros(2, 3), IDS)
         if is_training:
-            used.append((int(counted.iter_cpu), int(counted.iter)))
+            used.append(FusedTables(counted).memory.step)
             optimizer.step()
-    assert used == [(1, 1), (2, 2), (3, 3)]
+    assert used == [1, 2, 3]

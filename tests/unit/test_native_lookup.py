@@ -5,12 +5,13 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
-from torch import Tensor
+from torch import Tensor, nn
 
+from recmill.config.sections import TablesOptim
 from recmill.kernels.library import KernelLibrary, load_library
-from recmill.tables.native_lookup import native_lookup
+from recmill.tables.native_lookup import RowKernels, fused_lookup
 from recmill.tables.table_lookup import TableLookup
-from recmill.tables.torchrec_internals import FusedTables
+from recmill.tables.torchrec_internals import FusedTables, adam_on_cpu
 
 
 @pytest.fixture
@@ -20,9 +21,16 @@ def library() -> KernelLibrary:
     return found
 
 
-def ours(group: SplitTableBatchedEmbeddingBagsCodegen, library: KernelLibrary) -> TableLookup:
+SETTINGS = {
+    EmbOptimType.EXACT_SGD: TablesOptim(name="sgd"),
+    EmbOptimType.EXACT_ADAGRAD: TablesOptim(name="adagrad", eps=1e-6),
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: TablesOptim(name="rowwise_adagrad", eps=1e-6),
+}
+
+
+def ours(group: SplitTableBatchedEmbeddingBagsCodegen, library: KernelLibrary | None) -> TableLookup:
     """The group, looked up with our kernels."""
-    kernel = native_lookup(FusedTables(group), library)
+    kernel = fused_lookup(FusedTables(group), RowKernels(SETTINGS[group.optimizer], library), are_bags=True)
     assert kernel is not None
     return TableLookup(group, [], kernel)
 
@@ -110,13 +118,12 @@ def test_the_gradient_of_a_shared_row_is_the_sum_over_its_features(library: Kern
         feature_table_map=[0, 0],
         optimizer=EmbOptimType.EXACT_ADAGRAD,
         learning_rate=0.5,
-        eps=0.0,
     )
     group.weights_host.data.fill_(1.0)
     out = ours(group, library)(torch.tensor([2, 2, 2]), torch.tensor([0, 2, 3]))
     assert out.tolist() == [[2.0] * 4 + [1.0] * 4]
     out.backward(torch.tensor([[1.0] * 4 + [3.0] * 4]))
-    assert group.weights_host.view(4, 4)[:, 0].tolist() == [1.0, 1.0, 0.5, 1.0]
+    assert group.weights_host.view(4, 4)[:, 0].tolist() == pytest.approx([1.0, 1.0, 0.5, 1.0])
     assert group.momentum1_host.view(4, 4)[:, 0].tolist() == [0.0, 0.0, 25.0, 0.0]
 
 
@@ -131,7 +138,7 @@ def test_an_id_outside_its_table_is_an_error(library: KernelLibrary, bad: int) -
 def test_tables_of_two_widths_stay_with_fbgemm(library: KernelLibrary) -> None:
     specs = [(5, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for dim in (8, 16)]
     group = SplitTableBatchedEmbeddingBagsCodegen(specs, optimizer=EmbOptimType.EXACT_SGD)
-    assert native_lookup(FusedTables(group), library) is None
+    assert fused_lookup(FusedTables(group), RowKernels(TablesOptim(name="sgd"), library), are_bags=True) is None
 
 
 def test_a_table_without_rows_and_bags_without_ids_are_no_trouble(library: KernelLibrary) -> None:
@@ -143,3 +150,117 @@ def test_a_table_without_rows_and_bags_without_ids_are_no_trouble(library: Kerne
     assert out.tolist() == [[0.0] * 8, [0.0] * 4 + [4.0] * 4]
     out.sum().backward()
     assert group.weights_host.view(5, 4)[:, 0].tolist() == [2.0, 2.0, 2.0, 0.0, 2.0]
+
+
+RARE = 1e-3  # an eps at which its place in Adam's formula shows
+
+
+def adam_tables(dim: int = 4) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """Tables of 3, 1 and 9 rows; the last has two features."""
+    with adam_on_cpu():
+        group = SplitTableBatchedEmbeddingBagsCodegen(
+            [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in (3, 1, 9)],
+            feature_table_map=[0, 1, 2, 2],
+            optimizer=EmbOptimType.ADAM,
+            learning_rate=0.1,
+        )
+    group.weights_host.data.copy_(torch.linspace(-1, 1, 13 * dim))
+    return group
+
+
+ADAM_BATCHES = [  # ids of the 4 features in 2 samples; row 0 of the last table is looked up once, in the first batch
+    ([0, 2, 2, 0, 8, 0, 1, 8, 8], [0, 1, 3, 3, 4, 5, 7, 8, 9]),
+    ([1, 0, 0, 3, 3, 7], [0, 1, 1, 2, 3, 4, 4, 5, 6]),
+    ([2, 0, 0, 8, 2, 1], [0, 1, 2, 3, 3, 4, 4, 5, 6]),
+]
+
+
+def sparse_adam(dim: int, are_bags: bool, eps: float) -> tuple[Tensor, list[Tensor]]:
+    """The rows after ADAM_BATCHES in plain torch, one table per optimizer; and what was looked up."""
+    tables = torch.linspace(-1, 1, 13 * dim).view(13, dim).split([3, 1, 9])
+    modules = [nn.EmbeddingBag.from_pretrained(t.clone(), freeze=False, mode="sum", sparse=True) for t in tables]
+    optimizer = torch.optim.SparseAdam([module.weight for module in modules], lr=0.1, eps=eps)
+    outputs = []
+    for ids, offsets in ADAM_BATCHES:
+        out = []
+        for feature, table in enumerate([0, 1, 2, 2]):
+            edges = offsets[2 * feature : 2 * feature + 3]
+            own = torch.tensor(ids[edges[0] : edges[2]], dtype=torch.int64)
+            starts = torch.tensor(edges[:2]) - edges[0] if are_bags else torch.arange(len(own))
+            out.append(modules[table](own, starts))
+        outputs.append(torch.cat(out, dim=1 if are_bags else 0))
+        optimizer.zero_grad()
+        (outputs[-1] * upstream(outputs[-1])).sum().backward()
+        optimizer.step()
+    return torch.cat([module.weight.detach() for module in modules]), [out.detach() for out in outputs]
+
+
+def upstream(values: Tensor) -> Tensor:
+    return (torch.arange(values.numel()) % 7 - 2.6).view_as(values)  # sums that are rounding only would give full steps
+
+
+@pytest.mark.parametrize("kernels", ["ours", "torch"])
+@pytest.mark.parametrize("are_bags", [True, False], ids=["bags", "sequences"])
+@pytest.mark.parametrize("dim", [4, 20])
+def test_adam_equals_torch_s_sparse_adam(library: KernelLibrary, kernels: str, are_bags: bool, dim: int) -> None:
+    """Bias is corrected by the number of all steps; the means of rows that are not looked up stay as they are."""
+    group = adam_tables(dim)
+    settings = RowKernels(TablesOptim(name="adam", eps=1e-12), library if kernels == "ours" else None)
+    kernel = fused_lookup(FusedTables(group), settings, are_bags)
+    assert kernel is not None
+    lookup = TableLookup(group, [], kernel)
+    rows, outputs = sparse_adam(dim, are_bags, eps=1e-12)
+    for step, (ids, offsets) in enumerate(ADAM_BATCHES):
+        lookup.steps = torch.tensor(float(step))
+        with torch.no_grad():  # an evaluation is no step
+            lookup(torch.tensor(ids), torch.tensor(offsets))
+        found = lookup(torch.tensor(ids), torch.tensor(offsets))
+        torch.testing.assert_close(found, outputs[step], rtol=1e-5, atol=1e-6)
+        found.backward(upstream(found))
+    torch.testing.assert_close(group.weights_host.detach().view(-1, dim), rows, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", ["ours", "torch"])
+def test_adam_of_rows_in_every_batch_is_torch_s_dense_adam_with_any_eps(library: KernelLibrary, kernels: str) -> None:
+    group = adam_tables()
+    settings = RowKernels(TablesOptim(name="adam", eps=RARE), library if kernels == "ours" else None)
+    kernel = fused_lookup(FusedTables(group), settings, are_bags=False)
+    assert kernel is not None
+    weight = nn.Parameter(group.weights_host.detach().clone().view(13, 4))
+    adam = torch.optim.Adam([weight], lr=0.1, eps=RARE)
+    ids, offsets = torch.tensor([0, 1, 2, 0, *range(9)]), torch.tensor([0, 3, 4, 13, 13])
+    for step in range(3):
+        group.iter_cpu.fill_(step)
+        for values in (weight, kernel(ids, offsets)):
+            values.backward(1e-3 * upstream(values) * (step + 1))
+        adam.step()
+        adam.zero_grad()
+    torch.testing.assert_close(group.weights_host.detach().view(13, 4), weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_two_steps_of_adam_by_hand(library: KernelLibrary) -> None:
+    """Gradients 2 and -1: means 0.2 and 0.08, of squares 0.004 and 0.004996; corrected 2 and 0.08 / 0.19, 4 and
+    0.004996 / 0.001999. The first step is the learning rate, the second 0.1 * 0.421053 / 1.580897.
+    """
+    group = adam_tables()
+    kernel = fused_lookup(FusedTables(group), RowKernels(TablesOptim(name="adam"), library), are_bags=False)
+    assert kernel is not None
+    weights = group.weights_host.detach()
+    first = float(weights[0])
+    found = []
+    for step, gradient in enumerate([2.0, -1.0]):
+        group.iter_cpu.fill_(step)
+        out = kernel(torch.tensor([0]), torch.tensor([0, 1, 1, 1, 1]))
+        out.backward(torch.full_like(out, gradient))
+        found.append(float(weights[0]) - first)
+    assert found == pytest.approx([-0.1, -0.1 - 0.0266338], rel=1e-5)
+    assert [float(group.momentum1_host[0]), float(group.momentum2_host[0])] == pytest.approx([0.08, 0.004996])
+    assert not group.momentum1_host[4:].any()
+
+
+@pytest.mark.parametrize("bad", [-1, 1])
+def test_an_id_outside_its_table_is_an_error_in_sequences_too(library: KernelLibrary, bad: int) -> None:
+    kernel = fused_lookup(FusedTables(adam_tables()), RowKernels(TablesOptim(name="adam"), library), are_bags=False)
+    assert kernel is not None
+    with pytest.raises(IndexError, match=f"id {bad} at position 2 of 3"):
+        kernel(torch.tensor([0, 2, bad]), torch.tensor([0, 2, 3, 3, 3]))

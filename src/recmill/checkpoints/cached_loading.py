@@ -14,7 +14,7 @@ from recmill.tables.torchrec_internals import LocalShard
 
 _PIECE_BYTES = 1 << 24
 
-TableKeys = dict[str, tuple[str, str]]  # by table: key of its rows; key of their state, empty if it is not to be loaded
+TableKeys = dict[str, tuple[str, list[str]]]  # by table: key of its rows; those of their states that are to be loaded
 
 
 def load_into_caches(checkpoint: Checkpoint, caches: list[CachedTables], keys: TableKeys) -> None:
@@ -53,24 +53,25 @@ def _load(cached: CachedTables, name: str, rows: np.ndarray, weights: np.ndarray
     cached.cache.load(cache_keys, weights[is_here], own_state)
 
 
-def _load_dense(checkpoint: Checkpoint, cached: CachedTables, name: str, keys: tuple[str, str]) -> None:
+def _load_dense(checkpoint: Checkpoint, cached: CachedTables, name: str, keys: tuple[str, list[str]]) -> None:
     """Load a table that the checkpoint holds as a tensor, with the changes of an incremental checkpoint."""
     reader = SafeReader(checkpoint.base or checkpoint.path)
     metadata = reader.read_metadata()
-    weight_key, state_key = keys
-    changes = [change for change in checkpoint.state.changes if change.key in keys]
+    weight_key, state_keys = keys
+    changes = [change for change in checkpoint.state.changes if change.key in (weight_key, *state_keys)]
     changed = [(change, *changed_rows(checkpoint, change)) for change in changes]
     shard = cached.shard_of(name)
     for first, count in _pieces(cached, name):
-        values = {key: read_rows(reader, metadata, key, first, count) for key in (weight_key, state_key) if key}
+        values = {key: read_rows(reader, metadata, key, first, count) for key in (weight_key, *state_keys)}
         for change, ids, rows in changed:
             write_rows(LocalShard(first, 0, values[change.key]), ids, rows, change.column)
         weights = values[weight_key].numpy()
-        state = values[state_key].numpy().reshape(count, -1) if state_key else np.zeros((count, 1), np.float32)
+        states = [values[key].numpy().reshape(count, -1) for key in state_keys]
+        state = np.concatenate(states, axis=1) if states else np.zeros((count, 1), np.float32)
         untouched = _first_values(shard.stream, first, count, cached.dim, shard.bound)
         is_trained = (weights.view(np.uint32) != untouched.view(np.uint32)).any(axis=1) | (state != 0).any(axis=1)
         kept = np.flatnonzero(is_trained)
-        _load(cached, name, first + kept, weights[kept], state[kept] if state_key else None)
+        _load(cached, name, first + kept, weights[kept], state[kept] if state_keys else None)
 
 
 def _pieces(cached: CachedTables, name: str) -> Iterator[tuple[int, int]]:

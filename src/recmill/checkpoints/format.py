@@ -122,6 +122,11 @@ class SavedTable:
     state_key: str  # of their optimizer state; empty if it has none
     rows: NonNegativeInt  # 0: it is dynamic
     bound: NonNegativeFloat  # of first values
+    more_state_keys: list[str] = field(default_factory=list)  # of further states, which follow in each row's state
+
+    @property
+    def state_keys(self) -> list[str]:
+        return [key for key in (self.state_key, *self.more_state_keys) if key]
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 import logging
 import warnings
+from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -99,7 +101,7 @@ def load(
             if optimizer is not None:
                 _reset_dense_state(optimizer, fitting)
         in_caches = saved_tables(model, fitting)
-        keys = {table.name: (table.key, table.state_key) for table in in_caches}
+        keys = {table.name: (table.key, table.state_keys) for table in in_caches}
         load_into_caches(checkpoint, cached_tables(model), keys)
         _read(checkpoint, without_tables(fitting, in_caches))
 
@@ -107,11 +109,19 @@ def load(
 def saved_tables(model: nn.Module, state: dict[str, Tensor]) -> list[SavedTable]:
     """Describe all cached tables whose rows are among `state`; there they have the sizes of caches."""
     rows = {table_of(key): key for key, value in state.items() if key.startswith("model.") and value.dim()}
-    states = {table_of(key): key for key, value in state.items() if key.startswith("optim.") and value.dim()}
+    states = defaultdict[str | None, list[str]](list)
+    for key, value in state.items():
+        if key.startswith("optim.") and value.dim():
+            states[table_of(key)].append(key)
     specs: list[TableSpec] = getattr(model, "cached_specs", [])
     return [
         SavedTable(
-            spec.name, rows[spec.name], states.get(spec.name, ""), 0 if spec.dynamic else spec.rows, spec.init_bound
+            spec.name,
+            rows[spec.name],
+            next(iter(states[spec.name]), ""),
+            0 if spec.dynamic else spec.rows,
+            spec.init_bound,
+            states[spec.name][1:],
         )
         for spec in specs
         if spec.name in rows
@@ -119,15 +129,13 @@ def saved_tables(model: nn.Module, state: dict[str, Tensor]) -> list[SavedTable]
 
 
 def without_tables(state: dict[str, Tensor], tables: list[SavedTable]) -> dict[str, Tensor]:
-    keys = {key for table in tables for key in (table.key, table.state_key)}
+    keys = {key for table in tables for key in (table.key, *table.state_keys)}
     return {key: value for key, value in state.items() if key not in keys}
 
 
 def _sizes_of(tables: list[SavedTable], state: dict[str, Tensor]) -> Sizes:
     """Return the sizes of cached tables and their states."""
-    return {
-        key: (table.rows, *state[key].size()[1:]) for table in tables for key in (table.key, table.state_key) if key
-    }
+    return {key: (table.rows, *state[key].size()[1:]) for table in tables for key in (table.key, *table.state_keys)}
 
 
 def read_alone(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
@@ -160,12 +168,14 @@ def read_row_files(checkpoint: Checkpoint, state: dict[str, Tensor]) -> set[str]
             stream = rng.stream_key(checkpoint.state.origin.seed, "table", table.name)
             for shard in local_shards(state[table.key]) if table.key in state.keys() - found else []:
                 fill_shard(shard, stream, file.dim, table.bound)
-            for shard in local_shards(state[table.state_key]) if table.state_key in state.keys() - found else []:
-                shard.values.zero_()
-            found |= {table.key, table.state_key}
+            for key in {*table.state_keys} & state.keys() - found:
+                for shard in local_shards(state[key]):
+                    shard.values.zero_()
+            found |= {table.key, *table.state_keys}
     for directory, file in checkpoint.row_files:
         for table, rows, weights, states in saved_rows(directory, file):
-            for key, values in ((table.key, weights), (table.state_key, states)):
+            parts = np.split(states, max(1, len(table.state_keys)), axis=1)
+            for key, values in zip((table.key, *table.state_keys), (weights, *parts), strict=False):
                 for shard in local_shards(state[key]) if key in state else []:
                     of_rows = values[:, 0] if shard.values.dim() == 1 else values
                     write_rows(shard, torch.from_numpy(rows), torch.from_numpy(of_rows), column=0)

@@ -111,9 +111,9 @@ def described_tensors(checkpoint: Checkpoint) -> dict[str, Any]:
     for _, file in checkpoint.row_files:
         for table in file.tables:
             tensors[table.key] = _described([table.rows, file.dim])
-            if table.state_key:
-                is_per_row = file.state_columns == 1
-                tensors[table.state_key] = _described([table.rows] if is_per_row else [table.rows, file.state_columns])
+            for key in table.state_keys:
+                columns = file.state_columns // len(table.state_keys)
+                tensors[key] = _described([table.rows] if file.state_columns == 1 else [table.rows, columns])
     return tensors
 
 

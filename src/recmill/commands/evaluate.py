@@ -160,7 +160,7 @@ def _evaluate(world: "World", run: RunDirectory, config: Config, dataset: Datase
     ranking = {"protocols": options.protocols, "ks": options.ks, "metrics": options.metrics}
     section = config.settings.eval.model_copy(update={key: value for key, value in ranking.items() if value})
     with assemble.trained_checkpoint(run, options.checkpoint, config, dataset, world, options.fallback) as found:
-        # No optimizer state is needed, and FBGEMM has no Adam on CPU.
+        # No optimizer state is needed.
         stateless = OptimSection(dense=DenseOptim(name="sgd"), tables=TablesOptim(name="sgd"))
         config = replace(config, settings=config.settings.model_copy(update={"eval": section, "optim": stateless}))
         source = assemble.build_source(config, dataset, world.rank, world.size)

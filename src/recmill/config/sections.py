@@ -22,10 +22,6 @@ MAY_CHANGE = "may change on resume"
 _MAX_SECONDS = 1e8  # three years
 MayChange = Annotated[T, MAY_CHANGE]  # a key or section that may change when a run is resumed
 
-ADAM_ON_CPU = (
-    "optim.tables.name = 'adam' on CPU: FBGEMM has no fused Adam there. "
-    "Use 'rowwise_adagrad' or 'adagrad', or sharding.mode = 'ddp'."
-)
 SSD_ON_CUDA = (
     "it would need FBGEMM's SSD operators, which no published FBGEMM has (pytorch/FBGEMM#5666). "
     "Use 'cached_host_mem', or train on CPU."
@@ -256,7 +252,8 @@ class DenseOptim(Section):
 
 class TablesOptim(Section):
     name: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = key(
-        "rowwise_adagrad", "Optimizer of the tables; on CPU, 'adam' needs data_parallel tables."
+        "rowwise_adagrad",
+        "Optimizer of the tables; all but 'sgd' keep a state for each row, 'adam' two values per value.",
     )
     lr: PositiveFloat = key(0.05, "Learning rate of the tables.", le=_MAX_FLOAT32)
     eps: PositiveFloat = key(1e-8, "Added to the denominator (Adagrad, Adam).", le=_MAX_FLOAT32)
@@ -472,8 +469,6 @@ class Settings(Section):
         problems = self._contradictions_of_stores()
         requested = self.sharding.requested_types()
         optimizer = self.optim.tables.name
-        if optimizer == "adam" and self.train.device == "cpu" and set(requested.values()) != {"data_parallel"}:
-            problems.append(ADAM_ON_CPU)
         splits_rows = [key for key, kind in requested.items() if kind in ("column_wise", "grid")]
         if optimizer == "rowwise_adagrad" and splits_rows:
             key = splits_rows[0]
@@ -509,11 +504,6 @@ class Settings(Section):
             problems.append(f"{store} with train.device = 'cuda': {reason}")
         if self.train.kernels == "torch":
             problems.append(f"{store} with train.kernels = 'torch': it is one of our own kernels. Use 'auto'.")
-        if self.optim.tables.name == "adam":
-            problems.append(
-                f"{store} with optim.tables.name = 'adam': FBGEMM has no fused Adam on CPU. Use 'rowwise_adagrad', "
-                "'adagrad' or 'sgd'."
-            )
         if self.checkpoint.row_bits == 8:
             problems.append(f"{store} with checkpoint.row_bits = 8: such rows are saved exactly. Use 32.")
         if self.tables.dynamic and self.data.multi_hot.sizes:

@@ -66,7 +66,7 @@ _LOADING = threading.Lock()
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _PARAMETERS = {
     "sum_bags": "pppiippip",
-    "update_bags": "ppppppiippipiff",
+    "update_bags": "pppppippiippipip",
     "pair_products": "ppiiiiip",
     "pair_products_backward": "pppiiiiipp",
     "add_bias_relu": "ppii",

@@ -54,6 +54,48 @@ void sort_by_row(Lookup* lookups, Lookup* scratch, int64_t count, int64_t rows) 
     if (from != lookups) std::memcpy(lookups, from, count * sizeof(Lookup));
 }
 
+enum Rules { kSgd, kAdagrad, kRowwiseAdagrad, kAdam, kFtrl };
+
+// Updates one row of `dim` weights by its gradient. `settings`: learning rate; eps; weight decay; then of Adam 1 - beta1,
+// 1 - beta2 and the corrections of the bias of both means; of FTRL lambda1, lambda2, beta and the first accumulator.
+inline void update_row(float* w, const float* g, int64_t dim, float* s, float* s2, int64_t rule, const float* settings) {
+    const float lr = settings[0], eps = settings[1], decay = lr * settings[2];
+    if (decay != 0 && rule != kFtrl)
+        for (int64_t k = 0; k < dim; ++k) w[k] -= decay * w[k];
+    if (rule == kSgd) {
+        for (int64_t k = 0; k < dim; ++k) w[k] -= lr * g[k];
+    } else if (rule == kAdagrad) {
+        for (int64_t k = 0; k < dim; ++k) {
+            s[k] += g[k] * g[k];
+            w[k] -= lr * g[k] / (std::sqrt(s[k]) + eps);
+        }
+    } else if (rule == kRowwiseAdagrad) {
+        float squares = 0;
+        for (int64_t k = 0; k < dim; ++k) squares += g[k] * g[k];
+        *s += squares / dim;
+        const float rate = lr / (std::sqrt(*s) + eps);
+        for (int64_t k = 0; k < dim; ++k) w[k] -= rate * g[k];
+    } else if (rule == kAdam) {
+        const float new1 = settings[3], new2 = settings[4], rate = lr / settings[5], scale = 1 / std::sqrt(settings[6]);
+        for (int64_t k = 0; k < dim; ++k) {
+            s[k] += new1 * (g[k] - s[k]);
+            s2[k] += new2 * (g[k] * g[k] - s2[k]);
+            w[k] -= rate * s[k] / (std::sqrt(s2[k]) * scale + eps);
+        }
+    } else {
+        const float lambda1 = settings[3], lambda2 = settings[4], beta = settings[5], first = settings[6];
+        for (int64_t k = 0; k < dim; ++k) {
+            const float before = std::sqrt(first + s2[k]);
+            s2[k] += g[k] * g[k];
+            const float after = std::sqrt(first + s2[k]);
+            s[k] += g[k] - (after - before) / lr * w[k];
+            const float shrunk = s[k] < 0 ? s[k] + lambda1 : s[k] - lambda1;
+            const float kept = -shrunk / ((beta + after) / lr + lambda2) - decay * w[k];
+            w[k] = std::fabs(s[k]) < lambda1 ? 0 : kept;
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -89,13 +131,13 @@ int64_t sum_bags(const float* weights, const int64_t* starts, const int64_t* row
     return bad == INT64_MAX ? -1 : bad;
 }
 
-// One optimizer step of the tables; `rule` is 0 SGD, 1 Adagrad or 2 row-wise Adagrad. grad [B, F * dim] is the gradient of
-// sum_bags' out. All gradients of a row are summed first, by feature and in batch order. `state` has one value per weight,
-// or per row (rule 2); that of feature f starts at state[state_starts[f]]. Features with the same number in `tables` share
-// a table; they follow one another.
-void update_bags(float* weights, const int64_t* starts, float* state, const int64_t* state_starts, const int64_t* rows,
-                 const int64_t* tables, int64_t F, int64_t dim, const int64_t* ids, const int64_t* offsets, int64_t B,
-                 const float* grad, int64_t rule, float lr, float eps) {
+// One optimizer step of the tables; `rule` is one of the Rules above. grad [B, F * dim] is the gradient of sum_bags' out. All
+// gradients of a row are summed first, by feature and in batch order. Row r of feature f has its state at
+// state[state_starts[f] + r * stride], and its second state, if the rule has one, at the same place of `state2`. Features
+// with the same number in `tables` share a table; they follow one another. `settings`: see `update_row`.
+void update_bags(float* weights, const int64_t* starts, float* state, float* state2, const int64_t* state_starts,
+                 int64_t stride, const int64_t* rows, const int64_t* tables, int64_t F, int64_t dim, const int64_t* ids,
+                 const int64_t* offsets, int64_t B, const float* grad, int64_t rule, const float* settings) {
     const int64_t total = offsets[F * B];
     std::vector<Lookup> lookups(total), scratch(total);
     std::vector<int64_t> ends(F);  // of the features that share the table of feature f
@@ -135,23 +177,8 @@ void update_bags(float* weights, const int64_t* starts, float* state, const int6
                     }
                     g = sum.data();
                 }
-                float* w = weights + starts[f] + row * dim;
-                if (rule == 0) {
-                    for (int64_t k = 0; k < dim; ++k) w[k] -= lr * g[k];
-                } else if (rule == 1) {
-                    float* s = state + state_starts[f] + row * dim;
-                    for (int64_t k = 0; k < dim; ++k) {
-                        s[k] += g[k] * g[k];
-                        w[k] -= lr * g[k] / (std::sqrt(s[k]) + eps);
-                    }
-                } else {
-                    float* s = state + state_starts[f] + row;
-                    float squares = 0;
-                    for (int64_t k = 0; k < dim; ++k) squares += g[k] * g[k];
-                    *s += squares / dim;
-                    const float rate = lr / (std::sqrt(*s) + eps);
-                    for (int64_t k = 0; k < dim; ++k) w[k] -= rate * g[k];
-                }
+                const int64_t at = stride ? state_starts[f] + row * stride : 0;
+                update_row(weights + starts[f] + row * dim, g, dim, state + at, state2 + at, rule, settings);
                 i = next;
             }
         }

@@ -14,7 +14,7 @@ from recmill.tables.spec import TableSpec
 from recmill.tables.stores.key_table import Entries, KeyTable
 from recmill.tables.stores.memory_rows import MemoryRows
 from recmill.tables.stores.row_cache import RowCache, Shard
-from recmill.tables.torchrec_internals import FusedTables
+from recmill.tables.torchrec_internals import FusedTables, RowMemory
 
 _NOBODY = int(np.iinfo(np.int64).min)
 
@@ -153,10 +153,9 @@ class CachedTables:
             self.cache.load(new_rows + layout.starts[index], first_values, state)
         return rows
 
-    # The attributes of `FusedTables` that our kernels need. Every table begins at slot 0 and has all slots.
-
     @cached_property
     def tables(self) -> Tensor:
+        """The index of each feature's table."""
         return torch.tensor([index for index, spec in enumerate(self.specs) for _ in spec.features])
 
     @property
@@ -164,20 +163,18 @@ class CachedTables:
         return self.cache.layout.dim
 
     @property
-    def rows(self) -> Tensor:
-        return torch.full_like(self.tables, self.cache.plan.slots)
-
-    @property
-    def weights(self) -> tuple[Tensor, Tensor]:
+    def memory(self) -> RowMemory:
+        """The slots: every table begins at slot 0 and has all of them. A row's states are side by side."""
         assert self.fused
-        return self.fused.weights[0], torch.zeros_like(self.tables)
-
-    @property
-    def state(self) -> tuple[Tensor, Tensor]:
-        assert self.fused
-        return self.fused.state[0], torch.zeros_like(self.tables)
-
-    @property
-    def learning_rate_and_eps(self) -> tuple[float, float]:
-        assert self.fused
-        return self.fused.learning_rate_and_eps
+        layout = self.cache.layout
+        starts = torch.zeros_like(self.tables)
+        state = torch.from_numpy(self.cache.state).view(-1)
+        return self.fused.memory._replace(
+            starts=starts,
+            state=state,
+            state2=state[layout.dim :] if layout.state_columns > layout.dim else None,
+            state_starts=starts,
+            state_stride=layout.state_columns,
+            rows=torch.full_like(self.tables, self.cache.plan.slots),
+            tables=self.tables,
+        )

@@ -1,4 +1,4 @@
-"""FBGEMM's fused Adam, which exists only on GPUs, with its step count as a state of each table.
+"""Adam of fused tables, by FBGEMM on GPUs and by our kernels on CPU, with its step count as a state of each table.
 
 FBGEMM keeps the count outside of any state, and counts the batches of evaluations, too. As a state it is saved, and a
 checkpoint can be loaded into replicated tables, which have the same state, and back.

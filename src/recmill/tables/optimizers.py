@@ -10,6 +10,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 
+from recmill.config.sections import TablesOptim
 from recmill.tables.spec import OPTIMIZER_STATES, Shape, state_values
 
 _BETA1, _BETA2 = 0.9, 0.999  # FBGEMM's defaults
@@ -19,16 +20,15 @@ Rows = Tensor | slice
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """`update(gradient, rows, states, eps)` updates the states of `rows` and returns the change to subtract from the
-    rows, not yet multiplied by the learning rate. States have FBGEMM's names, so that checkpoints do not depend on
-    whether a table is fused or replicated.
+    """`update(weight, rows, gradient, states, settings, lr)` updates `rows` of a table and of its states. States have
+    FBGEMM's names, so that checkpoints do not depend on whether a table is fused or replicated.
     """
 
     fbgemm_type: EmbOptimType
     state: dict[str, Shape]
-    update: Callable[[Tensor, Rows, list[Tensor], float], Tensor]
-    native_rule: int | None  # its number in kernels/steps.cpp
-    is_fused_on_cpu: bool = True
+    update: Callable[[Tensor, Rows, Tensor, list[Tensor], TablesOptim, float], None]
+    native_rule: int  # its number in kernels/steps.cpp
+    is_in_fbgemm: tuple[str, ...] = ("cpu", "cuda")  # the devices for which FBGEMM has its kernel
 
     def state_values(self, rows: int, columns: int) -> int:
         return state_values(self.state, rows, columns)
@@ -40,29 +40,41 @@ class TableOptimizer:
         return {name: weight.new_zeros(sizes[kind], dtype=dtypes.get(kind)) for name, kind in self.state.items()}
 
 
-def _sgd(gradient: Tensor, rows: Rows, states: list[Tensor], eps: float) -> Tensor:
-    return gradient.clone()
+def kernel_settings(settings: TablesOptim, lr: float, step: int) -> list[float]:
+    """Return the `settings` of `update_row` in kernels/steps.cpp, for step `step`, counted from 1."""
+    common = [lr, settings.eps, 0.0]
+    if settings.name == "adam":
+        return [*common, 1 - _BETA1, 1 - _BETA2, 1 - _BETA1**step, 1 - _BETA2**step]
+    return common
 
 
-def _adagrad(gradient: Tensor, rows: Rows, states: list[Tensor], eps: float) -> Tensor:
+def _sgd(weight: Tensor, rows: Rows, gradient: Tensor, states: list[Tensor], settings: TablesOptim, lr: float) -> None:
+    weight[rows] -= lr * gradient
+
+
+def _adagrad(
+    weight: Tensor, rows: Rows, gradient: Tensor, states: list[Tensor], settings: TablesOptim, lr: float
+) -> None:
     (squares,) = states
     squares[rows] += gradient.square()
-    return gradient / (squares[rows].sqrt() + eps)
+    weight[rows] -= lr * gradient / (squares[rows].sqrt() + settings.eps)
 
 
-def _rowwise_adagrad(gradient: Tensor, rows: Rows, states: list[Tensor], eps: float) -> Tensor:
+def _rowwise_adagrad(
+    weight: Tensor, rows: Rows, gradient: Tensor, states: list[Tensor], settings: TablesOptim, lr: float
+) -> None:
     (squares,) = states
     squares[rows] += gradient.square().mean(dim=1)
-    return gradient / (squares[rows].sqrt() + eps)[:, None]
+    weight[rows] -= gradient * (lr / (squares[rows].sqrt() + settings.eps))[:, None]
 
 
-def _adam(gradient: Tensor, rows: Rows, states: list[Tensor], eps: float) -> Tensor:
+def _adam(weight: Tensor, rows: Rows, gradient: Tensor, states: list[Tensor], settings: TablesOptim, lr: float) -> None:
     mean, square, steps = states
     steps += 1
     mean[rows] = mean[rows].lerp(gradient, 1 - _BETA1)
     square[rows] = square[rows].lerp(gradient.square(), 1 - _BETA2)
     unbiased_mean = mean[rows] / (1 - _BETA1**steps)
-    return unbiased_mean / ((square[rows] / (1 - _BETA2**steps)).sqrt() + eps)
+    weight[rows] -= lr * unbiased_mean / ((square[rows] / (1 - _BETA2**steps)).sqrt() + settings.eps)
 
 
 OPTIMIZERS = {
@@ -71,5 +83,5 @@ OPTIMIZERS = {
     "rowwise_adagrad": TableOptimizer(
         EmbOptimType.EXACT_ROWWISE_ADAGRAD, OPTIMIZER_STATES["rowwise_adagrad"], _rowwise_adagrad, native_rule=2
     ),
-    "adam": TableOptimizer(EmbOptimType.ADAM, OPTIMIZER_STATES["adam"], _adam, native_rule=None, is_fused_on_cpu=False),
+    "adam": TableOptimizer(EmbOptimType.ADAM, OPTIMIZER_STATES["adam"], _adam, native_rule=3, is_in_fbgemm=("cuda",)),
 }

@@ -17,7 +17,6 @@ from torchrec.distributed.planner.types import PlannerError, ShardEstimator, Sha
 from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from recmill.config.sections import ADAM_ON_CPU
 from recmill.errors import ConfigError, ResourceError
 from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.spec import USABLE_SHARE, VALUE_BYTES, Stores, TableSpec
@@ -93,7 +92,7 @@ class Placed:
 
 def make_plan(network: nn.Module, sharders: list[Any], request: Request, machines: Machines) -> ShardingPlan:
     """Place the tables of `network`, which are on 'meta'. Raise ResourceError if a rank lacks memory."""
-    _check_types(network, request, machines)
+    _check_types(network, request)
     usable = int(machines.bytes_per_rank * USABLE_SHARE)
     beside = bytes_beside_tables(network, request, machines)
     if request.stores.in_files:
@@ -180,10 +179,7 @@ def as_rows(placed: list[Placed], world_size: int, largest: int | None = None) -
     return rows if world_size > 1 else [[*row[:3], row[5].removesuffix(" per process")] for row in rows]
 
 
-def _check_types(network: nn.Module, request: Request, machines: Machines) -> None:
-    is_fused = set(request.types.values()) != {"data_parallel"}
-    if is_fused and machines.device_type == "cpu" and not OPTIMIZERS[request.optimizer].is_fused_on_cpu:
-        raise ConfigError(ADAM_ON_CPU)
+def _check_types(network: nn.Module, request: Request) -> None:
     for module in network.modules():
         for table in module.embedding_configs() if isinstance(module, EmbeddingCollection) else []:
             if request.types[table.name] not in _SEQUENCE_TYPES:

@@ -20,7 +20,7 @@ class ReplicatedTables(KeyedOptimizer):
 
     def __init__(self, params: dict[str, nn.Parameter], settings: TablesOptim) -> None:
         self._optimizer = OPTIMIZERS[settings.name]
-        self._eps = settings.eps
+        self._settings = settings
         self._marks: list[dict[nn.Parameter, Tensor]] = []
         state = {
             weight: {f"{table_of(key)}.{name}": value for name, value in self._optimizer.new_state(weight).items()}
@@ -47,8 +47,7 @@ class ReplicatedTables(KeyedOptimizer):
         for weight in group["params"]:
             rows = _rows_with_gradient(weight.grad)
             states = list(self.state[weight].values())
-            change = self._optimizer.update(weight.grad[rows], rows, states, self._eps)
-            weight.detach()[rows] -= change.mul_(group["lr"])
+            self._optimizer.update(weight, rows, weight.grad[rows], states, self._settings, group["lr"])
             for marks in self._marks:
                 marks[weight][rows] = True
 

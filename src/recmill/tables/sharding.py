@@ -1,5 +1,6 @@
 """Shard a network's tables over the ranks with TorchRec, following the plan of `placement`."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from recmill.hardware.memory import memory_bytes
 from recmill.kernels.layers import use_kernels
 from recmill.kernels.library import KernelLibrary
 from recmill.tables.cached_tables import CachedTables
+from recmill.tables.native_lookup import RowKernels
 from recmill.tables.optimizers import OPTIMIZERS
 from recmill.tables.placement import Machines, Request, make_plan
 from recmill.tables.slots import CacheGroups, bytes_by_table, layout_of, plan_caches, resize_tables, use_slots
@@ -25,7 +27,7 @@ from recmill.tables.stores.key_table import KeyTable, keys_per_part
 from recmill.tables.stores.memory_rows import MemoryRows
 from recmill.tables.stores.row_cache import RowCache
 from recmill.tables.table_lookup import install_lookups
-from recmill.tables.torchrec_internals import FusedTables, cut_ids_of, grouping_by_width, place_on
+from recmill.tables.torchrec_internals import FusedTables, adam_on_cpu, cut_ids_of, grouping_by_width, place_on
 from recmill.world import World
 
 
@@ -52,13 +54,15 @@ def shard(
     plan, groups = _plan_on_rank_0(network, sharders, request, world)
     use_slots(network, plan, groups, request)
     # DDP averages the gradients of replicas; one process needs none.
-    with grouping_by_width():
+    on_cpu = world.device.type == "cpu"
+    with grouping_by_width(), adam_on_cpu() if on_cpu and optimizer.name == "adam" else nullcontext():
         model = DistributedModelParallel(
             network, device=world.device, plan=plan, sharders=sharders, init_data_parallel=world.size > 1
         )
     if world.size == 1:  # with several, DDP moves the dense layers to the device
         model.module.to(world.device)
-    install_lookups(model, library, world.device, world.size, partial(_open_cache, plan, groups, request, world))
+    open_cache = partial(_open_cache, plan, groups, request, world)
+    install_lookups(model, RowKernels(optimizer, library), world.device, world.size, open_cache)
     model.cache_bytes = bytes_by_table(groups)
     model.stores = request.stores
     model.cached_specs = [table for table in request.tables if table.name in request.cached]

@@ -10,14 +10,12 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recmill import rng
-from recmill.kernels.library import KernelLibrary
 from recmill.tables import torchrec_internals as internals
 from recmill.tables.cached_tables import CachedTables
-from recmill.tables.native_lookup import cached_lookup, native_lookup
+from recmill.tables.native_lookup import Lookup, RowKernels, cached_lookup, fused_lookup
 from recmill.tables.spec import Stores, TableSpec
 from recmill.tables.stores.row_cache import RowCache, RowLayout, Shard, plan_cache
 
-Lookup = Callable[[Tensor, Tensor], Tensor]  # (ids, offsets of each bag) -> rows or sums of rows
 OpenCache = Callable[[list[str], internals.FusedTables], CachedTables | None]
 
 
@@ -68,13 +66,13 @@ class TableLookup(nn.Module):
 
 
 def install_lookups(
-    model: nn.Module, library: KernelLibrary | None, device: torch.device, world_size: int, open_cache: OpenCache
+    model: nn.Module, kernels: RowKernels, device: torch.device, world_size: int, open_cache: OpenCache
 ) -> None:
     """Replace the lookups of fused tables, and of replicated sequences on CPU. Call it once.
 
-    `library` has our CPU kernels; without it, fused tables are looked up with FBGEMM's. `open_cache` returns the cache
-    of a group of tables, or None if they are in memory.
+    `open_cache` returns the cache of a group of tables, or None if they are in memory.
     """
+    on_cpu = device.type == "cpu"
     for collection in internals.sharded_collections(model):
         are_bags = isinstance(collection, ShardedEmbeddingBagCollection)
         groups = internals.table_groups(collection)
@@ -83,15 +81,22 @@ def install_lookups(
             if internals.is_fused(fbgemm):
                 fused = internals.FusedTables(fbgemm)
                 cached = open_cache([table for table, _ in group.shards], fused)
-                kernel = native_lookup(fused, library) if library and are_bags else None
-                if cached:
-                    assert library is not None
-                    kernel = cached_lookup(cached, library) if are_bags else partial(_cached_sequences, cached, fbgemm)
+                kernel = fused_lookup(fused, kernels, are_bags) if on_cpu else None
+                if cached and (are_bags or kernels.are_needed):
+                    kernel = cached_lookup(cached, kernels, are_bags)
+                elif cached:
+                    kernel = partial(_cached_sequences, cached, fbgemm)
                 group.replace_module(TableLookup(fbgemm, group.shards, kernel, cached))
-            elif device.type == "cpu" and not are_bags:
+            elif on_cpu and not are_bags:
                 kernel = partial(internals.replicated_sequence_rows, fbgemm)
                 group.replace_module(TableLookup(fbgemm, [], kernel))
-        if are_bags and library and world_size == 1 and len(groups) == 1 and isinstance(groups[0].module, TableLookup):
+        if (
+            are_bags
+            and kernels.library
+            and world_size == 1
+            and len(groups) == 1
+            and isinstance(groups[0].module, TableLookup)
+        ):
             internals.skip_exchange(collection, groups[0].module)
 
 

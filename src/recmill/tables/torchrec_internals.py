@@ -9,9 +9,11 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
 import fbgemm_gpu
+import fbgemm_gpu.split_table_batched_embeddings_ops_training as tables_of_training
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -62,7 +64,7 @@ PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
     BaseBatchedEmbeddingBag: ("_emb_module", "_config"),
     BaseBatchedEmbedding: ("_emb_module", "_config"),
     SplitTableBatchedEmbeddingBagsCodegen: (
-        *("weights_host", "weights_offsets", "momentum1_host", "momentum1_offsets"),
+        *("weights_host", "weights_offsets", "momentum1_host", "momentum1_offsets", "momentum2_host"),
         *("rows_per_table", "embedding_specs", "feature_table_map", "pooling_mode"),
         *("optimizer", "optimizer_args", "get_learning_rate", "current_device", "iter", "iter_cpu"),
     ),
@@ -261,6 +263,26 @@ def grouping_by_width() -> Iterator[None]:
         embedding_sharding.EmbDimBucketer = EmbDimBucketer
 
 
+@contextmanager
+def adam_on_cpu() -> Iterator[None]:
+    """Within the block, FBGEMM's modules accept Adam on CPU, too. They allocate its state, but cannot update rows."""
+    construct = SplitTableBatchedEmbeddingBagsCodegen.__init__
+    names = EmbOptimType.__members__ | {"EXACT_ADAGRAD": EmbOptimType.ADAM}  # which is in the list of those for CPUs
+
+    def construct_on_cpu(*arguments: Any, **options: Any) -> None:
+        tables_of_training.OptimType = SimpleNamespace(**names)
+        try:
+            construct(*arguments, **options)
+        finally:
+            tables_of_training.OptimType = EmbOptimType
+
+    SplitTableBatchedEmbeddingBagsCodegen.__init__ = construct_on_cpu
+    try:
+        yield
+    finally:
+        SplitTableBatchedEmbeddingBagsCodegen.__init__ = construct
+
+
 def sharded_collections(model: nn.Module) -> list[Any]:
     kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
     return [module for module in model.modules() if isinstance(module, kinds)]
@@ -310,44 +332,94 @@ def set_step_count(module: SplitTableBatchedEmbeddingBagsCodegen, steps: int) ->
     module.iter.fill_(steps)  # FBGEMM reads this one while the other is 0
 
 
+class RowMemory(NamedTuple):
+    """Where the rows of a group of tables of one width are; the first eight as the kernel `update_bags` takes them."""
+
+    weights: Tensor  # all rows, one table after the other
+    starts: Tensor  # of each feature's table
+    state: Tensor | None  # of the optimizer; SGD has none
+    state2: Tensor | None  # its second one
+    state_starts: Tensor | None
+    state_stride: int  # values from the state of one row to that of the next; 0: there is none
+    rows: Tensor  # of each feature's table
+    tables: Tensor  # of each feature
+    dim: int
+    module: SplitTableBatchedEmbeddingBagsCodegen
+
+    @property
+    def lr(self) -> float:
+        return float(self.module.get_learning_rate())
+
+    @property
+    def step(self) -> int:
+        """The number of this step, counted from 1; only for optimizers that depend on it."""
+        return int(self.module.iter_cpu) + 1
+
+    def rows_of(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Number the looked-up rows from the first table's first one."""
+        is_outside = (ids < 0) | (ids >= shifted_by_feature(torch.zeros_like(ids), offsets, self.rows))
+        if is_outside.any():  # ids are checked when they are loaded: this is a defect, and must not train a wrong row
+            bad = int(is_outside.nonzero()[0])
+            raise IndexError(f"id {int(ids[bad])} at position {bad} of {len(ids)} is outside its table")
+        return shifted_by_feature(ids, offsets, self.starts // self.dim)
+
+    def as_one_table(self) -> "RowMemory":
+        zero = torch.zeros(1, dtype=torch.int64)
+        rows = torch.tensor([self.weights.numel() // self.dim])
+        return self._replace(starts=zero, state_starts=zero, rows=rows, tables=zero)
+
+
 class FusedTables:
     """The rows and the optimizer state that FBGEMM keeps of a group of tables on CPU."""
 
     def __init__(self, module: SplitTableBatchedEmbeddingBagsCodegen) -> None:
-        self._module = module
-        self.optimizer: EmbOptimType = module.optimizer
+        self.module = module
         self.dim: int = module.embedding_specs[0][1]
         self.rows: Tensor = module.rows_per_table.long()  # FBGEMM has these and the offsets by feature
-        self.tables: Tensor = torch.tensor(module.feature_table_map)  # of each feature
+        self._tables: Tensor = torch.tensor(module.feature_table_map)  # of each feature
+
+    @property
+    def have_one_width(self) -> bool:
+        return len({dim for _, dim, *_ in self.module.embedding_specs}) == 1
 
     @property
     def are_summed(self) -> bool:
         """Whether lookups sum float32 rows of one width, and the features of a table follow one another."""
-        module = self._module
-        have_one_width = len({dim for _, dim, *_ in module.embedding_specs}) == 1
+        module = self.module
         are_in_order = module.feature_table_map == sorted(module.feature_table_map)
         is_float32_sum = module.pooling_mode == PoolingMode.SUM and module.weights_host.dtype == torch.float32
-        return have_one_width and are_in_order and is_float32_sum
+        return self.have_one_width and are_in_order and is_float32_sum
 
     @property
-    def weights(self) -> tuple[Tensor, Tensor]:
-        """All rows, one table after the other, and the offset of each feature's table."""
-        return self._module.weights_host, self._module.weights_offsets
-
-    @property
-    def state(self) -> tuple[Tensor, Tensor]:
-        """The optimizer state of all rows, and the offset of that of each feature's table."""
-        return self._module.momentum1_host, self._module.momentum1_offsets
+    def memory(self) -> RowMemory:
+        module = self.module
+        has_state = module.optimizer != EmbOptimType.EXACT_SGD
+        stride = 1 if module.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD else self.dim
+        return RowMemory(
+            module.weights_host,
+            module.weights_offsets,
+            module.momentum1_host if has_state else None,
+            module.momentum2_host if module.optimizer == EmbOptimType.ADAM else None,
+            module.momentum1_offsets if has_state else None,
+            stride if has_state else 0,
+            self.rows,
+            self._tables,
+            self.dim,
+            module,
+        )
 
     def slots(self, count: int, state_columns: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of the first `count` rows and their state, whatever table they belong to."""
-        weights = self._module.weights_host.detach()[: count * self.dim]
-        state = self._module.momentum1_host.detach()[: count * state_columns] if state_columns else weights[:0]
-        return weights.view(count, self.dim).numpy(), state.view(count, state_columns).numpy()
+        """Return views of the first `count` rows and their state, whatever table they belong to.
 
-    @property
-    def learning_rate_and_eps(self) -> tuple[float, float]:
-        return self._module.get_learning_rate(), self._module.optimizer_args.eps
+        Two states are side by side in an array of their own, and those of FBGEMM are freed.
+        """
+        weights = self.module.weights_host.detach()[: count * self.dim].view(count, self.dim).numpy()
+        if self.module.optimizer == EmbOptimType.ADAM:
+            for state in (self.module.momentum1_host, self.module.momentum2_host):
+                state.untyped_storage().resize_(0)
+            return weights, np.zeros((count, state_columns), np.float32)
+        state = self.module.momentum1_host.detach()[: count * state_columns] if state_columns else weights[:0]
+        return weights, np.asarray(state).reshape(count, state_columns)
 
 
 def new_row_marks(module: SplitTableBatchedEmbeddingBagsCodegen) -> tuple[list[int], Tensor, Tensor]:
