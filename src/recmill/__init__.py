@@ -40,14 +40,16 @@ if TYPE_CHECKING:
     from recmill.commands.train import train
 
 
-def __getattr__(name: str) -> Any:
-    # Loaded on first use, so that `import recmill` is instant and needs no torch.
-    if name in __all__:
-        import importlib
+else:  # a type checker reports an unknown name
 
-        module = {"Run": "open_run", "recommend_all": "recommend"}.get(name, name)
-        return getattr(importlib.import_module(f"recmill.commands.{module}"), name)
-    raise AttributeError(f"module 'recmill' has no attribute '{name}'")
+    def __getattr__(name: str) -> Any:
+        # Loaded on first use, so that `import recmill` is instant and needs no torch.
+        if name in __all__:
+            import importlib
+
+            module = {"Run": "open_run", "recommend_all": "recommend"}.get(name, name)
+            return getattr(importlib.import_module(f"recmill.commands.{module}"), name)
+        raise AttributeError(f"module 'recmill' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

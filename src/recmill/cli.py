@@ -44,6 +44,8 @@ def _run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and error.ctx:
+            error = _with_key(error, error.ctx.command)
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
@@ -67,6 +69,17 @@ def _run(arguments: list[str]) -> int:
         hint = f"\nRun again with {_DEBUG} to see the traceback." if isinstance(error, WorkerError) else ""
         _print_error(f"recmill: {known.kind}: {known}{hint}")
         return known.exit_code
+
+
+def _with_key(error: click.NoSuchOption, command: click.Command) -> click.NoSuchOption:
+    """Suggest --set to somebody who uses a key of the config as a flag."""
+    from recmill.commands.keywords import meant_key
+
+    flags = {parameter.name: parameter for parameter in command.params if parameter.name}
+    name = error.option_name.lstrip("-").replace("-", "_")
+    if "overrides" in flags and (key := meant_key(name, [*flags])):
+        return click.NoSuchOption(error.option_name, possibilities=[f"--set {key}=VALUE"], ctx=error.ctx)
+    return error
 
 
 def _rank() -> int:

@@ -1,15 +1,14 @@
 """The flags of a command are the keyword arguments of its Python function, with the same defaults."""
 
 import inspect
-import re
 import typing
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from recmill import cli
-from recmill.commands import adopt, audit, download, evaluate, jobs, launch, recommend, split, train
+from recmill import cli, registry
+from recmill.commands import adopt, audit, download, evaluate, jobs, launch, open_run, prepare, recommend, split, train
 from recmill.commands.options import dataset_checks
 from recmill.config import Section
 from recmill.jobs.place import Place
@@ -73,9 +72,43 @@ def test_commands_about_jobs_take_what_their_functions_take(name: str) -> None:
     ids=lambda value: value.__name__,
 )
 def test_type_checkers_know_the_options_of_a_command(declared: type, options: type[Section]) -> None:
-    types = {name: str(field.annotation) for name, field in options.model_fields.items()}
-    without_limits = {name: re.sub(r"typing.Annotated\[(\w+), [^]]*\]", r"\1", text) for name, text in types.items()}
-    assert {name: str(kind) for name, kind in typing.get_type_hints(declared).items()} == without_limits
+    expected = {name: _values(field.annotation) for name, field in options.model_fields.items()}
+    assert {name: _values(kind) for name, kind in typing.get_type_hints(declared).items()} == expected
+
+
+def test_type_checkers_know_the_options_of_all_datasets() -> None:
+    expected: dict[str, set[Any]] = {}
+    for dataset in registry.DATASETS:
+        fields = registry.load(registry.DATASETS, dataset, "dataset").Options.model_fields
+        for name, field in fields.items():
+            expected.setdefault(name, set()).update(_values(field.annotation))
+    found = {name: _values(kind) for name, kind in typing.get_type_hints(prepare.PrepareOptions).items()}
+    assert expected.pop("input") == {str} and found.pop("input") == {Any}  # or a frame of one of several libraries
+    assert found == expected
+
+
+def _values(annotation: Any) -> set[Any]:
+    """Return the types and literals of an annotation, without limits of numbers."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _values(arguments[0])
+    if origin is list:
+        return {("list", *_values(arguments[0]))}
+    if origin is typing.Literal:
+        return {*arguments}
+    return set().union(*map(_values, arguments)) if arguments else {annotation}
+
+
+@pytest.mark.parametrize(
+    ("declared", "function"),
+    [(recommend.RecommendOptions, recommend.recommend), (open_run.RecommendOptions, open_run.Run.recommend)],
+    ids=["recommend", "Run.recommend"],
+)
+def test_type_checkers_know_the_keyword_arguments_of(declared: type, function: Callable[..., Any]) -> None:
+    hints = {name: kind for name, kind in function.__annotations__.items() if name in declared.__annotations__}
+    keyword_only = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert declared.__annotations__ == hints
+    assert keyword_only - {"frame"} == hints.keys()
 
 
 def test_only_rank_0_reads_the_files_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def ids_of(batches: Iterator[Any]) -> list[tuple[list[int], list[int], list[floa
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "pareto"])
-def test_batches_are_those_of_the_stored_form(distribution: str, config: Config, raw: Path, tmp_path: Path) -> None:
+def test_batches_are_those_of_the_stored_form(distribution: Any, config: Config, raw: Path, tmp_path: Path) -> None:
     config["data"]["multi_hot"] |= {"distribution": distribution, "seed": 5}
     prepare("criteo", tmp_path / "d", input=raw, multi_hot=SIZES, multi_hot_distribution=distribution, seed=5)
     stored = config | {"data": {"path": str(tmp_path / "d")}}

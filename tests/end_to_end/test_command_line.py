@@ -143,7 +143,7 @@ def test_damaged_files_of_a_run_are_named(file: str, run_cli: RunCli, dlrm: dict
 
 def test_a_split_that_is_none_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--split: should be 'val' or 'test', got 'tset'"):
-        evaluate(tmp_path, split="tset")  # type: ignore[arg-type]
+        evaluate(tmp_path, split="tset")  # type: ignore[call-overload]
 
 
 def test_doctor_finds_that_training_would_work_here(run_cli: RunCli) -> None:

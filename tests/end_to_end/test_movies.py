@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def each_run(request: pytest.FixtureRequest, movies: Path, tmp_path_factory: pyt
     return trained("sasrec", movies, tmp_path_factory.mktemp("run"))
 
 
-def items_of(rows: list[dict[str, Any]]) -> list[str]:
+def items_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [row["item"] for row in rows]
 
 
@@ -327,7 +328,7 @@ def test_click_models_have_no_ranking(
 def test_python_takes_one_of_history_and_users(tmp_path: Path) -> None:
     for both in ({}, {"history": [10], "users": [100]}):
         with pytest.raises(ConfigError, match="exactly one"):
-            recommend(tmp_path, **both)  # type: ignore[arg-type]
+            recommend(tmp_path, **both)  # type: ignore[call-overload]
     with pytest.raises(ConfigError, match="--checkpoint: should be 'newest' or 'best', got 'oldest'"):
         evaluate(tmp_path, checkpoint="oldest")
 
@@ -370,7 +371,7 @@ def test_an_open_run_keeps_its_model_and_returns_frames(run: Path, tmp_path: Pat
     assert opened.results()["run"].to_list() == [str(copy)]
     assert opened.history(frame="pandas")["step"].max() == 4
     with pytest.raises(ConfigError, match="use 'polars', 'pandas' or 'arrow'"):
-        opened.recommend([10], frame="numpy")  # type: ignore[arg-type]
+        opened.recommend([10], frame="numpy")  # type: ignore[call-overload]
     with pytest.raises(ConfigError, match="exactly one of the two"):
         opened.recommend()
     with pytest.raises(DataError, match="--history: 1 item"):

@@ -5,8 +5,42 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, assert_type
+
+import pytest
 
 import recmill
+from recmill.errors import ConfigError
+
+if TYPE_CHECKING:  # this part is checked by mypy and never run
+    import pandas as pd
+    import polars as pl
+    import pyarrow as pa
+
+    from recmill.commands.recommend import Recommendation
+    from recmill.metrics.own import Values
+
+    def a_users_script() -> None:
+        assert_type(recmill.recommend("r", [1]), list[Recommendation])
+        assert_type(recmill.recommend("r", users="7", k=3)[0]["score"], float)
+        assert_type(recmill.recommend("r", "1,2", frame="polars"), pl.DataFrame)
+        assert_type(recmill.recommend("r", "1,2", frame="pandas"), pd.DataFrame)
+        assert_type(recmill.evaluate("r", procs=2), Values)
+        assert_type(recmill.evaluate("r", per_user=True), pl.DataFrame)
+        assert_type(recmill.evaluate("r", per_user=True, frame="arrow"), pa.Table)
+        assert_type(recmill.results("r", "s"), pl.DataFrame)
+        assert_type(recmill.results("r", frame="pandas"), pd.DataFrame)
+        assert_type(recmill.history("r"), pl.DataFrame)
+        run = recmill.open_run("r")
+        assert_type(run.recommend([1, 2]), pl.DataFrame)
+        assert_type(run.recommend(users=[1], frame="arrow"), pa.Table)
+        assert_type(run.evaluate(), Values)
+        assert_type(run.evaluate(per_user=True), pl.DataFrame)
+        assert_type(run.history(frame="pandas"), pd.DataFrame)
+        recmill.prepare("histories", "d", input="plays.csv", user_column="user", item_column="item", k_core=5)
+        recmill.prepare("histories", "d", user_colum="user")  # type: ignore[call-arg]
+        recmill.evaluate("r", split="validation")  # type: ignore[call-overload]
+        recmill.trian("c.toml", "r")  # type: ignore[attr-defined]
 
 
 def test_every_name_is_listed_declared_for_type_checkers_and_annotated() -> None:
@@ -32,3 +66,27 @@ def test_importing_and_listing_names_imports_nothing_else() -> None:
     code = "import sys, recmill; dir(recmill); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "polars", "numpy", "pydantic", "recmill.commands"} & {*done.stdout.split()}
+
+
+@pytest.mark.parametrize("name", sorted({*recmill.__all__} - {"Run"}))
+def test_an_unknown_keyword_argument_is_an_error_that_names_the_known_ones(name: str) -> None:
+    arguments = ["synthetic-clicks", "d"] if name == "prepare" else []
+    with pytest.raises(ConfigError, match=r"^unknown (argument|option) of \S+ 'no_such_name'\. Known: \w+"):
+        getattr(recmill, name)(*arguments, no_such_name=1)
+
+
+def test_methods_of_a_run_name_what_was_meant() -> None:
+    for method, wrong, meant in (
+        ("recommend", "user", "users"),
+        ("evaluate", "proc", "procs"),
+        ("history", "fram", "frame"),
+    ):
+        with pytest.raises(ConfigError, match=rf"unknown argument of {method} '{wrong}'\. Did you mean '{meant}'\?"):
+            getattr(recmill.Run, method)(None, **{wrong: 1})
+
+
+def test_a_key_of_the_config_given_to_train_is_named_as_an_override() -> None:
+    with pytest.raises(ConfigError, match=r'unknown argument of train \'epochs\'.*overrides=\["train.num_epochs=3"\]'):
+        recmill.train("c.toml", "r", epochs=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"'proc'\. Did you mean 'procs'\?"):
+        recmill.train("c.toml", "r", proc=3)  # type: ignore[call-arg]

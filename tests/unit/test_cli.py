@@ -230,3 +230,12 @@ def test_a_shell_completes_commands_flags_and_names_without_importing_torch(word
     position = str(len(words.split()) - 1)
     done = answer(COMP_WORDS=words, COMP_CWORD=position, _RECMILL_COMPLETE="bash_complete")
     assert (done.returncode, done.stdout.splitlines()) == (0, expected), done.stderr
+
+
+def test_a_flag_that_is_a_key_of_the_config_is_named_with_set() -> None:
+    def printed(flag: str) -> str:
+        command = [sys.executable, "-m", "recmill", "train", "c.toml", "--run", "r", flag, "3"]
+        return subprocess.run(command, capture_output=True, text=True).stderr
+
+    assert "No such option '--epochs'. Did you mean '--set train.num_epochs=VALUE'?" in printed("--epochs")
+    assert "--procs" in printed("--proc")

@@ -276,7 +276,7 @@ def test_labels_in_kaggles_test_file_are_a_field_too_many(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("rule", "least"), [("log3", -2), ("log2", -1)])
-def test_a_number_too_small_for_the_logarithm_is_a_bad_value(rule: str, least: int, tmp_path: Path) -> None:
+def test_a_number_too_small_for_the_logarithm_is_a_bad_value(rule: Any, least: int, tmp_path: Path) -> None:
     raw = two_days(tmp_path, with_field(6, 4, str(least - 1)))
     assert_refused(tmp_path, raw, f"row 6, column I4: '{least - 1}' is too small", "log-min and log1-clip", dense=rule)
     prepare("criteo", tmp_path / "clip", input=raw, dense="log1-clip")

@@ -120,5 +120,5 @@ def test_compat_defaults_are_those_of_the_originals(logs: Path, tmp_path: Path) 
         "oneflow": ("mod", "first-seen", "log2", "global", "parquet", "test-first", [40_000_000] * 26),
     }
     for compat, values in expected.items():
-        recipe = prepare("criteo", tmp_path / compat, input=logs, compat=compat)["recipe"]
+        recipe = prepare("criteo", tmp_path / compat, input=logs, compat=compat)["recipe"]  # type: ignore[arg-type]
         assert tuple(recipe[name] for name in names) == values

@@ -362,7 +362,7 @@ def test_a_spark_of_its_own_is_stopped_after_errors_and_at_the_end(spark: Any, t
     raw = write_text(tmp_path / "day_0", to_text(random_rows(50, seed=9)) + b"no row\n")
     for on_bad_row, error in (("fail", pytest.raises(DataError)), ("skip", nullcontext())):
         with error:
-            prepare("criteo", tmp_path / "out", input=str(raw), engine="spark", on_bad_row=on_bad_row, **MOD)
+            prepare("criteo", tmp_path / "out", input=str(raw), engine="spark", on_bad_row=on_bad_row, **MOD)  # type: ignore[arg-type]
         assert SparkSession.getActiveSession() is None
     assert description(tmp_path / "out").source[0].bad_rows == 1
 

@@ -43,7 +43,7 @@ from ..criteo_raw import (
         ("log1-clip", -700, lambda x, least: math.log(1 + max(x, 0))),
     ],
 )
-def test_dense_rules(rule: str, smallest: int, formula: Callable[[int, int], float], tmp_path: Path) -> None:
+def test_dense_rules(rule: Any, smallest: int, formula: Callable[[int, int], float], tmp_path: Path) -> None:
     """With log-min, all days share the smallest number of all: here it is in day 1."""
     days = [random_rows(40, 1, smallest=-1), random_rows(40, 2, smallest=smallest), random_rows(40, 3, smallest=-1)]
     days[0][0][1], days[1][0][1] = str(2**31 - 1), str(smallest)

@@ -103,5 +103,5 @@ def test_raw_id_0_is_not_a_missing_id(tmp_path: Path) -> None:
     write_rows(tmp_path / "raw" / "day_1", [row, row])
     for ids, expected in (("contiguous", [2, 0, 3]), ("mod", [1, 0, 256])):
         sizes: dict[str, Any] = {"table_size": [1000]} if ids == "mod" else {}
-        prepare("criteo", tmp_path / ids, input=tmp_path / "raw", ids=ids, **sizes)
+        prepare("criteo", tmp_path / ids, input=tmp_path / "raw", ids=ids, **sizes)  # type: ignore[arg-type]
         assert stored(tmp_path / ids, "day_0_sparse")[:, 0].tolist() == expected

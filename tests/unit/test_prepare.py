@@ -137,7 +137,7 @@ def test_unfinished_work_that_is_resumable_or_in_use_is_kept_by_a_call_with_noth
 
 
 def test_numpy_numbers_are_numbers(tmp_path: Path) -> None:
-    assert prepare("random-histories", tmp_path / "d", seed=np.int64(5))["recipe"]["seed"] == 5
+    assert prepare("random-histories", tmp_path / "d", seed=np.int64(5))["recipe"]["seed"] == 5  # type: ignore[arg-type]
 
 
 def test_a_failure_leaves_nothing_behind_and_names_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +155,9 @@ def test_unknown_datasets_and_options_name_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'random-clicks'"):
         prepare("random-click", tmp_path / "d")
     with pytest.raises(ConfigError, match="Did you mean 'rows'"):
-        prepare("random-clicks", tmp_path / "d", row=100)
+        prepare("random-clicks", tmp_path / "d", row=100)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="--rows: should be a valid integer, got 'many'"):
-        prepare("random-clicks", tmp_path / "d", rows="many")
+        prepare("random-clicks", tmp_path / "d", rows="many")  # type: ignore[arg-type]
 
 
 def test_one_number_of_tables_is_a_count(tmp_path: Path) -> None:

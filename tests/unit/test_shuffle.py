@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def day_records(path: Path, day: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("how", ["day", "global"])
-def test_shuffling_moves_training_rows_and_nothing_else(how: str, logs: Path, tmp_path: Path) -> None:
+def test_shuffling_moves_training_rows_and_nothing_else(how: Any, logs: Path, tmp_path: Path) -> None:
     prepare("criteo", tmp_path / "none", input=logs)
     for name, seed in (("one", 4), ("again", 4), ("other", 5)):
         prepare("criteo", tmp_path / name, input=logs, shuffle=how, seed=seed)
@@ -37,7 +38,7 @@ def test_shuffling_moves_training_rows_and_nothing_else(how: str, logs: Path, tm
 
 
 @pytest.mark.parametrize("format", ["npy", "parquet"])
-def test_shuffling_one_log_leaves_its_val_and_test_rows(format: str, tmp_path: Path) -> None:
+def test_shuffling_one_log_leaves_its_val_and_test_rows(format: Any, tmp_path: Path) -> None:
     write_days(tmp_path / "raw", [200])
     for how in ("none", "global"):
         prepare("criteo", tmp_path / how, input=tmp_path / "raw", shuffle=how, val_fraction=0.2, format=format)

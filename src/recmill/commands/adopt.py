@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 from pydantic import Field, PositiveInt
 
+from recmill.commands.keywords import checked_keywords
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section
 from recmill.data.checks import BadValues, ClickChecks, bad_labels
@@ -70,6 +71,7 @@ class AdoptOptions(TypedDict, total=False):
     dense_transform: str | None
 
 
+@checked_keywords
 def adopt(path: str | Path, **options: Unpack[AdoptOptions]) -> dict[str, Any]:
     """Describe the files in `path` and return the description. Only `dataset.json` is written.
 

@@ -9,6 +9,7 @@ from typing import Literal, TypedDict, Unpack
 import numpy as np
 from pydantic import Field
 
+from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Verify, dataset_checks
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section
@@ -95,6 +96,7 @@ class AuditOptions(TypedDict, total=False):
     verify: bool | None
 
 
+@checked_keywords
 def audit(path: str | Path, **options: Unpack[AuditOptions]) -> AuditReport:
     """Read a click log and report what is wrong with it. With a small memory budget it is read several times.
 

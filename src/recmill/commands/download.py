@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, TypedDict, Unpack
 
+from recmill.commands.keywords import checked_keywords
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section, key
 from recmill.errors import ConfigError, DataError, ResourceError
@@ -82,6 +83,7 @@ class DownloadOptions(TypedDict, total=False):
     url: str | None
 
 
+@checked_keywords
 def download(name: str, output: str | Path, **options: Unpack[DownloadOptions]) -> Path:
     """Download public data and return its path: output/VARIANT/ for an archive, output/FILE otherwise.
 

@@ -4,9 +4,10 @@ import logging
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from recmill.commands import assemble
+from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Procs, Verify, Which, dataset_checks, flag, new_path
 from recmill.config import Config
 from recmill.config.load import metric_problems
@@ -25,6 +26,11 @@ from recmill.schema import Dataset
 from recmill.tables.libraries import import_libraries
 
 if TYPE_CHECKING:
+    import pandas as pd
+    import polars as pl
+    import pyarrow as pa
+
+    from recmill.data.frames import AnyFrame
     from recmill.data.histories import HistorySource
     from recmill.world import World
 
@@ -67,9 +73,28 @@ class EvaluateOptions(TypedDict, total=False):
     per_user_file: str | None
 
 
+@overload
+def evaluate(run: str | Path, *, per_user: Literal[False] = False, **options: Unpack[EvaluateOptions]) -> Values: ...
+@overload
+def evaluate(
+    run: str | Path,
+    *,
+    per_user: Literal[True],
+    frame: Literal["polars"] = "polars",
+    **options: Unpack[EvaluateOptions],
+) -> "pl.DataFrame": ...
+@overload
+def evaluate(
+    run: str | Path, *, per_user: Literal[True], frame: Literal["pandas"], **options: Unpack[EvaluateOptions]
+) -> "pd.DataFrame": ...
+@overload
+def evaluate(
+    run: str | Path, *, per_user: Literal[True], frame: Literal["arrow"], **options: Unpack[EvaluateOptions]
+) -> "pa.Table": ...
+@checked_keywords
 def evaluate(
     run: str | Path, *, per_user: bool = False, frame: Kind = "polars", **options: Unpack[EvaluateOptions]
-) -> Any:
+) -> "Values | AnyFrame":
     """Return {"auroc": 0.79, "logloss": ...}, the same values for any number of processes, and which checkpoint it was.
 
     The checkpoint is named by "step" and "checkpoint", its path in the run directory. By default it is the one that
@@ -107,10 +132,11 @@ def evaluate(
         "run": str(directory.path.absolute()),
         "options": checked.model_dump(),
     }
-    return run_job("evaluate", arguments, checked.procs)
+    values: Values = run_job("evaluate", arguments, checked.procs)
+    return values
 
 
-def _per_user(run: str | Path, frame: Kind, options: EvaluateOptions) -> Any:
+def _per_user(run: str | Path, frame: Kind, options: EvaluateOptions) -> "AnyFrame":
     import polars as pl
 
     if process_environment().is_launched:

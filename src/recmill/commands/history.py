@@ -2,17 +2,32 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
+from recmill.commands.keywords import checked_keywords
 from recmill.config.options import given_path
 from recmill.data.frames import Kind, converted
 from recmill.errors import CheckpointError
 from recmill.observe.run_dir import RunDirectory
 
+if TYPE_CHECKING:
+    import pandas as pd
+    import polars as pl
+    import pyarrow as pa
+
+    from recmill.data.frames import AnyFrame
+
 _INTEGERS = ("step", "epoch")
 
 
-def history(run: str | Path, frame: Kind = "polars") -> Any:
+@overload
+def history(run: str | Path, frame: Literal["polars"] = "polars") -> "pl.DataFrame": ...
+@overload
+def history(run: str | Path, frame: Literal["pandas"]) -> "pd.DataFrame": ...
+@overload
+def history(run: str | Path, frame: Literal["arrow"]) -> "pa.Table": ...
+@checked_keywords
+def history(run: str | Path, frame: Kind = "polars") -> "AnyFrame":
     """Return what a run has reported so far, also while it trains: one row per line of its metrics.jsonl.
 
     Columns: step, epoch, split ("train", "val" or "test"), time (seconds since 1970), the loss, speed and learning

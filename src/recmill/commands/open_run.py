@@ -2,16 +2,36 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import recmill
 from recmill.commands import assemble
 from recmill.commands.evaluate import EvaluateOptions
-from recmill.commands.recommend import Recommender
+from recmill.commands.keywords import checked_keywords
+from recmill.commands.recommend import Named, Recommender
 from recmill.data.frames import Kind, converted
 from recmill.errors import ConfigError
+from recmill.metrics.own import Values
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import polars as pl
+    import pyarrow as pa
+
+    from recmill.data.frames import AnyFrame
+
+Histories = Named | Sequence[Sequence[str | int]]
 
 
+class RecommendOptions(TypedDict, total=False):
+    """The keyword arguments of `Run.recommend`, for type checkers."""
+
+    users: Named | None
+    k: int
+    include_seen: bool
+
+
+@checked_keywords
 class Run:
     """A run whose model is loaded. It stays as it was when it was opened: what is trained later needs a new one."""
 
@@ -19,15 +39,31 @@ class Run:
         self.path = path
         self._recommender = recommender
 
+    @overload
     def recommend(
         self,
-        histories: str | Sequence[str | int] | Sequence[Sequence[str | int]] | None = None,
+        histories: Histories | None = None,
         *,
-        users: str | Sequence[str | int] | None = None,
+        frame: Literal["polars"] = "polars",
+        **options: Unpack[RecommendOptions],
+    ) -> "pl.DataFrame": ...
+    @overload
+    def recommend(
+        self, histories: Histories | None = None, *, frame: Literal["pandas"], **options: Unpack[RecommendOptions]
+    ) -> "pd.DataFrame": ...
+    @overload
+    def recommend(
+        self, histories: Histories | None = None, *, frame: Literal["arrow"], **options: Unpack[RecommendOptions]
+    ) -> "pa.Table": ...
+    def recommend(
+        self,
+        histories: Histories | None = None,
+        *,
+        users: Named | None = None,
         k: int = 10,
         include_seen: bool = False,
         frame: Kind = "polars",
-    ) -> Any:
+    ) -> "AnyFrame":
         """Return a frame with the K items that the model ranks first: rank (from 1), item, title and score.
 
         `histories`: original ids or titles of items, oldest first, or a list of several such histories; column
@@ -47,15 +83,45 @@ class Run:
         several: Any = [histories] if is_one else histories
         return converted(self._recommender.after(several, k, include_seen), frame)
 
-    def evaluate(self, *, per_user: bool = False, frame: Kind = "polars", **options: Unpack[EvaluateOptions]) -> Any:
+    @overload
+    def evaluate(self, *, per_user: Literal[False] = False, **options: Unpack[EvaluateOptions]) -> Values: ...
+    @overload
+    def evaluate(
+        self, *, per_user: Literal[True], frame: Literal["polars"] = "polars", **options: Unpack[EvaluateOptions]
+    ) -> "pl.DataFrame": ...
+    @overload
+    def evaluate(
+        self, *, per_user: Literal[True], frame: Literal["pandas"], **options: Unpack[EvaluateOptions]
+    ) -> "pd.DataFrame": ...
+    @overload
+    def evaluate(
+        self, *, per_user: Literal[True], frame: Literal["arrow"], **options: Unpack[EvaluateOptions]
+    ) -> "pa.Table": ...
+    def evaluate(
+        self, *, per_user: bool = False, frame: Kind = "polars", **options: Unpack[EvaluateOptions]
+    ) -> "Values | AnyFrame":
         """Evaluate the run as `recmill.evaluate` does, in processes of their own."""
-        return recmill.evaluate(self.path, per_user=per_user, frame=frame, **options)
+        if per_user:
+            return recmill.evaluate(self.path, per_user=True, frame=frame, **options)
+        return recmill.evaluate(self.path, **options)
 
-    def results(self, frame: Kind = "polars") -> Any:
+    @overload
+    def results(self, frame: Literal["polars"] = "polars") -> "pl.DataFrame": ...
+    @overload
+    def results(self, frame: Literal["pandas"]) -> "pd.DataFrame": ...
+    @overload
+    def results(self, frame: Literal["arrow"]) -> "pa.Table": ...
+    def results(self, frame: Kind = "polars") -> "AnyFrame":
         """Return one row: state, best step, test metrics. See `recmill.results`."""
         return recmill.results(self.path, frame=frame)
 
-    def history(self, frame: Kind = "polars") -> Any:
+    @overload
+    def history(self, frame: Literal["polars"] = "polars") -> "pl.DataFrame": ...
+    @overload
+    def history(self, frame: Literal["pandas"]) -> "pd.DataFrame": ...
+    @overload
+    def history(self, frame: Literal["arrow"]) -> "pa.Table": ...
+    def history(self, frame: Kind = "polars") -> "AnyFrame":
         """Return the learning curve. See `recmill.history`."""
         return recmill.history(self.path, frame=frame)
 
@@ -63,8 +129,13 @@ class Run:
         return f"Run({str(self.path)!r})"
 
 
+@checked_keywords
 def open_run(
-    path: str | Path, *, checkpoint: str | None = None, fallback: bool = False, verify: bool | None = None
+    path: str | Path,
+    *,
+    checkpoint: Literal["newest", "best"] | None = None,
+    fallback: bool = False,
+    verify: bool | None = None,
 ) -> Run:
     """Load the model of a run, so that each call of `recommend` takes milliseconds.
 

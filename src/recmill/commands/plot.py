@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from recmill import registry
 from recmill.commands.history import history
+from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import flag
 from recmill.commands.results import run_report
 from recmill.config.options import given_path
@@ -27,6 +28,7 @@ class Options(Section):
     output: str = flag("curves.svg", "SVG or PNG file to write; an existing one is replaced.", metavar="FILE")
 
 
+@checked_keywords
 def plot(*runs: str | Path, metric: Sequence[str] = (), output: str | Path = "curves.svg") -> Path:
     """Draw the training loss and validation metrics of `runs` by step, and return the path of the file."""
     if not runs:

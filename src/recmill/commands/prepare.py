@@ -5,7 +5,7 @@ import resource
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 from recmill import registry
 from recmill.config.options import checked_options, given_path
@@ -22,7 +22,67 @@ from recmill.schema import ClicksDescription, Description
 log = logging.getLogger(__name__)
 
 
-def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options: Any) -> dict[str, Any]:
+class PrepareOptions(TypedDict, total=False):
+    """The options of all built-in datasets, for type checkers; `recmill prepare NAME --help` shows which one has which.
+
+    Those of a plug-in are checked when it is called.
+    """
+
+    input: Any  # str, or a frame of pandas, Polars or Arrow
+    seed: int
+    # criteo
+    source: Literal["1tb", "kaggle"] | None
+    ids: Literal["contiguous", "mod", "hash64"] | None
+    min_frequency: int | None
+    id_order: Literal["frequency", "first-seen"] | None
+    table_size: list[int] | None
+    dense: Literal["log3", "log-min", "log2", "log1-clip"] | int | None  # a number: how many features to generate
+    last_day: Literal["val-first", "test-first", "none"] | None
+    val_fraction: float | None
+    shuffle: Literal["none", "day", "global"] | None
+    format: Literal["npy", "parquet"] | None
+    multi_hot: list[int] | None
+    multi_hot_distribution: Literal["uniform", "pareto"] | None
+    memory_budget: str | None
+    engine: Literal["polars", "spark"]
+    spark_master: str | None
+    compat: Literal["torchrec", "mlperf-v2", "oneflow"] | None
+    on_bad_row: Literal["fail", "skip"]
+    max_bad_rows: int | None
+    # histories, movielens, goodreads
+    user_column: str
+    item_column: str
+    time_column: str | None
+    rating_column: str | None
+    titles: str | None
+    title_column: str | None
+    min_rating: float | None
+    min_item_count: int
+    min_user_count: int
+    k_core: int
+    repeats: Literal["first", "last", "keep"]
+    only_read: bool
+    min_interactions: int
+    max_interactions: int
+    book_ids: str | None
+    # synthetic and random data
+    rows: int
+    days: int
+    tables: list[int]
+    click_rate: float
+    signal: float
+    users: int
+    items: int
+    interactions: int
+    noise: float
+    random_user_count: int
+    random_item_count: int
+    random_size: int
+
+
+def prepare(
+    name: str, output: str | Path, *, overwrite: bool = False, **options: Unpack[PrepareOptions]
+) -> dict[str, Any]:
     """Write dataset `name` to `output` and return its description; an identical dataset there is left as it is.
 
     Options are those of `recmill prepare NAME --help`, with underscores: prepare("synthetic-clicks", "d", rows=1000).
@@ -32,7 +92,7 @@ def prepare(name: str, output: str | Path, *, overwrite: bool = False, **options
     frame = options.get("input") if is_frame(options.get("input")) else None
     if frame is not None and not hasattr(module, "plan_frame"):
         raise ConfigError(f"{name}: `input` is a path, not a frame. Frames are for 'histories'.")
-    checked = checked_options(name, module.Options, options if frame is None else {**options, "input": "frame"})
+    checked = checked_options(name, module.Options, {**options, **({} if frame is None else {"input": "frame"})})
     log.info("preparing %s in %s", name, output)
     if frame is None:
         plan = module.plan(checked)

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
 from recmill.commands import assemble
+from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag, new_path
 from recmill.config.sections import Section
 from recmill.data.checks import checked_items
@@ -25,10 +26,13 @@ from recmill.observe.progress import Progress, spinner
 from recmill.tables.libraries import import_libraries
 
 if TYPE_CHECKING:
+    import pandas as pd
     import polars as pl
+    import pyarrow as pa
     from torch import nn
 
     from recmill.batch import HistoryInputs
+    from recmill.data.frames import AnyFrame
 
 log = logging.getLogger(__name__)
 
@@ -48,18 +52,57 @@ class Options(Section):
     verify: Verify = None
 
 
+Named = str | Sequence[str | int]  # original ids or titles; a text has commas between them
+
+
+class Recommendation(TypedDict):
+    user: NotRequired[str]  # it and the rank, from 1, if users were asked for
+    rank: NotRequired[int]
+    item: str  # its original id
+    title: str
+    score: float
+
+
+class RecommendOptions(TypedDict, total=False):
+    """The keyword arguments of `recommend`, for type checkers."""
+
+    users: Named | None
+    k: int
+    include_seen: bool
+    checkpoint: Literal["newest", "best"] | None
+    fallback: bool
+    verify: bool | None
+
+
+@overload
+def recommend(
+    run: str | Path, history: Named | None = None, *, frame: None = None, **options: Unpack[RecommendOptions]
+) -> list[Recommendation]: ...
+@overload
+def recommend(
+    run: str | Path, history: Named | None = None, *, frame: Literal["polars"], **options: Unpack[RecommendOptions]
+) -> "pl.DataFrame": ...
+@overload
+def recommend(
+    run: str | Path, history: Named | None = None, *, frame: Literal["pandas"], **options: Unpack[RecommendOptions]
+) -> "pd.DataFrame": ...
+@overload
+def recommend(
+    run: str | Path, history: Named | None = None, *, frame: Literal["arrow"], **options: Unpack[RecommendOptions]
+) -> "pa.Table": ...
+@checked_keywords
 def recommend(
     run: str | Path,
-    history: str | Sequence[str | int] | None = None,
+    history: Named | None = None,
     *,
-    users: str | Sequence[str | int] | None = None,
+    users: Named | None = None,
     k: int = 10,
     include_seen: bool = False,
-    checkpoint: str | None = None,
+    checkpoint: Literal["newest", "best"] | None = None,
     fallback: bool = False,
     verify: bool | None = None,
     frame: Kind | None = None,
-) -> Any:
+) -> "list[Recommendation] | AnyFrame":
     """Return [{"item": original id, "title": ..., "score": ...}, ...], best first, without items of the history.
 
     `history`: original ids or titles of items, oldest first. Or `users`: original ids of users, whose rows have "user"
@@ -75,16 +118,17 @@ def recommend(
     else:
         assert history is not None
         best = model.after([history], k, include_seen).drop("history", "rank")
-    return best.to_dicts() if frame is None else converted(best, frame)
+    return cast(list[Recommendation], best.to_dicts()) if frame is None else converted(best, frame)
 
 
+@checked_keywords
 def recommend_all(
     run: str | Path,
     output: str | Path,
     *,
     k: int = 10,
     include_seen: bool = False,
-    checkpoint: str | None = None,
+    checkpoint: Literal["newest", "best"] | None = None,
     fallback: bool = False,
     verify: bool | None = None,
 ) -> dict[str, Any]:
@@ -149,7 +193,7 @@ class Recommender:
     def users(self) -> Names:
         return Names(self._dataset.path / "users.parquet", "user")
 
-    def after(self, histories: "Sequence[str | Sequence[str | int]]", k: int, include_seen: bool) -> "pl.DataFrame":
+    def after(self, histories: Sequence[Named], k: int, include_seen: bool) -> "pl.DataFrame":
         """Return columns history (its number, from 0), rank, item, title and score."""
         import polars as pl
 
@@ -163,7 +207,7 @@ class Recommender:
             frames.append(frame.with_columns(history=pl.col("row") + start))
         return pl.concat(frames).select("history", "rank", "item", "title", "score")
 
-    def for_users(self, users: str | Sequence[str | int], k: int, include_seen: bool) -> "pl.DataFrame":
+    def for_users(self, users: Named, k: int, include_seen: bool) -> "pl.DataFrame":
         """Return columns user, rank, item, title and score."""
         import polars as pl
 

@@ -4,10 +4,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from recmill.commands import assemble
 from recmill.commands.history import number
+from recmill.commands.keywords import checked_keywords
 from recmill.config import load_config, read_settings
 from recmill.config.options import given_path
 from recmill.data.frames import Kind, converted
@@ -16,6 +17,13 @@ from recmill.data.opening import open_dataset
 from recmill.errors import CheckpointError, DataError
 from recmill.metrics.binary import Values
 from recmill.observe.run_dir import RunDirectory
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import polars as pl
+    import pyarrow as pa
+
+    from recmill.data.frames import AnyFrame
 
 _STOPPED = ("preempted", "interrupted")
 
@@ -41,7 +49,14 @@ class RunReport:
     reachable: dict[str, float] = field(default_factory=dict)  # the best that any model can reach; of synthetic data
 
 
-def results(*runs: str | Path, frame: Kind = "polars") -> Any:
+@overload
+def results(*runs: str | Path, frame: Literal["polars"] = "polars") -> "pl.DataFrame": ...
+@overload
+def results(*runs: str | Path, frame: Literal["pandas"]) -> "pd.DataFrame": ...
+@overload
+def results(*runs: str | Path, frame: Literal["arrow"]) -> "pa.Table": ...
+@checked_keywords
+def results(*runs: str | Path, frame: Kind = "polars") -> "AnyFrame":
     """Return one row per run: state, model, best step, test metrics, what popularity reaches and what is reachable.
 
     `frame`: "polars", "pandas" or "arrow".

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, TypedDict, Unpack
 import numpy as np
 from pydantic import PositiveInt
 
+from recmill.commands.keywords import checked_keywords
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section, key
 from recmill.datasets.compressed import read_blocks
@@ -33,6 +34,7 @@ class SplitOptions(TypedDict, total=False):
     days: int
 
 
+@checked_keywords
 def split(input: str | Path, output: str | Path, **options: Unpack[SplitOptions]) -> dict[str, Any]:
     """Write the first `days` slices of `lines` lines each to output/day_0, output/day_1, ...; the last may be shorter.
 

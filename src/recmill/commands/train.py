@@ -16,6 +16,7 @@ from recmill import registry
 from recmill.checkpoints.format import committed
 from recmill.commands import assemble
 from recmill.commands.history import number
+from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, flag
 from recmill.config import Config, differences, fingerprint, load_config, to_toml
 from recmill.config.options import given_path
@@ -66,6 +67,7 @@ class Options(Section):
     verify: Verify = None
 
 
+@checked_keywords
 def train(
     config: str | Path | Mapping[str, Any],
     run: str | Path,

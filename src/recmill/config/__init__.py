@@ -2,12 +2,13 @@
 
 from recmill.config.compare import differences, fingerprint
 from recmill.config.load import Config, load_config, plain, read_settings, to_toml
-from recmill.config.sections import Section, Settings
+from recmill.config.sections import Section, Settings, config_keys
 
 __all__ = [
     "Config",
     "Section",
     "Settings",
+    "config_keys",
     "differences",
     "fingerprint",
     "load_config",

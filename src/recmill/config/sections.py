@@ -518,3 +518,12 @@ class Settings(Section):
         if key == name or self.tables.dynamic.keys() & {name, ALL_TABLES}:
             return False
         return self.tables.stores.get(name, self.tables.store) != "cached_ssd"
+
+
+def config_keys(section: type[Section] = Settings, prefix: str = "") -> list[str]:
+    """Return all keys but the model's, like train.seed."""
+    found = []
+    for name, field in section.model_fields.items():
+        inner = subsection(field)
+        found += config_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return found

@@ -1,11 +1,15 @@
 """Frames of pandas, Polars and Arrow: what callers pass in, and what they get back."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from recmill.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    import pandas as pd
     import polars as pl
+    import pyarrow as pa
+
+    AnyFrame: TypeAlias = pl.DataFrame | pd.DataFrame | pa.Table
 
 Kind = Literal["polars", "pandas", "arrow"]
 
@@ -40,7 +44,7 @@ def _bad_column(frame: Any) -> str:
     return "the frame"
 
 
-def converted(frame: "pl.DataFrame", kind: Kind) -> Any:
+def converted(frame: "pl.DataFrame", kind: Kind) -> "AnyFrame":
     """Return the frame as one of pandas, Polars or Arrow."""
     try:
         if kind == "polars":

@@ -1,0 +1,62 @@
+"""Wrong keyword arguments of public functions: an error that names what was meant, as for flags."""
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from recmill.config import config_keys
+from recmill.errors import ConfigError
+from recmill.registry import nearest, unknown
+
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+
+def checked_keywords(function: CallableT) -> CallableT:
+    """Return the function, or the class with its methods, so that an unknown keyword argument is a ConfigError."""
+    if inspect.isclass(function):
+        for name, method in [*vars(function).items()]:
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(function, name, checked_keywords(method))
+        return function
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if (known := _keywords(function)) is not None:
+            for name, value in named.items():
+                if name not in known:
+                    raise ConfigError(_message(function.__name__, name, value, known))
+        return function(*arguments, **named)
+
+    return typing.cast(CallableT, call)
+
+
+def _keywords(function: Callable[..., Any]) -> list[str] | None:
+    """Return the names of a function's arguments; None if they depend on others, as the options of datasets do."""
+    names = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            options = typing.get_args(parameter.annotation)
+            if function.__name__ == "prepare" or not options:
+                return None
+            names += options[0].__annotations__
+        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name != "self":
+            names.append(parameter.name)
+    return names
+
+
+def meant_key(name: str, known: list[str]) -> str | None:
+    """Return the key of the config that an unknown name resembles more than it resembles a known one."""
+    near = nearest(name, [*known, *config_keys()])
+    return near if near and near not in known else None
+
+
+def _message(function: str, name: str, value: Any, known: list[str]) -> str:
+    if "overrides" in known and (key := meant_key(name, known)):
+        shown = f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else value
+        return (
+            f"unknown argument of {function} '{name}'. Keys of the config go to overrides: "
+            f'overrides=["{key}={shown}"]. Arguments: {", ".join(known)}.'
+        )
+    return unknown(f"argument of {function}", name, known)
