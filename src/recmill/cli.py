@@ -71,14 +71,15 @@ def _run(arguments: list[str]) -> int:
         return known.exit_code
 
 
-def _with_key(error: click.NoSuchOption, command: click.Command) -> click.NoSuchOption:
+def _with_key(error: click.NoSuchOption, command: click.Command) -> click.UsageError:
     """Suggest --set to somebody who uses a key of the config as a flag."""
     from recmill.commands.keywords import meant_key
 
     flags = {parameter.name: parameter for parameter in command.params if parameter.name}
     name = error.option_name.lstrip("-").replace("-", "_")
     if "overrides" in flags and (key := meant_key(name, [*flags])):
-        return click.NoSuchOption(error.option_name, possibilities=[f"--set {key}=VALUE"], ctx=error.ctx)
+        fact = f"No such option '{error.option_name}'. Did you mean '--set {key}=VALUE'?"
+        return click.UsageError(fact, error.ctx)
     return error
 
 

@@ -442,3 +442,9 @@ def test_all_that_cached_ssd_cannot_do_is_reported_at_once() -> None:
             "sharding": in_memory,
         }
     )
+
+
+def test_a_limit_of_many_digits_is_printed_as_a_short_number() -> None:
+    with pytest.raises(ConfigError, match=r"should be less than or equal to 3e\+38, got") as caught:
+        load_config({"data": {"path": "d"}, "model": {"name": "dlrm"}, "optim": {"dense": {"lr": 1e39}}})
+    assert "000000" not in str(caught.value)

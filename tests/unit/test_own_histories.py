@@ -78,9 +78,21 @@ def test_items_get_the_titles_of_another_file(tmp_path: Path, input_ids: str, su
     assert sorted(dataset["recipe"]["files"]) == sorted([raw.name, f"titles{suffix}"])
 
 
+def test_the_file_of_titles_may_name_its_column_of_items_differently(tmp_path: Path) -> None:
+    raw = tmp_path / "raw.csv"
+    raw.write_text("who,what\n" + "a,x\n" * 3)
+    (tmp_path / "titles.csv").write_text("id,title\nx,Alien\n")
+    options = {**COLUMNS, **KEEP_ALL, "repeats": "keep", "titles": tmp_path / "titles.csv", "title_column": "title"}
+    prepare("histories", tmp_path / "d", input=raw, **options, title_id_column="id")
+    assert pl.read_parquet(tmp_path / "d" / "items.parquet")["title"].to_list() == ["Alien"]
+    with pytest.raises(DataError, match=r"titles.csv: no column 'what' in its first row, which has: id, title\."):
+        prepare("histories", tmp_path / "e", input=raw, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"title_id_column": "id"}, "--title-id-column is for the file of --titles, which is missing."),
         ({"titles": "t.csv"}, "--titles and --title-column go together"),
         ({"title_column": "title"}, "--titles and --title-column go together"),
         (

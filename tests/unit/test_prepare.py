@@ -160,6 +160,13 @@ def test_unknown_datasets_and_options_name_the_nearest(tmp_path: Path) -> None:
         prepare("random-clicks", tmp_path / "d", rows="many")  # type: ignore[arg-type]
 
 
+def test_one_number_for_tables_is_no_size_of_a_million_rows(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--tables 1000000: a single number is the number of tables.*like 1000000,500"
+    ):
+        prepare("random-clicks", tmp_path / "d", tables=[1_000_000])
+
+
 def test_one_number_of_tables_is_a_count(tmp_path: Path) -> None:
     description = prepare("random-clicks", tmp_path / "d", rows=100, tables=[3])
     assert [feature["rows"] for feature in description["sparse"]] == [4, 283, 20000]

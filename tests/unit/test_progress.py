@@ -1,4 +1,7 @@
 import io
+import os
+import pty
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -77,3 +80,36 @@ def test_the_time_left_counts_what_an_earlier_run_had_done(monkeypatch: pytest.M
 @pytest.mark.parametrize(("value", "text"), [(950.0, "950"), (52_480.0, "52.5k"), (1_234_567.0, "1.23M")])
 def test_rates_are_short(value: float, text: str) -> None:
     assert progress.human_rate(value) == text
+
+
+def test_a_real_terminal_sees_the_spinner_only_within_its_block() -> None:
+    """The text appears while the block runs, and is erased after it; without a terminal there is nothing."""
+    code = "from recmill.observe.progress import spinner\nwith spinner('importing torch'): input()\nprint('done')"
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        while b"importing torch" not in seen:  # ends with an OSError if the process ends without it
+            seen += os.read(ours, 4096)
+        process.communicate(b"\n")
+        rest = b""
+        try:
+            while part := os.read(ours, 4096):
+                rest += part
+        except OSError:  # nobody has the terminal open any more
+            pass
+        os.close(ours)
+    assert rest.endswith((b"\x1b[2K", b"\x1b[?25h")), rest  # erases the line, shows the cursor
+    done = subprocess.run([sys.executable, "-c", code], input=b"\n", capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"done\n", b"")
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0 bytes"), (999, "999 bytes"), (12_345, "12.3 kB"), (5_600_000, "5.6 MB"), (7e12, "7,000.0 GB")],
+)
+def test_sizes_have_a_unit_that_fits(count: int, shown: str) -> None:
+    assert progress.human_bytes(count) == shown

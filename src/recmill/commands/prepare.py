@@ -56,6 +56,7 @@ class PrepareOptions(TypedDict, total=False):
     rating_column: str | None
     titles: str | None
     title_column: str | None
+    title_id_column: str | None
     min_rating: float | None
     min_item_count: int
     min_user_count: int

@@ -10,6 +10,7 @@ from typing import Any
 from recmill import registry
 from recmill.commands.checkpoint import list_checkpoints
 from recmill.commands.history import number
+from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import flag
 from recmill.commands.results import RunReport, run_report
 from recmill.config import read_settings
@@ -65,6 +66,7 @@ class Facts:
         return [(s.first_step, f"resumed after step {s.first_step:,}") for s in starts if s.first_step is not None]
 
 
+@checked_keywords
 def report(*runs: str | Path, output: str | Path | None = None) -> Path:
     """Write one self-contained HTML file about `runs` and return its path."""
     if not runs:

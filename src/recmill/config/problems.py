@@ -108,6 +108,7 @@ def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings
     if error["type"] == "literal_error" and field:
         return Problem(f"'{key}': {registry.unknown('value', str(error['input']), _literals(field))}", (key,))
     message = error["msg"].replace("Input should be", "should be")
+    message = re.sub(r"\d{16,}", lambda digits: f"{float(digits[0]):g}", message)  # a limit like 3e+38
     return Problem(f"'{key}': {message}, got {reprlib.repr(error['input'])}. {help_text}".rstrip(), (key,))
 
 

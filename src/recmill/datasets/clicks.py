@@ -17,6 +17,7 @@ from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, Row
 
 BLOCK_ROWS = 1 << 17
 PARQUET_ROWS = 1 << 19  # per file
+_MAX_TABLES = 10_000
 PARTS = ("dense", "sparse", "labels")  # the files of a day
 Truth = dict[str, dict[str, float]]  # split -> metric -> the best value that any model can reach
 
@@ -52,7 +53,14 @@ class ClickOptions(Section):
     @field_validator("tables", mode="after")
     @classmethod
     def one_number_is_a_count(cls, tables: list[int]) -> list[int]:
-        return _default_tables(tables[0]) if len(tables) == 1 else tables
+        if len(tables) > 1:
+            return tables
+        if tables[0] > _MAX_TABLES:
+            raise ValueError(
+                f"--tables {tables[0]}: a single number is the number of tables, of which at most {_MAX_TABLES:,} are "
+                f"made. Sizes of tables are several numbers, like {tables[0]},500."
+            )
+        return _default_tables(tables[0])
 
     @model_validator(mode="after")
     def every_split_gets_a_row(self) -> "ClickOptions":

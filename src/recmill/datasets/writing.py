@@ -20,6 +20,7 @@ from recmill.failpoints import reach
 from recmill.files.atomic import remove_leftovers, replace_directory, write_json, write_text
 from recmill.files.digests import digest
 from recmill.files.locks import exclusive_lock
+from recmill.observe.progress import human_bytes
 from recmill.schema import DESCRIPTION_FILE, Description, FileInfo, to_json
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def check_disk(work: Work, needed: int, rows: int) -> None:
             f"{work.directory.parent}: about {missing:,} bytes of disk are needed for {rows:,} rows, {free:,} are "
             "free. Choose another disk for --output, or free some space."
         )
-    log.info("about %s rows; at most %.1f GB of disk, %.1f GB are free", f"{rows:,}", needed / 1e9, free / 1e9)
+    log.info("about %s rows; at most %s of disk, %s are free", f"{rows:,}", human_bytes(needed), human_bytes(free))
 
 
 @contextmanager

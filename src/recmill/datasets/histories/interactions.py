@@ -73,7 +73,10 @@ class InteractionsPlan:
     @cached_property
     def recipe(self) -> dict[str, Any]:
         files = {path.name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}" for path in self.files}
-        return {**self.options.model_dump(exclude=_PATH_OPTIONS), "files": files, **self._frame}
+        options = self.options.model_dump(exclude=_PATH_OPTIONS)
+        if options.get("title_id_column", "") is None:
+            del options["title_id_column"]  # as in datasets that were made before it was an option
+        return {**options, "files": files, **self._frame}
 
     @property
     def chosen_filters(self) -> set[str]:

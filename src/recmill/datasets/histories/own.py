@@ -31,8 +31,9 @@ class Options(Filters):
     item_column: str = key(..., "Column of items: text or whole numbers.")
     time_column: str | None = key(None, "Column of times: whole numbers or ISO dates. Without it, file order counts.")
     rating_column: str | None = key(None, "Column of ratings: numbers, for --min-rating.")
-    titles: str | None = key(None, "File with titles of items: like --input, with --item-column and --title-column.")
+    titles: str | None = key(None, "File with titles of items, in one of the formats of --input.")
     title_column: str | None = key(None, "Column of titles, in the file of --titles.")
+    title_id_column: str | None = key(None, "Column of items, in the file of --titles.  [default: as --item-column]")
     min_user_count: NonNegativeInt = key(5, "Keep only users with at least this many interactions; never fewer than 3.")
 
     @model_validator(mode="after")
@@ -41,6 +42,8 @@ class Options(Filters):
             raise ValueError("--min-rating and --rating-column go together: one of them is missing.")
         if (self.titles is None) != (self.title_column is None):
             raise ValueError("--titles and --title-column go together: one of them is missing.")
+        if self.title_id_column is not None and self.titles is None:
+            raise ValueError("--title-id-column is for the file of --titles, which is missing.")
         return self
 
 
@@ -63,7 +66,7 @@ def _plan(
     titles = None
     if options.titles and options.title_column:
         files = [*files, Path(options.titles)]
-        columns = {"item": options.item_column, "title": options.title_column}
+        columns = {"item": options.title_id_column or options.item_column, "title": options.title_column}
         titles = partial(_titles, _reader(files[-1], "--titles", columns)[1])
     has_time = options.time_column is not None
     return InteractionsPlan(
