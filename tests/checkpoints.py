@@ -80,7 +80,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     read_row_files(checkpoint, in_files)
     if not checkpoint.base:
         return own | in_files
-    tensors = in_files | {key: value for key, value in read(checkpoint.base).items() if has_table_rows(key, value)}
-    tensors |= {key: value for key, value in own.items() if key.startswith(("model.", "optim."))}
+    tensors = {key: value for key, value in read(checkpoint.base).items() if has_table_rows(key, value)}
+    tensors |= {key: value for key, value in own.items() if key.startswith(("model.", "optim."))} | in_files
     apply_changes(checkpoint, tensors)
     return tensors

@@ -12,7 +12,9 @@ __all__ = [
     "audit",
     "download",
     "evaluate",
+    "export_rows",
     "history",
+    "import_rows",
     "open_run",
     "plot",
     "prepare",
@@ -27,9 +29,11 @@ __all__ = [
 if TYPE_CHECKING:
     from recmill.commands.adopt import adopt
     from recmill.commands.audit import audit
+    from recmill.commands.checkpoint import export_rows
     from recmill.commands.download import download
     from recmill.commands.evaluate import evaluate
     from recmill.commands.history import history
+    from recmill.commands.import_rows import import_rows
     from recmill.commands.open_run import Run, open_run
     from recmill.commands.plot import plot
     from recmill.commands.prepare import prepare
@@ -47,8 +51,8 @@ else:  # a type checker reports an unknown name
         if name in __all__:
             import importlib
 
-            module = {"Run": "open_run", "recommend_all": "recommend"}.get(name, name)
-            return getattr(importlib.import_module(f"recmill.commands.{module}"), name)
+            modules = {"Run": "open_run", "export_rows": "checkpoint", "recommend_all": "recommend"}
+            return getattr(importlib.import_module(f"recmill.commands.{modules.get(name, name)}"), name)
         raise AttributeError(f"module 'recmill' has no attribute '{name}'")
 
 

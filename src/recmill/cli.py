@@ -404,7 +404,7 @@ def recommend_command(
 
 
 checkpoint_group = click.Group(
-    "checkpoint", help="List, verify or inspect the checkpoints of a run, or write a table's rows to a file."
+    "checkpoint", help="List, verify or inspect the checkpoints of a run, or read or write a table's rows."
 )
 commands.add_command(checkpoint_group)
 
@@ -449,6 +449,24 @@ def checkpoint_rows_command(run: str, table: str, output: str, step: int | None,
     facts = export_rows(run, table, output, step=step)
     with _after_work():
         _print(facts, as_json, printed.print_exported_rows)
+
+
+@checkpoint_group.command("write-rows")
+@click.argument("run", type=click.Path())
+@click.argument("table")
+@click.option("--input", "file", required=True, type=click.Path(), help="Parquet file, as of `checkpoint rows`.")
+@click.option("--output", required=True, type=click.Path(), help="Run directory to create.")
+@click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
+@_json
+def checkpoint_write_rows_command(
+    run: str, table: str, file: str, output: str, step: int | None, as_json: bool
+) -> None:
+    """Create a run with a copy of a checkpoint of RUN, in which rows of TABLE are those of a Parquet file."""
+    from recmill.commands.import_rows import import_rows
+
+    facts = import_rows(run, table, file, output, step=step)
+    with _after_work():
+        _print(facts, as_json, printed.print_imported_rows)
 
 
 def _print_checkpoints(run: str, as_json: bool, digests: bool) -> bool:

@@ -28,6 +28,8 @@ PATHS = [
     ("clicks", ("checkpoint", "list", "{}")),
     ("clicks", ("checkpoint", "verify", "{}")),
     ("clicks", ("checkpoint", "inspect", "{}")),
+    ("clicks", ("checkpoint", "rows", "run", "table_C1", "--output", "{}")),
+    ("clicks", ("checkpoint", "write-rows", "run", "table_C1", "--input", "{}", "--output", "new")),
     ("clicks", ("results", "{}")),
     ("clicks", ("results", "run", "{}")),
     ("clicks", ("plot", "{}")),

@@ -294,4 +294,5 @@ def test_the_state_file_holds_exactly_these_keys(tmp_path: Path) -> None:
     position |= {"best": None, "best_step": 0, "worse_evals": 0, "loss_scale": 0.0, "steps_at_scale": 0}
     assert state.pop("saved_at").endswith("Z")
     whole: dict[str, object] = {"base": None, "base_manifest": "", "changes": [], "row_files": []}
+    whole |= {"written_rows": []}
     assert state == {"position": position, "origin": asdict(ORIGIN), **whole}

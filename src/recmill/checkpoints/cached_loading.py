@@ -6,11 +6,9 @@ import numpy as np
 
 from recmill import rng
 from recmill.checkpoints.format import Checkpoint
-from recmill.checkpoints.incremental import changed_rows, write_rows
+from recmill.checkpoints.incremental import dense_pieces
 from recmill.checkpoints.row_files import saved_keys, saved_rows
-from recmill.checkpoints.safe_reader import SafeReader, read_rows
 from recmill.tables.cached_tables import CachedTables
-from recmill.tables.torchrec_internals import LocalShard
 
 _PIECE_BYTES = 1 << 24
 
@@ -55,16 +53,10 @@ def _load(cached: CachedTables, name: str, rows: np.ndarray, weights: np.ndarray
 
 def _load_dense(checkpoint: Checkpoint, cached: CachedTables, name: str, keys: tuple[str, list[str]]) -> None:
     """Load a table that the checkpoint holds as a tensor, with the changes of an incremental checkpoint."""
-    reader = SafeReader(checkpoint.base or checkpoint.path)
-    metadata = reader.read_metadata()
     weight_key, state_keys = keys
-    changes = [change for change in checkpoint.state.changes if change.key in (weight_key, *state_keys)]
-    changed = [(change, *changed_rows(checkpoint, change)) for change in changes]
     shard = cached.shard_of(name)
-    for first, count in _pieces(cached, name):
-        values = {key: read_rows(reader, metadata, key, first, count) for key in (weight_key, *state_keys)}
-        for change, ids, rows in changed:
-            write_rows(LocalShard(first, 0, values[change.key]), ids, rows, change.column)
+    for first, values in dense_pieces(checkpoint, [weight_key, *state_keys], _pieces(cached, name)):
+        count = len(values[weight_key])
         weights = values[weight_key].numpy()
         states = [values[key].numpy().reshape(count, -1) for key in state_keys]
         state = np.concatenate(states, axis=1) if states else np.zeros((count, 1), np.float32)

@@ -154,6 +154,19 @@ class RowFile:
 
 
 @dataclass(frozen=True)
+class WrittenRows:
+    """Rows that were not trained: `row_writing` replaced those of a checkpoint by the rows of a file."""
+
+    __pydantic_config__ = _STRICT
+
+    table: str
+    rows: PositiveInt
+    file: str
+    xxh3: str  # digest of the file
+    checkpoint: str  # that has all other rows
+
+
+@dataclass(frozen=True)
 class State:
     """Everything in a checkpoint that is not a tensor."""
 
@@ -166,6 +179,7 @@ class State:
     base_manifest: str = ""  # digest of its manifest
     changes: list[RowChange] = field(default_factory=list)
     row_files: list[RowFile] = field(default_factory=list)
+    written_rows: list[WrittenRows] = field(default_factory=list)
 
 
 _AS_STATE = TypeAdapter(State)

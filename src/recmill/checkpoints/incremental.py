@@ -1,6 +1,7 @@
 """Incremental checkpoints: table rows that changed since the last full checkpoint, with their optimizer state."""
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import reduce
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.checkpoints.format import Checkpoint, RowChange
-from recmill.checkpoints.safe_reader import SafeReader, read_into
+from recmill.checkpoints.safe_reader import SafeReader, read_into, read_rows
 from recmill.errors import CheckpointError
 from recmill.tables.replicated import ReplicatedTables
 from recmill.tables.table_lookup import TableLookup, fused_lookups
@@ -95,6 +96,23 @@ def changed_rows(checkpoint: Checkpoint, change: RowChange) -> tuple[Tensor, Ten
     if change.bits == 8:
         rows = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(rows)
     return tensors[change.ids], rows
+
+
+def dense_pieces(
+    checkpoint: Checkpoint, keys: list[str], pieces: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield the first row and the values by key, for each (first row, rows) of tensors that are in no row file.
+
+    Only one piece is in memory at a time, and all rows that an incremental checkpoint has changed.
+    """
+    reader = SafeReader(checkpoint.base or checkpoint.path)
+    metadata = reader.read_metadata()
+    changed = [(change, *changed_rows(checkpoint, change)) for change in checkpoint.state.changes if change.key in keys]
+    for first, count in pieces:
+        values = {key: read_rows(reader, metadata, key, first, count) for key in keys}
+        for change, ids, rows in changed:
+            write_rows(LocalShard(first, 0, values[change.key]), ids, rows, change.column)
+        yield first, values
 
 
 @torch.no_grad()

@@ -125,6 +125,10 @@ def saved_keys(checkpoint: Checkpoint) -> "dict[str, tuple[int, Entries]]":
                     raise _disagreement(checkpoint.path / file.name)
                 earlier = found[table][1] if table in found else Entries(*[np.empty(0, np.int64)] * 4)
                 found[table] = listed.clock, Entries(*map(np.concatenate, zip(earlier, own, strict=True)))
+    for table in {written.table for written in checkpoint.state.written_rows} & found.keys():
+        clock, entries = found[table]
+        _, last = np.unique(entries.keys[::-1], return_index=True)  # written keys replace earlier ones
+        found[table] = clock, Entries(*(values[::-1][last] for values in entries))
     return found
 
 

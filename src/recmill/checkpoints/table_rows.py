@@ -7,8 +7,8 @@ from recmill import rng
 from recmill.checkpoints.format import Checkpoint
 from recmill.checkpoints.loading import read_alone
 from recmill.checkpoints.row_files import saved_keys, saved_rows
+from recmill.checkpoints.row_writing import unknown_table
 from recmill.checkpoints.safe_reader import described_tensors
-from recmill.errors import CheckpointError
 from recmill.tables.torchrec_internals import table_of
 
 Columns = dict[str, np.ndarray]
@@ -19,7 +19,7 @@ def rows_of_table(checkpoint: Checkpoint, name: str) -> Columns:
     described = described_tensors(checkpoint)
     keys = {table: key for key in described if key.startswith("model.") and (table := table_of(key))}
     if name not in keys:
-        raise CheckpointError(f"{checkpoint.path} has no table '{name}'. It has {', '.join(sorted(keys))}.")
+        raise unknown_table(checkpoint, name, keys)
     if name in (known := saved_keys(checkpoint)):
         clock, entries = known[name]
         return _dynamic_rows(checkpoint, name, dict(zip(entries._fields, entries, strict=True)), clock)

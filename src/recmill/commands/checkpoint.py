@@ -1,5 +1,9 @@
-"""`recmill checkpoint list | verify | inspect | rows`: read the checkpoints of a run, without changing anything."""
+"""`recmill checkpoint list | verify | inspect | rows`: read the checkpoints of a run, without changing anything.
 
+`commands/import_rows.py` has `recmill checkpoint write-rows`.
+"""
+
+import math
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -68,20 +72,25 @@ def _describe(path: Path, is_best: bool, digests: bool) -> Facts:
 
 
 def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
-    """Describe one checkpoint, the newest by default: its state, and the size and type of every tensor."""
+    """Describe one checkpoint, the newest by default: its state, and the size and type of every tensor.
+
+    The size of a dynamic table is the number of ids that have a row; `shared_rows` are those of all other ids.
+    """
+    from recmill.checkpoints.row_files import saved_keys
     from recmill.checkpoints.safe_reader import described_tensors
 
-    path = _chosen(run, step)
+    path = chosen_checkpoint(run, step)
     with held(path):
         checkpoint = verify(path, digests=False)
         described = described_tensors(checkpoint)
+        num_ids = {table: int((entries.rows >= 0).sum()) for table, (_, entries) in saved_keys(checkpoint).items()}
     state = asdict(checkpoint.state)
     changed = len(state.pop("changes"))
-    tensors = [_describe_tensor(key, tensor) for key, tensor in sorted(described.items())]
+    tensors = [_describe_tensor(key, tensor, num_ids) for key, tensor in sorted(described.items())]
     return {"path": str(checkpoint.path), **state, "changed_tensors": changed, "tensors": tensors}
 
 
-def _chosen(run: str | Path, step: int | None) -> Path:
+def chosen_checkpoint(run: str | Path, step: int | None) -> Path:
     """Return the checkpoint of a step, by default the newest."""
     directory = open_trained_directory(run)
     saved_step = directory.saved_step()
@@ -106,7 +115,7 @@ def export_rows(run: str | Path, table: str, output: str | Path, *, step: int | 
     from recmill.files.atomic import new_file
 
     target = given_path(output, "--output")
-    path = _chosen(run, step)
+    path = chosen_checkpoint(run, step)
     with held(path):
         columns = rows_of_table(verify(path), table)
     frame = pl.DataFrame(columns).sort("id")
@@ -115,15 +124,20 @@ def export_rows(run: str | Path, table: str, output: str | Path, *, step: int | 
     return {"table": table, "rows": len(frame), "path": str(target), "step": step_of(path)}
 
 
-def _describe_tensor(key: str, tensor: Any) -> Facts:
+def _describe_tensor(key: str, tensor: Any, num_ids: dict[str, int]) -> Facts:
+    from recmill.tables.stores.key_table import SHARED_ROWS
     from recmill.tables.torchrec_internals import table_of
 
-    dtype = tensor.properties.dtype
+    table, dtype, size = table_of(key), tensor.properties.dtype, list(tensor.size)
+    shared_rows = 0
+    if table in num_ids:
+        size[0], shared_rows = num_ids[table], SHARED_ROWS
     return {
         "key": key,
-        "table": table_of(key),
-        "size": list(tensor.size),
+        "table": table,
+        "size": size,
+        "shared_rows": shared_rows,
         "dtype": str(dtype).removeprefix("torch."),
         "shards": len(tensor.chunks),
-        "bytes": dtype.itemsize * tensor.size.numel(),
+        "bytes": dtype.itemsize * math.prod(([size[0] + shared_rows] if size else []) + size[1:]),
     }

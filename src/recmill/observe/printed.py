@@ -255,17 +255,25 @@ def print_checkpoint(facts: dict[str, Any]) -> None:
     kind = f"changes of {facts['changed_tensors']} shards since {facts['base']}" if facts["base"] else "full"
     state = {"kind": kind, "saved": facts["saved_at"]} | facts["position"] | facts["origin"]
     state |= state.pop("versions")
+    state |= {f"rows of {w['table']}": f"{w['rows']:,} from {w['file']}" for w in facts["written_rows"]}
     print_table(["state", ""], [[name, str(value)] for name, value in state.items()])
     rows = []
     for tensor in facts["tensors"]:
-        size = " x ".join(f"{number:,}" for number in tensor["size"])
+        size = [f"{number:,}" for number in tensor["size"]]
+        if tensor["shared_rows"]:  # of a dynamic table, besides those of ids
+            size[0] = f"({size[0]} + {tensor['shared_rows']:,})"
         numbers = [str(tensor["shards"]), f"{tensor['bytes'] / 1e6:,.3f}"]
-        rows.append([tensor["key"], tensor["table"] or "", size, tensor["dtype"], *numbers])
+        rows.append([tensor["key"], tensor["table"] or "", " x ".join(size), tensor["dtype"], *numbers])
     print_table(["tensor", "table", "size", "type", "shards", "MB"], rows)
 
 
 def print_exported_rows(facts: dict[str, Any]) -> None:
     _print(f"{facts['path']}: {facts['rows']:,} rows of table {facts['table']} at step {facts['step']:,}")
+
+
+def print_imported_rows(facts: dict[str, Any]) -> None:
+    of_table = f"{facts['rows']:,} rows of table {facts['table']}"
+    _print(f"{facts['path']}: step {facts['step']:,} of {facts['run']} with {of_table} from {facts['file']}")
 
 
 def counted(number: int, noun: str) -> str:
