@@ -21,6 +21,7 @@ from recmill.checkpoints.format import (
     verify,
 )
 from recmill.commands.assemble import open_trained_directory
+from recmill.commands.keywords import checked_keywords
 from recmill.config.options import given_path
 from recmill.errors import CheckpointError, UserError
 
@@ -104,6 +105,7 @@ def chosen_checkpoint(run: str | Path, step: int | None) -> Path:
     return paths[step]
 
 
+@checked_keywords
 def export_rows(run: str | Path, table: str, output: str | Path, *, step: int | None = None) -> Facts:
     """Write the rows of a table to a Parquet file, by id: `id`, `row`, `state` (of the optimizer, if it has one).
 

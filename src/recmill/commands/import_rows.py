@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from recmill.checkpoints.format import held, step_of, verify
 from recmill.commands.assemble import open_trained_directory
 from recmill.commands.checkpoint import Facts, chosen_checkpoint
+from recmill.commands.keywords import checked_keywords
 from recmill.config.options import given_path
 from recmill.data.parquet_files import reading
 from recmill.errors import ConfigError, DataError
@@ -26,6 +27,7 @@ _REMEDY = "`recmill checkpoint rows` writes such files."
 _MAX_COUNT = 2**32 - 1
 
 
+@checked_keywords
 def import_rows(run: str | Path, table: str, file: str | Path, output: str | Path, *, step: int | None = None) -> Facts:
     """Create the run directory `output`: a checkpoint of `run`, the newest by default, with the rows of a Parquet file.
 
