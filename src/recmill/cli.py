@@ -557,6 +557,17 @@ def trace_command(run: str | None, as_json: bool, **options: Any) -> None:
         _print(asdict(merged), as_json, lambda _: printed.print_timeline(merged))
 
 
+@commands.command("export-metrics", cls=_Command)
+@click.argument("run", type=click.Path())
+def export_metrics_command(run: str, **options: Any) -> None:
+    """Write the metrics of RUN as a CSV file, or for TensorBoard, Weights & Biases (offline) or MLflow (SQLite)."""
+    from recmill.commands.export_metrics import export_metrics
+
+    path = export_metrics(run, **options)
+    with _after_work():
+        print(path)
+
+
 @commands.command("doctor")
 @click.option("--store", type=click.Path(), help="Measure the disk of this directory instead, for cached tables.")
 def doctor_command(store: str | None) -> int:
@@ -571,7 +582,7 @@ def doctor_command(store: str | None) -> int:
 @commands.command("plot", cls=_Command)
 @click.argument("runs", nargs=-1, required=True, type=click.Path())
 def plot_command(runs: tuple[str, ...], **options: Any) -> None:
-    """Draw the learning curves of RUNS: training loss and validation metrics by step."""
+    """Draw the learning curves of RUNS: training loss and validation metrics by step or epoch."""
     path = recmill.plot(*runs, **options)
     with _after_work():
         print(path)

@@ -32,6 +32,8 @@ PATHS = [
     ("clicks", ("checkpoint", "write-rows", "run", "table_C1", "--input", "{}", "--output", "new")),
     ("clicks", ("results", "{}")),
     ("clicks", ("results", "run", "{}")),
+    ("clicks", ("export-metrics", "{}", "--to", "csv")),
+    ("clicks", ("export-metrics", "run", "--to", "csv", "--output", "{}")),
     ("clicks", ("plot", "{}")),
     ("clicks", ("plot", "run", "--output", "{}")),
     ("clicks", ("report", "{}")),

@@ -2,8 +2,10 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
 
 import recmill
 from recmill.errors import ConfigError, ResourceError
@@ -17,8 +19,8 @@ def runs(tmp_path: Path) -> list[Path]:
         path = tmp_path / name
         path.mkdir()
         (path / "status.json").write_text('{"state": "running"}')
-        lines = [{"step": step, "split": "train", "loss": 1 / step} for step in (1, 2, 3)]
-        values = {metric: 0.5, "logloss": 0.25}
+        lines = [{"step": step, "split": "train", "loss": 1 / step, "epochs_done": step / 4} for step in (1, 2, 3)]
+        values = {metric: 0.5, "logloss": 0.25, "epochs_done": 0.5}
         validation = [{"step": 2, "split": "val", "headline": metric, **values}] if metric else []
         (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, *validation]))
         paths.append(path)
@@ -50,3 +52,22 @@ def test_without_matplotlib_the_error_names_the_extra(runs: list[Path], monkeypa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ResourceError, match=r"pip install 'recmill\[plot\]'"):
         recmill.plot(runs[0])
+
+
+def test_curves_can_be_drawn_by_epoch(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, list[list[float]]] = {"epoch": [], "step": []}
+
+    draw = Axes.plot
+
+    def noted(axes: Axes, x: Any, y: Any, **options: Any) -> None:
+        drawn[name].append(list(x))
+        draw(axes, x, y, **options)
+
+    monkeypatch.setattr(Axes, "plot", noted)
+    for name in drawn:
+        recmill.plot(runs[0], x=name, output=tmp_path / f"{name}.svg")
+        assert f"<!-- {name} -->" in (tmp_path / f"{name}.svg").read_text()
+    assert drawn == {"epoch": [[0.25, 0.5, 0.75], [0.5]], "step": [[1, 2, 3], [2]]}
+    (runs[0] / "metrics.jsonl").write_text('{"step": 1, "split": "train", "loss": 1}\n')
+    with pytest.raises(ConfigError, match=r"--x epoch: .* was trained by an earlier version.* Use --x step\."):
+        recmill.plot(runs[0], x="epoch", output=tmp_path / "old.svg")

@@ -30,8 +30,9 @@ def history(run: str | Path, frame: Literal["arrow"]) -> "pa.Table": ...
 def history(run: str | Path, frame: Kind = "polars") -> "AnyFrame":
     """Return what a run has reported so far, also while it trains: one row per line of its metrics.jsonl.
 
-    Columns: step, epoch, split ("train", "val" or "test"), time (seconds since 1970), the loss, speed and learning
-    rates of training, and the metrics of each split. Values that a row does not have are null. `frame`: "polars",
+    Columns: step, epoch (finished epochs), epochs_done (the same with the fraction of the current one), split ("train",
+    "val" or "test"), time (seconds since 1970), the loss, speed and learning rates of training, and the metrics of each
+    split. Values that a row does not have are null. `frame`: "polars",
     "pandas" or "arrow".
     """
     import polars as pl

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from recmill import registry
 from recmill.commands.history import history
@@ -19,24 +19,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NO_METRICS = ("step", "epoch", "split", "time", "loss", "samples_per_s", "lr", "lr_tables")
+_NO_METRICS = ("step", "epoch", "epochs_done", "split", "time", "loss", "samples_per_s", "lr", "lr_tables")
+Axis = Literal["step", "epoch"]
 _PANEL_INCHES = (5.0, 3.6)
 
 
 class Options(Section):
     metric: list[str] = flag([], "A validation metric to show; may be repeated.  [default: the headline metrics]")
+    x: Axis = flag("step", "The horizontal axis: steps or epochs.", "--x")
     output: str = flag("curves.svg", "SVG or PNG file to write; an existing one is replaced.", metavar="FILE")
 
 
 @checked_keywords
-def plot(*runs: str | Path, metric: Sequence[str] = (), output: str | Path = "curves.svg") -> Path:
-    """Draw the training loss and validation metrics of `runs` by step, and return the path of the file."""
+def plot(*runs: str | Path, metric: Sequence[str] = (), x: Axis = "step", output: str | Path = "curves.svg") -> Path:
+    """Draw the training loss and validation metrics of `runs` by step or epoch, and return the path of the file."""
     if not runs:
         raise ConfigError("Nothing to plot: name at least one run.")
     path = given_path(output, "--output")
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--output {path}: use a name that ends in .svg or .png.")
     histories = {str(run): history(run) for run in runs}
+    column = "epochs_done" if x == "epoch" else "step"
+    for name, frame in histories.items():
+        if column not in frame.columns:
+            raise ConfigError(f"--x {x}: {name} was trained by an earlier version, without {column}. Use --x step.")
     validations = {name: frame.filter(frame["split"] == "val") for name, frame in histories.items()}
     filled = (name for frame in validations.values() for name in frame.columns if frame[name].count())
     known = dict.fromkeys(name for name in filled if name not in _NO_METRICS)
@@ -45,9 +51,9 @@ def plot(*runs: str | Path, metric: Sequence[str] = (), output: str | Path = "cu
             raise ConfigError(f"--metric: {registry.unknown('metric', name, known)}")
     shown = metric or [name for name in dict.fromkeys(run_report(run).metric for run in runs) if name]
     figure = _new_figure(1 + len(shown))
-    _draw(figure.axes[0], "training loss", histories, "loss")
+    _draw(figure.axes[0], "training loss", histories, column, "loss")
     for axes, name in zip(figure.axes[1:], shown, strict=True):
-        _draw(axes, f"validation {name}", validations, name)
+        _draw(axes, f"validation {name}", validations, column, name)
     with new_file(path.absolute()) as partial:
         # Without a date and with fixed ids, the same runs give the same bytes.
         metadata = {"Date": None} if path.suffix == ".svg" else None
@@ -68,12 +74,12 @@ def _new_figure(panels: int) -> "Figure":
     return figure
 
 
-def _draw(axes: "Axes", title: str, frames: "dict[str, pl.DataFrame]", column: str) -> None:
+def _draw(axes: "Axes", title: str, frames: "dict[str, pl.DataFrame]", x: str, y: str) -> None:
     for number, (run, frame) in enumerate(frames.items()):
-        if column in frame.columns:  # the first matplotlib colours, the same for a run in each panel
-            line = frame.drop_nulls(column)
+        if y in frame.columns:  # the first matplotlib colours, the same for a run in each panel
+            line = frame.drop_nulls(y)
             marker = "o" if line.height < 30 else ""
-            axes.plot(line["step"], line[column], label=run, color=f"C{number}", marker=marker, markersize=3)
-    axes.set(title=title, xlabel="step")
+            axes.plot(line[x], line[y], label=run, color=f"C{number}", marker=marker, markersize=3)
+    axes.set(title=title, xlabel="epoch" if x == "epochs_done" else x)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")

@@ -33,7 +33,7 @@ MAX_BYTES = 1_000_000
 _MAX_METRICS = 8  # figures of validation metrics
 _MAX_ROWS = 60  # of a table
 _MAX_CONFIG = 20_000  # characters
-_NO_METRICS = ("step", "epoch", "time", "rows", "users")
+_NO_METRICS = ("step", "epoch", "epochs_done", "time", "rows", "users")
 _PARTS_OF_STEP = [part for number, part in enumerate(PARTS) if number not in PAUSES]
 _COMMANDS_OF_RUN = ("evaluate", "trace", "report")
 

@@ -366,7 +366,7 @@ def _train(
                 run.forget_metrics_of(at.step, split)
             headline = parts.task.headline(results[split])
             facts = {"step": at.step, "epoch": at.epoch, "split": split, "headline": headline}
-            run.append_metrics(facts | results[split])
+            run.append_metrics(facts | {"epochs_done": at.step / steps.epoch} | results[split])
 
     def validate(at: Position) -> Position:
         began = unix_ns()

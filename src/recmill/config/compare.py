@@ -39,12 +39,13 @@ def changeable_keys(section: type[Section] = Settings, prefix: str = "") -> set[
 
 def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
     patterns = [f"{key}.*" for key in changeable_keys()]
-    flat = _flat(values)
-    return {key: flat[key] for key in flat if not any(fnmatchcase(f"{key}.", pattern) for pattern in patterns)}
+    all_keys = flat(values)
+    return {key: all_keys[key] for key in all_keys if not any(fnmatchcase(f"{key}.", pattern) for pattern in patterns)}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values by their full keys, like "optim.dense.lr"."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

@@ -46,7 +46,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 def read_settings(path: Path) -> tuple[str, Settings]:
     """Return the model's name and the common sections of a run's config. Its plug-ins need not be installed."""
-    values = _read_toml(path)
+    values = read_toml(path)
     settings, problems = validated(Settings, _common(values), siblings=["model"])
     model = values.get("model")
     name = model.get("name") if isinstance(model, dict) else None
@@ -62,7 +62,7 @@ def _common(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(name: str, source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    values = json.loads(json.dumps(source, default=plain)) if isinstance(source, Mapping) else _read_toml(Path(source))
+    values = json.loads(json.dumps(source, default=plain)) if isinstance(source, Mapping) else read_toml(Path(source))
     problems: list[Problem] = []
     overridden: set[str] = set()
     for override in [overrides] if isinstance(overrides, str) else overrides:
@@ -87,7 +87,8 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps(config.as_dict())
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the values of a config file, or of a shipped config, without checking them."""
     if not path.exists():
         path = shipped_configs().get(str(path), path)
     try:

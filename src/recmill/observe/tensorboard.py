@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _START = b"\x08\x01"  # SessionLog: what earlier files say of step 0 and later ones is no longer true
-_NO_SCALARS = ("step", "epoch", "split", "headline", "time")
+_NO_SCALARS = ("step", "epoch", "epochs_done", "split", "headline", "time")
 
 
 class EventFile:

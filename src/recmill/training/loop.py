@@ -129,7 +129,7 @@ def fit(
             if is_report_due or is_last:
                 of_stores = stores.values(meter.steps, meter.seconds)
                 (memory,) = world.sum([rss_bytes() / 1e9])
-                speed = recorder.latency() | {"memory_gb": memory}
+                speed = recorder.latency() | {"memory_gb": memory, "epochs_done": position.step / steps.epoch}
                 _report(meter.values(position) | speed | rates | of_stores, position, world, run, progress)
             else:
                 progress.advance(1)
