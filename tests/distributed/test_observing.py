@@ -147,7 +147,7 @@ def train_until_killed(config: Config, run: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return forward(step, batch)
 
-    Step.forward = killing  # type: ignore[method-assign]
+    Step.forward = killing  # type: ignore[method-assign,assignment]
     recmill.train(config, run)
 
 

@@ -8,6 +8,7 @@ import pytest
 from matplotlib.axes import Axes
 
 import recmill
+from recmill.commands.plot import Axis
 from recmill.errors import ConfigError, ResourceError
 
 
@@ -55,7 +56,7 @@ def test_without_matplotlib_the_error_names_the_extra(runs: list[Path], monkeypa
 
 
 def test_curves_can_be_drawn_by_epoch(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: dict[str, list[list[float]]] = {"epoch": [], "step": []}
+    drawn: dict[Axis, list[list[float]]] = {"epoch": [], "step": []}
 
     draw = Axes.plot
 
