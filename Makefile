@@ -7,7 +7,7 @@ SETUP ?= $(if $(filter gpu-validation,$(MAKECMDGOALS)),$(DEVICE),cpu)
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart captures python312 test crashtest rehearse hostile gpu-validation check lint format types java chromium launchers trackers clean
+.PHONY: help setup quickstart captures pictures python312 test crashtest rehearse hostile gpu-validation check lint format types java chromium launchers trackers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make python312     install the wheel with Python 3.12 (PYTHON312=) and the pinned torch in .venv-3.12; train, evaluate"
 	@echo "make trackers     install Weights & Biases and MLflow, and test exports with them"
 	@echo "make captures     record what training prints in a terminal, for docs/terminal (needs tmux)"
+	@echo "make pictures     draw the pictures of reports in docs/pictures from a real run (needs Chromium)"
 	@echo "make setup        set up $(VENV) only (SETUP=cuda for GPUs)"
 	@echo "make clean        remove $(VENV), data/ and runs/"
 
@@ -53,6 +54,9 @@ quickstart: setup
 
 captures: setup
 	$(BIN)/python -m benchmarks.captures
+
+pictures: setup chromium
+	$(BIN)/python -m benchmarks.pictures
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

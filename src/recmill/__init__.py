@@ -10,6 +10,7 @@ __all__ = [
     "Run",
     "adopt",
     "audit",
+    "compare",
     "download",
     "evaluate",
     "export_rows",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from recmill.commands.adopt import adopt
     from recmill.commands.audit import audit
     from recmill.commands.checkpoint import export_rows
+    from recmill.commands.compare import compare
     from recmill.commands.download import download
     from recmill.commands.evaluate import evaluate
     from recmill.commands.history import history

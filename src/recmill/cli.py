@@ -595,3 +595,13 @@ def report_command(runs: tuple[str, ...], **options: Any) -> None:
     path = recmill.report(*runs, **options)
     with _after_work():
         print(path)
+
+
+@commands.command("compare")
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@_json
+def compare_command(a: str, b: str, as_json: bool) -> None:
+    """Compare run A with run B: config, environment, metrics, speed and curves; "same" is a difference within noise."""
+    found = recmill.compare(a, b)
+    _print(asdict(found), as_json, lambda _: printed.print_comparison(found))

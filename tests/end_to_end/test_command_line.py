@@ -295,6 +295,7 @@ def test_help_is_there_for_every_command(run_cli: RunCli) -> None:
         "results",
         "plot",
         "report",
+        "compare",
     ):
         assert command in listed
         assert "Usage:" in run_cli(command, "--help").stdout

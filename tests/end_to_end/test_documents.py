@@ -143,6 +143,22 @@ def test_results_prints_the_table_that_the_readme_shows(quickstart: Quickstart) 
     assert_printed(sample, quickstart.printed["recmill results runs/dlrm runs/bert4rec"])
 
 
+def test_compare_prints_what_the_page_of_observing_shows(quickstart: Quickstart) -> None:
+    """A copy of the run with another learning rate, lower AUROC and higher losses."""
+    folder = quickstart.directory / "runs"
+    shutil.copytree(folder / "dlrm", folder / "changed")
+    for file, pattern, value in (
+        ("config.toml", r"^lr = .*", "lr = 0.05"),
+        ("results.json", r'"auroc": .*', '"auroc": 0.1,'),
+        ("metrics.jsonl", r'"loss": [\d.]+', '"loss": 9.5'),
+    ):
+        text = (folder / "changed" / file).read_text()
+        (folder / "changed" / file).write_text(re.sub(pattern, value, text, flags=re.M))
+    done = run(["recmill", "compare", "runs/dlrm", "runs/changed"], quickstart.directory)
+    assert done.returncode == 0, done.stderr
+    assert_printed(block_with(DOCS / "observing.md", "step: loss"), done.stdout)
+
+
 def test_training_logs_the_windows_that_the_page_of_sequences_shows(quickstart: Quickstart) -> None:
     sample = block_with(DOCS / "sequences.md", "windows: ")
     log = (quickstart.directory / "runs" / "bert4rec" / "log.txt").read_text()

@@ -37,6 +37,7 @@ PATHS = [
     ("clicks", ("plot", "{}")),
     ("clicks", ("plot", "run", "--output", "{}")),
     ("clicks", ("report", "{}")),
+    ("clicks", ("compare", "run", "{}")),
     ("clicks", ("report", "run", "--output", "{}")),
     ("clicks", ("audit", "{}")),
     ("clicks", ("launch", "{}", "--run", "new", "--on", "slurm", "--dry-run")),

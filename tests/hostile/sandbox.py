@@ -25,7 +25,19 @@ FORK_BYTES = 3 << 30  # address space that a forked command may add to that of t
 TEMPORARY = re.compile(r"\..*\.(partial|old)-\d+|\.saving-.*|\..*\.\d+")  # names of files that are being written
 _PR_SET_CHILD_SUBREAPER = 36
 _IN_GROUP = ("train", "evaluate")  # forked, they act as the only process of a group that torchrun has started
-_COMMANDS = ("adopt", "audit", "checkpoint", "evaluate", "plot", "recommend", "report", "results", "split", "train")
+_COMMANDS = (
+    "adopt",
+    "audit",
+    "checkpoint",
+    "compare",
+    "evaluate",
+    "plot",
+    "recommend",
+    "report",
+    "results",
+    "split",
+    "train",
+)
 _NOT_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RECMILL_FAIL")
 
 

@@ -1,7 +1,7 @@
 """`recmill report`: one HTML file about a run or several, with everything in it."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +127,7 @@ def html_of(runs: Sequence[Facts]) -> str:
     body = [_head(runs[0]) if is_one else _heads(runs), page.section("Learning", _learning(runs), name="learning")]
     left_out = []
     for run in runs:
-        own = ("" if is_one else f'<h2 class="run">{text(run.name)}</h2>' + _verdict(run)) + "".join(_sections(run))
+        own = ("" if is_one else f'<h2 class="run">{text(run.name)}</h2>' + _verdict(run)) + _sections(run, is_one)
         if sum(map(len, body)) + len(own.encode(errors="replace")) < MAX_BYTES - 50_000:
             body.append(own)
         else:
@@ -142,9 +142,9 @@ def html_of(runs: Sequence[Facts]) -> str:
 _SECTIONS: "dict[str, Callable[[Facts], str]]"
 
 
-def _sections(run: Facts) -> Iterator[str]:
-    for title, content in _SECTIONS.items():
-        yield page.section(title, content(run), name=title.lower().replace(" ", "-"))
+def _sections(run: Facts, is_linked: bool) -> str:
+    names = {title: title.lower().replace(" ", "-") if is_linked else "" for title in _SECTIONS}
+    return "".join(page.section(title, content(run), name=names[title]) for title, content in _SECTIONS.items())
 
 
 # The beginning
@@ -168,7 +168,7 @@ def _verdict(run: Facts) -> str:
         head, kind = f"The run is {found.state}: what limits its speed is known when it is done.", ""
         head = head if found.state != "done" else "This run did not record what limits its speed."
     lines = "".join(f"<div>{text(note)}</div>" for note in notes)
-    return f'<p class="verdict {kind}"><b>{text(head)}</b>{lines}</p>'
+    return f'<div class="verdict {kind}"><b>{text(head)}</b>{lines}</div>'
 
 
 def _head(run: Facts) -> str:
@@ -422,7 +422,7 @@ def _checkpoints(run: Facts) -> str:
         state = ("best" if one["is_best"] else "complete") if is_good else one["health"]
         rows.append([*facts, waited, one.get("saved_at", ""), state])
     header = ["step", "epoch", "kind", "MB", "training waited, s", "saved", ""]
-    return page.table(header, rows) + '<p class="soft">Older ones were removed, as the config says.</p>'
+    return page.table(header, rows)
 
 
 def _timeline(run: Facts) -> str:

@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -211,6 +212,59 @@ def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:
     columns = [column for column in ("user", "rank", "item", "title") if rows and column in rows[0]]
     cells = [[*(str(row[column]) for column in columns), f"{row['score']:.3f}"] for row in rows]
     print_table([*columns, "score"], cells)
+
+
+def print_comparison(found: Any) -> None:
+    """Print a `commands.compare.Comparison`, in 80 columns."""
+    for letter, run in zip("AB", found.runs, strict=True):
+        words = [run.run, run.model, _state(run), human_time(run.seconds) if run.seconds is not None else ""]
+        for line in textwrap.wrap(f"{letter}  {', '.join(filter(None, words))}", 80, subsequent_indent="   "):
+            _print(line)
+        for line in textwrap.wrap(run.verdict, 77):
+            _print(f"   {line}")
+    for title, rows in {"config": found.config, "environment": found.environment}.items():
+        cells = [[_cut(row.name, 36), *(_cut(_setting(value), 20) for value in (row.a, row.b))] for row in rows]
+        _print()
+        print_table([title, "A", "B"], cells) if cells else _print(f"{title}: no difference")
+    _print_measured(found.metrics_of, found.metrics, lambda row: f"{row.b - row.a:+.4f}", shown)
+    _print_measured("speed", found.speed, lambda row: f"{row.b / row.a:.2f}" if row.a else "", _short)
+    for name, curve in found.curves.items():
+        _print()
+        rows = [[f"{step:,}", f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"] for step, a, b in curve]
+        print_table([f"step: {name}", "A", "B", "B - A"], rows)
+    _print()
+    if found.last_common_step is not None:
+        parted = (
+            f"differ from step {found.first_difference:,} on" if found.first_difference is not None else "are equal"
+        )
+        _print(f"losses at common steps {parted} (last: {found.last_common_step:,})")
+    notes = [f"same ({found.metrics_of}): {found.noise_of_metrics}"] if found.metrics else []
+    notes += (
+        ["same (speed): the difference is less than twice the spread of ten stretches of the run"]
+        if found.speed
+        else []
+    )
+    for line in (line for note in notes for line in textwrap.wrap(note, 80, subsequent_indent="  ")):
+        _print(line)
+
+
+def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any) -> None:
+    cells = [[row.name, text(row.a), text(row.b), difference(row), "same" if row.is_same else ""] for row in rows]
+    if cells:
+        _print()
+        print_table([title, "A", "B", "B / A" if title == "speed" else "B - A", ""], cells)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _setting(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def print_written_recommendations(written: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ BINS = 60  # stretches of the steps of a run
 SHOWN_RANKS = 8  # whose spans and counters are kept: the lowest
 _COLUMNS = 1000  # of the timeline of the run
 _ZOOM_STEPS = 20
-_ZOOM_WINDOWS = 20  # from which one of median length is taken
+_ZOOM_WINDOWS = 20  # from which one is taken
 _SLOWEST = 10
 _EDGES = 10.0 ** np.arange(-6, 5.001, 0.02)  # of step times in seconds; 5 % wide
 _OF_RUN = ("start-up", "save", "validate", "test")
@@ -226,7 +226,7 @@ def _zoom_in(found: Recordings, clocks: list[Clock]) -> None:
     if not windows:
         return
     by_length = sorted(windows, key=lambda window: steps[window[-1]][1] - steps[window[0]][0])
-    window = by_length[(len(by_length) - 1) // 2]
+    window = by_length[(len(by_length) - 1) // 4]  # the longer ones may hold a validation
     low, high = steps[window[0]][0], steps[window[-1]][1]
     origin = first.unix(low)
     length = max(first.unix(high) - origin, 1) / 1e3

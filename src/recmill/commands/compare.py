@@ -1,0 +1,224 @@
+"""`recmill compare`: how two runs differ in config, environment, metrics, speed and learning curves."""
+
+import tomllib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import hypot
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recmill.commands.history import number
+from recmill.commands.keywords import checked_keywords
+from recmill.commands.results import RunReport, run_report
+from recmill.config.compare import flat
+from recmill.files.reading import read_json, read_small
+from recmill.observe.printed import distinct
+from recmill.observe.recorder import PARTS, PAUSES
+from recmill.observe.recordings import BINS, read_recordings
+from recmill.observe.run_dir import RunDirectory
+
+_STRETCHES = 10  # of the steps of a run, whose spread is the noise of its speed
+_VALIDATIONS = 20  # the last ones, whose spread around their trend is the noise of a metric
+_FEW_VALIDATIONS = 4
+_ROWS = 8  # of a learning curve
+_TIMES = 2.0  # spreads: a smaller difference is no difference
+_OF_ONE_START = ("started_at", "job_id", "variables.RECMILL_JOB", "variables.RECMILL_LAUNCHER")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key whose values differ; None: the run does not have it."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number of both runs. `is_same`: the difference is no more than noise, or it is none."""
+
+    name: str
+    a: float
+    b: float
+    is_same: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    runs: list[RunReport]
+    config: list[Difference]
+    environment: list[Difference]
+    metrics: list[Measured]  # of the test split, or the best validation if one of the runs is not done
+    metrics_of: str
+    noise_of_metrics: str  # how it was found
+    speed: list[Measured]  # milliseconds of a step by part, then samples/s and GB
+    curves: dict[str, list[tuple[int, float, float]]]  # by name: step and both values
+    first_difference: int | None  # the first step at which both reported a loss, and another one
+    last_common_step: int | None  # at which both reported a loss
+
+
+@checked_keywords
+def compare(a: str | Path, b: str | Path) -> Comparison:
+    """Compare two runs, whatever their state."""
+    reports = [run_report(run) for run in (a, b)]
+    runs = [_read(run, report) for run, report in zip((a, b), reports, strict=True)]
+    metrics, metrics_of, rule = _metrics(reports, runs)
+    curves = {"loss": _common(a, b, "train", "loss", min(report.step for report in reports))}
+    if (metric := reports[0].metric) and metric == reports[1].metric:
+        curves[metric] = _common(a, b, "val", metric, min(report.step for report in reports))
+    first, last = _parting(a, b)
+    return Comparison(
+        runs=reports,
+        config=_differences(runs[0].config, runs[1].config),
+        environment=_differences(runs[0].environment, runs[1].environment),
+        metrics=metrics,
+        metrics_of=metrics_of,
+        noise_of_metrics=rule,
+        speed=[
+            Measured(name, mean, other[0], abs(other[0] - mean) <= _TIMES * hypot(spread, other[1]))
+            for name, (mean, spread) in runs[0].speed.items()
+            if (other := runs[1].speed.get(name)) and (mean or other[0])
+        ],
+        curves={name: rows for name, rows in curves.items() if rows},
+        first_difference=first,
+        last_common_step=last,
+    )
+
+
+@dataclass
+class _Run:
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    speed: dict[str, tuple[float, float]] = field(default_factory=dict)  # mean and spread of stretches
+    validations: dict[str, deque[float]] = field(default_factory=dict)
+
+
+def _read(path: str | Path, report: RunReport) -> _Run:
+    run, folder = _Run(), RunDirectory(path)
+    with suppress(OSError, ValueError):
+        run.config = flat(tomllib.loads(read_small(folder.config_file).decode(errors="replace")))
+    with suppress(OSError, ValueError, AttributeError):
+        facts = read_json(folder.path / "env.json")
+        hosts = [host for host in facts.pop("hosts", []) if isinstance(host, dict)]
+        facts |= {"hosts": ", ".join(str(host.get("name")) for host in hosts)} if hosts else {}
+        run.environment = {key: value for key, value in flat(facts).items() if key not in _OF_ONE_START}
+    if recorded := read_recordings(folder.trace, report.step):
+        steps = np.sum([rank.steps for rank in recorded.ranks.values()], axis=0)
+        parts = np.sum([rank.parts for rank in recorded.ranks.values()], axis=0)
+        by_stretch = [np.add.reduceat(values, range(0, BINS, BINS // _STRETCHES)) for values in (steps, parts)]
+        names = [name for part, name in enumerate(PARTS) if part not in PAUSES]
+        each = {f"{name} ms": by_stretch[1][:, PARTS.index(name)] for name in names}
+        for name, seconds in (each | {"step ms": np.sum([*each.values()], axis=0)}).items():
+            _add_speed(run, name, 1e3 * seconds, by_stretch[0])
+    sums = {name: (np.zeros(_STRETCHES), np.zeros(_STRETCHES)) for name in ("samples_per_s", "memory_gb")}
+    for line in folder.metrics():
+        if line.get("split") == "val":
+            for name, value in line.items():
+                if (found := number(value)) is not None:
+                    run.validations.setdefault(name, deque(maxlen=_VALIDATIONS)).append(found)
+        for name, (total, count) in sums.items():
+            if (value := number(line.get(name))) is not None:
+                stretch = line["step"] * _STRETCHES // (max(report.step, line["step"]) + 1)
+                total[stretch] += value
+                count[stretch] += 1
+    for name, label in {"samples_per_s": "samples/s", "memory_gb": "memory GB"}.items():
+        _add_speed(run, label, *sums[name])
+    return run
+
+
+def _add_speed(run: _Run, name: str, totals: np.ndarray, counts: np.ndarray) -> None:
+    """Add the mean, and how far the stretches of the run are from it (standard deviation)."""
+    if counts.sum():
+        stretches = totals[counts > 0] / counts[counts > 0]
+        run.speed[name] = float(totals.sum() / counts.sum()), float(stretches.std())
+
+
+def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
+    return [Difference(key, a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
+
+
+def _metrics(reports: Sequence[RunReport], runs: Sequence[_Run]) -> tuple[list[Measured], str, str]:
+    """Return the metrics of both runs, the split that they are of, and the rule that says which are the same."""
+    first, second = (report.values for report in reports)
+    pairs = {
+        name: (value, other)
+        for name in distinct([name for name in first if name.split("/")[0] not in ("low", "high")])
+        if isinstance(value := first[name], float) and isinstance(other := second.get(name), float)
+    }
+    split = "test"
+    if not pairs:
+        split = "best validation"
+        values = [report.best_value for report in reports]
+        if reports[0].metric == reports[1].metric and values[0] is not None and values[1] is not None:
+            pairs = {reports[0].metric: (values[0], values[1])}
+    found, rules = [], set()
+    for name, (value, other) in pairs.items():
+        is_same, rule = _within_noise(name, (value, other), reports, runs)
+        rules.add(rule)
+        found.append(Measured(name, value, other, is_same or value == other))
+    return found, split, "; ".join(sorted(rules))
+
+
+def _within_noise(
+    name: str, values: tuple[float, float], reports: Sequence[RunReport], runs: Sequence[_Run]
+) -> tuple[bool, str]:
+    """Return whether a difference says nothing, and the rule that says so."""
+    lows, highs = ([number(report.values.get(f"{end}/{name}")) for report in reports] for end in ("low", "high"))
+    if lows[0] is not None and lows[1] is not None and highs[0] is not None and highs[1] is not None:
+        return lows[0] <= highs[1] and lows[1] <= highs[0], "the 95 % intervals of both runs overlap"
+    series = [list(run.validations.get(name, ())) for run in runs]
+    if min(map(len, series)) < _FEW_VALIDATIONS:
+        return False, f"not decided: a run has fewer than {_FEW_VALIDATIONS} validations"
+    rule = "the difference is less than twice the spread of the last validations around their trend"
+    return abs(values[1] - values[0]) <= _TIMES * hypot(*map(_spread, series)), rule
+
+
+def _spread(values: list[float]) -> float:
+    """Return the standard deviation of noise on a smooth curve, from how far points are from the middle of neighbours.
+
+    That distance has 1.5 times the variance of the noise.
+    """
+    middle = np.array(values[1:-1]) - (np.array(values[:-2]) + np.array(values[2:])) / 2
+    return float(np.sqrt((middle**2).mean() / 1.5))
+
+
+def _pairs(a: str | Path, b: str | Path, split: str, name: str) -> Iterator[tuple[int, float, float]]:
+    """Yield step and values of both runs where both reported, reading both files at once."""
+
+    def values(path: str | Path) -> Iterator[tuple[int, float]]:
+        for line in RunDirectory(path).metrics():
+            if line.get("split") == split and (value := number(line.get(name))) is not None:
+                yield line["step"], value
+
+    left, right = values(a), values(b)
+    first, second = next(left, None), next(right, None)
+    while first and second:
+        if first[0] == second[0]:
+            yield first[0], first[1], second[1]
+        step = max(first[0], second[0])
+        is_common = first[0] == second[0]
+        first = next(left, None) if is_common or first[0] < step else first
+        second = next(right, None) if is_common or second[0] < step else second
+
+
+def _common(a: str | Path, b: str | Path, split: str, name: str, last_step: int) -> list[tuple[int, float, float]]:
+    """Return a few rows of both curves: the last common step of each eighth."""
+    rows: dict[int, tuple[int, float, float]] = {}
+    for row in _pairs(a, b, split, name):
+        rows[-(-row[0] * _ROWS // max(last_step, 1))] = row
+    return list(rows.values())
+
+
+def _parting(a: str | Path, b: str | Path) -> tuple[int | None, int | None]:
+    """Return the first step at which the losses differ, and the last at which both are known."""
+    first = last = None
+    for step, one, other in _pairs(a, b, "train", "loss"):
+        last = step
+        if first is None and one != other:
+            first = step
+    return first, last

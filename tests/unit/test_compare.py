@@ -1,0 +1,128 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import recmill
+from recmill.commands.compare import Measured
+from recmill.observe.printed import print_comparison
+from recmill.observe.recorder import PARTS, STEP
+
+from ..conftest import Config, RunCli
+from ..reports import finish, write_run
+from .test_timeline import write_rank
+
+DONE = {"state": "done", "step": 120, "seconds": 75.0}
+
+
+def record(run: Path, forward: list[float]) -> None:
+    """Record 120 steps of one rank; `forward`: seconds of the steps of each of ten stretches."""
+    write_rank(run / "trace/0", 0, world_size=1)
+    steps = np.zeros(120, STEP)
+    steps["step"], steps["steps"] = np.arange(1, 121), 1
+    steps["start"] = 10**12 + 10**8 * np.arange(120)
+    steps["parts"][:, PARTS.index("forward")] = np.repeat(forward, 12)
+    steps["parts"][:, PARTS.index("update")] = 0.002
+    steps.tofile(run / "trace/0/rank-0.steps")
+
+
+def named(rows: list[Measured]) -> dict[str, Measured]:
+    return {row.name: row for row in rows}
+
+
+def append(run: Path, lines: list[dict[str, Any]]) -> None:
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_two_runs_differ_in_config_environment_metrics_and_speed(tmp_path: Path, dlrm: Config) -> None:
+    other = dlrm | {"optim": {"dense": {"lr": 0.5}}}
+    a, b = write_run(tmp_path / "a", dlrm, DONE), write_run(tmp_path / "b", other, DONE, samples_per_s=9000.0)
+    finish(a, 0.71)
+    finish(b, 0.82)
+    facts = json.loads((b / "env.json").read_text())
+    (b / "env.json").write_text(json.dumps(facts | {"packages": {"torch": "2.14.0"}, "started_at": "2026"}))
+    found = recmill.compare(a, b)
+    assert [(row.name, row.a, row.b) for row in found.config] == [("optim.dense.lr", None, 0.5)]
+    assert [(row.name, row.a, row.b) for row in found.environment] == [("packages.torch", "2.13.0", "2.14.0")]
+    assert found.metrics_of == "test"
+    assert named(found.metrics)["auroc"] == Measured("auroc", 0.71, 0.82, is_same=False)
+    assert named(found.metrics)["logloss"].is_same
+    speed = named(found.speed)
+    assert (speed["samples/s"].a, speed["samples/s"].b, speed["samples/s"].is_same) == (
+        pytest.approx(1065),
+        9000,
+        False,
+    )
+    assert speed["memory GB"].is_same
+    assert found.curves["auroc"][-1] == (120, pytest.approx(0.712), pytest.approx(0.712))
+    assert (found.first_difference, found.last_common_step) == (None, 120)
+
+
+def test_a_difference_of_metrics_within_the_noise_of_validations_is_the_same(tmp_path: Path, dlrm: Config) -> None:
+    """Validations alternate by 0.01 around a line, which gives a spread of 0.0163 in each run."""
+    runs = []
+    for name, auroc in (("a", 0.700), ("b", 0.740), ("c", 0.750)):
+        run = write_run(tmp_path / name, dlrm, DONE)
+        finish(run, auroc)
+        values = [0.6 + step / 1000 + (0.01 if step % 20 else -0.01) for step in range(10, 110, 10)]
+        lines = [{"step": 10 * n, "split": "val", "headline": "auroc", "auroc": v} for n, v in enumerate(values, 1)]
+        append(run, lines)
+        runs.append(run)
+    # Distances from the middle of neighbours are 0.02: sqrt(0.02**2 / 1.5) = 0.0163; twice sqrt(2) of it is 0.0462.
+    assert named(recmill.compare(runs[0], runs[1]).metrics)["auroc"].is_same
+    assert not named(recmill.compare(runs[0], runs[2]).metrics)["auroc"].is_same
+    assert "twice the spread" in recmill.compare(*runs[:2]).noise_of_metrics
+
+
+def test_intervals_decide_where_they_are_known(tmp_path: Path, dlrm: Config) -> None:
+    runs = []
+    for name, low, high in (("a", 0.70, 0.72), ("b", 0.715, 0.74), ("c", 0.725, 0.75)):
+        runs.append(write_run(tmp_path / name, dlrm, DONE))
+        finish(runs[-1], (low + high) / 2, **{"low/auroc": low, "high/auroc": high})
+    assert named(recmill.compare(runs[0], runs[1]).metrics)["auroc"].is_same
+    assert not named(recmill.compare(runs[0], runs[2]).metrics)["auroc"].is_same
+    assert "intervals of both runs overlap" in recmill.compare(*runs[:2]).noise_of_metrics
+
+
+def test_parts_of_steps_are_the_same_within_the_spread_of_ten_stretches(tmp_path: Path, dlrm: Config) -> None:
+    runs = [write_run(tmp_path / name, dlrm, {"state": "running"}) for name in "abc"]
+    record(runs[0], [0.010, 0.012] * 5)
+    record(runs[1], [0.012, 0.013] * 5)
+    record(runs[2], [0.020, 0.021] * 5)
+    near, far = (named(recmill.compare(runs[0], run).speed) for run in runs[1:])
+    assert near["update ms"].a == pytest.approx(2)
+    assert (near["forward ms"].is_same, far["forward ms"].is_same) == (True, False)
+    assert (near["step ms"].is_same, far["step ms"].is_same) == (True, False)
+
+
+def test_curves_are_compared_at_common_steps_and_the_first_difference_is_found(tmp_path: Path, dlrm: Config) -> None:
+    a, b = (write_run(tmp_path / name, dlrm, {"state": "failed"}) for name in "ab")
+    append(a, [{"step": step, "split": "train", "loss": 1.0} for step in range(2, 1000, 2)])
+    append(b, [{"step": step, "split": "train", "loss": 1.0 if step < 500 else 0.5} for step in range(3, 1000, 3)])
+    found = recmill.compare(a, b)
+    assert (found.first_difference, found.last_common_step) == (504, 996)
+    assert [step for step, *_ in found.curves["loss"]] == [120, 246, 372, 498, 618, 744, 870, 996]
+    assert found.curves["loss"][-1] == (996, 1.0, 0.5)
+    assert found.metrics == []
+
+
+def test_a_comparison_fits_80_columns_and_old_runs_leave_out_what_they_lack(
+    tmp_path: Path, dlrm: Config, run_cli: RunCli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = dlrm | {"data": {"path": "/a/very/long/path" * 9}, "model": dlrm["model"] | {"x" * 90: [1] * 99}}
+    a = write_run(tmp_path / "a", dlrm, DONE)
+    b = write_run(tmp_path / ("b" * 100), other, {"state": "failed", "reason": "No memory.", "step": 3})
+    finish(a)
+    print_comparison(recmill.compare(a, b))
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "best validation" in printed
+    for file in ("config.toml", "metrics.jsonl"):
+        (b / file).unlink()
+    print_comparison(recmill.compare(a, b))
+    done = run_cli("compare", a, b, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["metrics"] == []
+    assert run_cli("compare", a, "nothing").returncode == 4
