@@ -45,6 +45,7 @@ def test_a_network_that_all_ranks_wait_for_is_exchange_and_ranks_that_are_late_i
         "exchange-bound 45 %: without it 1.82x;"
     )
     assert of(times(0, sync=30, forward=70), times(1, sync=29, forward=71)).kind == "sync"
+    assert of(times(0, sync=30, forward=70)).kind == "compute", "one rank waits for nobody"
 
 
 def test_checkpoints_and_validation_are_shares_of_the_run() -> None:

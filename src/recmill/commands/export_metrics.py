@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recmill.commands.history import history
+from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import flag
 from recmill.config import flat, read_toml
 from recmill.config.options import given_path
@@ -27,6 +28,7 @@ class Options(Section):
     )
 
 
+@checked_keywords
 def export_metrics(run: str | Path, *, to: Target, output: str | Path | None = None) -> Path:
     """Write the metrics of `run` for another tool, and return what was written."""
     directory = RunDirectory(given_path(run, "RUN"))

@@ -101,7 +101,7 @@ def _finding(
         "input": min(rank.parts["input"] / max(rank.step_seconds, 1e-9) for rank in ranks) * of_run,
         "exchange": shares["exchange"] * of_run,
         "late": lateness * of_run if lateness >= LATE else 0.0,
-        "sync": 0.0 if lateness >= LATE else shares["sync"] * of_run,
+        "sync": 0.0 if lateness >= LATE or len(ranks) == 1 else shares["sync"] * of_run,
         "save": seconds["save"] / max(run, 1e-9),
         "validate": seconds["validate"] / max(run, 1e-9),
     }
