@@ -115,6 +115,26 @@ class SparseAdam(torch.optim.SparseAdam):
         super().step()
 
 
+class Ftrl(torch.optim.Optimizer):
+    """OneFlow's FTRL with its defaults, of the rows that have a gradient, written down once more."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        rate = self.param_groups[0]["lr"]
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            squares = state.setdefault("squares", torch.full_like(weight, 0.1))
+            z = state.setdefault("z", torch.zeros_like(weight))
+            more = squares + weight.grad**2
+            z += weight.grad - (more.sqrt() - squares.sqrt()) / rate * weight
+            has_gradient = weight.grad.any(dim=1)
+            weight[has_gradient] = (-z * rate / more.sqrt())[has_gradient]
+            state["squares"] = more
+
+
 OPTIMIZERS: dict[str, tuple[Config, Make, Make]] = {
     "clipped sgd, adagrad": (
         {
@@ -141,6 +161,11 @@ OPTIMIZERS: dict[str, tuple[Config, Make, Make]] = {
         {"dense": {"name": "sgd", "lr": 0.1}, "tables": {"name": "adam", "lr": 0.01}},
         lambda p: torch.optim.SGD(p, lr=0.1),
         lambda p: SparseAdam(p, lr=0.01),
+    ),
+    "sgd, ftrl": (
+        {"dense": {"name": "sgd", "lr": 0.1}, "tables": {"name": "ftrl", "lr": 0.05}},
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: Ftrl(p, lr=0.05),
     ),
 }
 

@@ -127,6 +127,18 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
             "model.label_smoothing has no meaning for model.loss = 'gbce'",
         ),
         (
+            {**GOOD, "optim": {"tables": {"name": "ftrl"}}, "train": {"device": "cuda"}},
+            "optim.tables.name = 'ftrl' on CUDA: FBGEMM has no FTRL",
+        ),
+        (
+            {**GOOD, "optim": {"tables": {"name": "sgd", "weight_decay": 0.1}}, "train": {"device": "cuda"}},
+            "optim.tables.weight_decay with optim.tables.name = 'sgd' on CUDA: FBGEMM decays rows only with 'adam'",
+        ),
+        (
+            {**GOOD, "optim": {"tables": {"name": "adam", "lambda1": 0.1}}},
+            "optim.tables.lambda1 has no meaning for optim.tables.name = 'adam'. Remove it.",
+        ),
+        (
             {"data": {"path": "d", "train_on_validation": True}, "model": {"name": "sasrec"}, "eval": {"patience": 2}},
             "data.train_on_validation with eval.patience: validation cannot select the best step",
         ),

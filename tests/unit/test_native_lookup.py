@@ -1,5 +1,9 @@
 """Our lookups against FBGEMM's, on the same groups of tables."""
 
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -10,6 +14,8 @@ from torch import Tensor, nn
 from recmill.config.sections import TablesOptim
 from recmill.kernels.library import KernelLibrary, load_library
 from recmill.tables.native_lookup import RowKernels, fused_lookup
+from recmill.tables.optimizers import OPTIMIZERS as OPTIMIZERS_OF_TABLES
+from recmill.tables.replicated import ReplicatedTables
 from recmill.tables.table_lookup import TableLookup
 from recmill.tables.torchrec_internals import FusedTables, adam_on_cpu
 
@@ -256,6 +262,103 @@ def test_the_first_two_steps_of_adam_by_hand(library: KernelLibrary) -> None:
     assert found == pytest.approx([-0.1, -0.1 - 0.0266338], rel=1e-5)
     assert [float(group.momentum1_host[0]), float(group.momentum2_host[0])] == pytest.approx([0.08, 0.004996])
     assert not group.momentum1_host[4:].any()
+
+
+FTRL = {"lambda1": 0.4, "lambda2": 0.5, "beta": 0.3, "initial_accumulator": 0.2}
+DECAYED: list[dict[str, Any]] = [
+    {"name": "sgd", "weight_decay": 0.5},
+    {"name": "adagrad", "weight_decay": 0.5},
+    {"name": "rowwise_adagrad", "weight_decay": 0.5},
+    {"name": "adam", "weight_decay": 0.5},
+    {"name": "ftrl"},
+    {"name": "ftrl", "weight_decay": 0.5} | FTRL,
+]
+
+
+def row_after(options: dict[str, Any], row: np.ndarray, gradients: list[np.ndarray], rate: float) -> np.ndarray:
+    """One row after steps with these gradients, in NumPy and float64. Weight decay takes rate * decay * row."""
+    name, decay = options["name"], options.get("weight_decay", 0.0)
+    state = np.zeros((2, len(row)))
+    for step, g in enumerate(gradients, start=1):
+        before = row
+        if name == "sgd":
+            row = row - rate * g
+        elif name in ("adagrad", "rowwise_adagrad"):
+            state[0] += g**2 if name == "adagrad" else np.mean(g**2)
+            row = row - rate * g / (np.sqrt(state[0]) + 1e-8)
+        elif name == "adam":
+            state[0] = 0.9 * state[0] + 0.1 * g
+            state[1] = 0.999 * state[1] + 0.001 * g**2
+            row = row - rate * state[0] / (1 - 0.9**step) / (np.sqrt(state[1] / (1 - 0.999**step)) + 1e-8)
+        else:  # as OneFlow's documentation has it
+            first, lambda1 = options.get("initial_accumulator", 0.1), options.get("lambda1", 0.0)
+            sigma = (np.sqrt(first + state[1] + g**2) - np.sqrt(first + state[1])) / rate
+            state[1] += g**2
+            state[0] += g - sigma * row
+            scale = (options.get("beta", 0.0) + np.sqrt(first + state[1])) / rate + options.get("lambda2", 0.0)
+            row = -(state[0] - np.sign(state[0]) * lambda1) / scale
+            row, before = (np.where(np.abs(state[0]) < lambda1, 0, values) for values in (row, before))
+        row = row - rate * decay * before
+    return row
+
+
+@pytest.mark.parametrize("kernels", ["ours", "torch", "replicated"])
+@pytest.mark.parametrize("options", DECAYED, ids=lambda options: " ".join(map(str, options.values())))
+def test_weight_decay_and_ftrl_do_to_the_rows_of_a_batch_what_numpy_does(
+    library: KernelLibrary, kernels: str, options: dict[str, Any]
+) -> None:
+    """Row 1 is looked up in every batch, once twice; row 2 in the last one; row 0 never, and does not decay."""
+    settings = TablesOptim(**options)
+    optimizer = OPTIMIZERS_OF_TABLES[settings.name]
+    spec = (3, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    with adam_on_cpu() if optimizer.fbgemm_type == EmbOptimType.ADAM else nullcontext():
+        group = SplitTableBatchedEmbeddingBagsCodegen([spec], optimizer=optimizer.fbgemm_type, learning_rate=0.1)
+    first = torch.linspace(-1, 1, 24)
+    group.weights_host.data.copy_(first)
+    weight = nn.Parameter(first.clone().view(3, 8))
+    replicated = ReplicatedTables({"x.embeddings.t.weight": weight}, settings.model_copy(update={"lr": 0.1}))
+    used = RowKernels(settings, library if kernels == "ours" else None)
+    kernel = fused_lookup(FusedTables(group), used, are_bags=False)
+    assert kernel is not None
+    gradients: dict[int, list[np.ndarray]] = {1: [], 2: []}
+    for step, ids in enumerate([[1, 1], [1], [1, 2]]):
+        group.iter_cpu.fill_(step)
+        replicated.zero_grad()
+        looked_up = (
+            weight[torch.tensor(ids)]
+            if kernels == "replicated"
+            else kernel(torch.tensor(ids), torch.tensor([0, len(ids)]))
+        )
+        given = (upstream(looked_up) + step).detach()
+        looked_up.backward(given)
+        if kernels == "replicated":
+            replicated.step()
+        for row in set(ids):
+            gradients[row].append(given[torch.tensor(ids) == row].sum(0).double().numpy())
+    found = weight.detach() if kernels == "replicated" else group.weights_host.detach().view(3, 8)
+    assert torch.equal(found[0], first[:8])
+    at_first = first.double().view(3, 8).numpy()
+    expected = row_after(options, at_first[1], gradients[1], 0.1)
+    np.testing.assert_allclose(found[1], expected, rtol=2e-5, atol=2e-6)
+    if settings.name != "adam":  # whose bias correction counts all steps
+        np.testing.assert_allclose(found[2], row_after(options, at_first[2], gradients[2], 0.1), rtol=2e-5, atol=2e-6)
+
+
+def test_the_first_step_of_ftrl_by_hand(library: KernelLibrary) -> None:
+    """Accumulator 0.09 + 0.4 ** 2 = 0.5 ** 2, sigma (0.5 - 0.3) / 0.1 = 2, z 0.4 - 2 * -1 = 2.4, then
+    -(2.4 - 0.4) / (0.5 / 0.1 + 5) = -0.2.
+    """
+    with adam_on_cpu():
+        group = SplitTableBatchedEmbeddingBagsCodegen(
+            [(1, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=EmbOptimType.ADAM, learning_rate=0.1
+        )
+    group.weights_host.data.fill_(-1.0)
+    settings = TablesOptim(name="ftrl", lambda1=0.4, lambda2=5.0, initial_accumulator=0.09)
+    kernel = fused_lookup(FusedTables(group), RowKernels(settings, library), are_bags=False)
+    assert kernel is not None
+    out = kernel(torch.tensor([0]), torch.tensor([0, 1]))
+    out.backward(torch.full_like(out, 0.4))
+    assert group.weights_host.tolist() == pytest.approx([-0.2] * 4)
 
 
 @pytest.mark.parametrize("bad", [-1, 1])

@@ -251,12 +251,36 @@ class DenseOptim(Section):
 
 
 class TablesOptim(Section):
-    name: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = key(
-        "rowwise_adagrad",
-        "Optimizer of the tables; all but 'sgd' keep a state for each row, 'adam' two values per value.",
+    name: Literal["rowwise_adagrad", "adagrad", "sgd", "adam", "ftrl"] = key(
+        "rowwise_adagrad", "Optimizer of the tables; 'adam' and 'ftrl' keep two values of state for each value."
     )
     lr: PositiveFloat = key(0.05, "Learning rate of the tables.", le=_MAX_FLOAT32)
     eps: PositiveFloat = key(1e-8, "Added to the denominator (Adagrad, Adam).", le=_MAX_FLOAT32)
+    weight_decay: float = key(
+        0.0, "Share of its value, times lr, that a row loses when a batch looks it up.", ge=0.0, le=_MAX_FLOAT32
+    )
+    lambda1: float = key(0.0, "L1 regularization (ftrl).", ge=0.0, le=_MAX_FLOAT32)
+    lambda2: float = key(0.0, "L2 regularization (ftrl).", ge=0.0, le=_MAX_FLOAT32)
+    beta: float = key(0.0, "Added to the root of the sum of squares (ftrl).", ge=0.0, le=_MAX_FLOAT32)
+    initial_accumulator: PositiveFloat = key(0.1, "First value of the sum of squares (ftrl).", le=_MAX_FLOAT32)
+
+    def contradictions(self) -> list[str]:
+        of_ftrl = {"lambda1", "lambda2", "beta", "initial_accumulator"} if self.name != "ftrl" else {"eps"}
+        return [
+            f"optim.tables.{key} has no meaning for optim.tables.name = '{self.name}'. Remove it."
+            for key in sorted(of_ftrl & set(self.changed_keys()))
+        ]
+
+    def problem_on_cuda(self) -> str | None:
+        """Return why FBGEMM cannot train with these settings on GPUs."""
+        if self.name == "ftrl":
+            return "optim.tables.name = 'ftrl' on CUDA: FBGEMM has no FTRL. Use another optimizer, or train on CPU."
+        if self.weight_decay and self.name in ("sgd", "adagrad"):
+            return (
+                f"optim.tables.weight_decay with optim.tables.name = '{self.name}' on CUDA: FBGEMM decays rows only "
+                "with 'adam' and 'rowwise_adagrad'. Use one of them, or train on CPU."
+            )
+        return None
 
 
 _DECAY_KEYS = {"warmup_steps", "decay_start_step", "decay_steps", "end_lr"}
@@ -469,6 +493,8 @@ class Settings(Section):
         problems = self._contradictions_of_stores()
         requested = self.sharding.requested_types()
         optimizer = self.optim.tables.name
+        if self.train.device == "cuda" and (problem := self.optim.tables.problem_on_cuda()):
+            problems.append(problem)
         splits_rows = [key for key, kind in requested.items() if kind in ("column_wise", "grid")]
         if optimizer == "rowwise_adagrad" and splits_rows:
             key = splits_rows[0]

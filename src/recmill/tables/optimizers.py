@@ -20,13 +20,13 @@ Rows = Tensor | slice
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """`update(weight, rows, gradient, states, settings, lr)` updates `rows` of a table and of its states. States have
-    FBGEMM's names, so that checkpoints do not depend on whether a table is fused or replicated.
+    """`rule(weight, rows, gradient, states, settings, lr)` updates `rows` of a table and of its states, without weight
+    decay. States have FBGEMM's names, so that checkpoints do not depend on whether a table is fused or replicated.
     """
 
     fbgemm_type: EmbOptimType
     state: dict[str, Shape]
-    update: Callable[[Tensor, Rows, Tensor, list[Tensor], TablesOptim, float], None]
+    rule: Callable[[Tensor, Rows, Tensor, list[Tensor], TablesOptim, float], None]
     native_rule: int  # its number in kernels/steps.cpp
     is_in_fbgemm: tuple[str, ...] = ("cpu", "cuda")  # the devices for which FBGEMM has its kernel
 
@@ -39,12 +39,24 @@ class TableOptimizer:
         dtypes = {"scalar": torch.float64}
         return {name: weight.new_zeros(sizes[kind], dtype=dtypes.get(kind)) for name, kind in self.state.items()}
 
+    def update(
+        self, weight: Tensor, rows: Rows, gradient: Tensor, states: list[Tensor], settings: TablesOptim, lr: float
+    ) -> None:
+        before = weight[rows].clone() if settings.weight_decay else None
+        if before is not None and self.rule is not _ftrl:
+            weight[rows] -= lr * settings.weight_decay * before
+        self.rule(weight, rows, gradient, states, settings, lr)
+        if before is not None and self.rule is _ftrl:  # its rows are functions of its state, so decay comes last
+            weight[rows] -= (lr * settings.weight_decay * before).where(weight[rows] != 0, 0.0)
+
 
 def kernel_settings(settings: TablesOptim, lr: float, step: int) -> list[float]:
     """Return the `settings` of `update_row` in kernels/steps.cpp, for step `step`, counted from 1."""
-    common = [lr, settings.eps, 0.0]
+    common = [lr, settings.eps, settings.weight_decay]
     if settings.name == "adam":
         return [*common, 1 - _BETA1, 1 - _BETA2, 1 - _BETA1**step, 1 - _BETA2**step]
+    if settings.name == "ftrl":
+        return [*common, settings.lambda1, settings.lambda2, settings.beta, settings.initial_accumulator]
     return common
 
 
@@ -77,6 +89,19 @@ def _adam(weight: Tensor, rows: Rows, gradient: Tensor, states: list[Tensor], se
     weight[rows] -= lr * unbiased_mean / ((square[rows] / (1 - _BETA2**steps)).sqrt() + settings.eps)
 
 
+def _ftrl(weight: Tensor, rows: Rows, gradient: Tensor, states: list[Tensor], settings: TablesOptim, lr: float) -> None:
+    """FTRL-proximal as in OneFlow, with lr_power = -0.5. The first accumulator is not in the state, so that it is 0 in
+    rows that were never updated.
+    """
+    z, squares = states
+    before = (settings.initial_accumulator + squares[rows]).sqrt()
+    squares[rows] += gradient.square()
+    after = (settings.initial_accumulator + squares[rows]).sqrt()
+    z[rows] += gradient - (after - before) / lr * weight[rows]
+    shrunk = torch.nn.functional.softshrink(z[rows], settings.lambda1)
+    weight[rows] = -shrunk / ((settings.beta + after) / lr + settings.lambda2)
+
+
 OPTIMIZERS = {
     "sgd": TableOptimizer(EmbOptimType.EXACT_SGD, OPTIMIZER_STATES["sgd"], _sgd, native_rule=0),
     "adagrad": TableOptimizer(EmbOptimType.EXACT_ADAGRAD, OPTIMIZER_STATES["adagrad"], _adagrad, native_rule=1),
@@ -84,4 +109,5 @@ OPTIMIZERS = {
         EmbOptimType.EXACT_ROWWISE_ADAGRAD, OPTIMIZER_STATES["rowwise_adagrad"], _rowwise_adagrad, native_rule=2
     ),
     "adam": TableOptimizer(EmbOptimType.ADAM, OPTIMIZER_STATES["adam"], _adam, native_rule=3, is_in_fbgemm=("cuda",)),
+    "ftrl": TableOptimizer(EmbOptimType.ADAM, OPTIMIZER_STATES["ftrl"], _ftrl, native_rule=4, is_in_fbgemm=()),
 }

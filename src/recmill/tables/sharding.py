@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -14,7 +16,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
 from recmill.config.sections import TablesOptim
-from recmill.errors import UserError
+from recmill.errors import ConfigError, UserError
 from recmill.hardware.memory import memory_bytes
 from recmill.kernels.layers import use_kernels
 from recmill.kernels.library import KernelLibrary
@@ -49,13 +51,15 @@ def shard(
 
     `library` has our CPU kernels for tables and layers; without it, torch's and FBGEMM's are used.
     """
+    if world.device.type == "cuda" and (problem := optimizer.problem_on_cuda()):
+        raise ConfigError(problem)
     sharders = make_sharders(optimizer)
     resize_tables(network, {table.name: table.rows for table in request.tables if table.dynamic})
     plan, groups = _plan_on_rank_0(network, sharders, request, world)
     use_slots(network, plan, groups, request)
     # DDP averages the gradients of replicas; one process needs none.
-    on_cpu = world.device.type == "cpu"
-    with grouping_by_width(), adam_on_cpu() if on_cpu and optimizer.name == "adam" else nullcontext():
+    needs_adam = world.device.type == "cpu" and OPTIMIZERS[optimizer.name].fbgemm_type == EmbOptimType.ADAM
+    with grouping_by_width(), adam_on_cpu() if needs_adam else nullcontext():
         model = DistributedModelParallel(
             network, device=world.device, plan=plan, sharders=sharders, init_data_parallel=world.size > 1
         )
@@ -83,6 +87,10 @@ def make_sharders(optimizer: TablesOptim) -> list[Any]:
         # Ids are checked when they are loaded: a bad one is a defect, and must not train a wrong row.
         "bounds_check_mode": BoundsCheckMode.FATAL,
     }
+    if optimizer.weight_decay:  # our kernels decay rows on CPU, with the same meaning
+        fused["weight_decay"] = optimizer.weight_decay
+        if optimizer.name == "rowwise_adagrad":
+            fused["weight_decay_mode"] = WeightDecayMode.DECOUPLE
     # Each sharder changes its own copy.
     return [_BagSharder(fused_params=dict(fused)), _SequenceSharder(fused_params=dict(fused))]
 

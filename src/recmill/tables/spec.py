@@ -13,6 +13,7 @@ OPTIMIZER_STATES: dict[str, dict[str, Shape]] = {
     "adagrad": {"momentum1": "per value"},
     "rowwise_adagrad": {"momentum1": "per row"},
     "adam": {"momentum1": "per value", "exp_avg_sq": "per value", "steps": "scalar"},
+    "ftrl": {"momentum1": "per value", "exp_avg_sq": "per value"},  # z, and the sum of squares: in Adam's places
 }
 
 
