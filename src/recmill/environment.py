@@ -316,6 +316,8 @@ def job_id(variables: Mapping[str, str] = os.environ) -> str | None:
     return variables.get("SLURM_JOB_ID") or variables.get("PBS_JOBID") or None
 
 
+CONFIG_PREFIX = "RECMILL__"  # of variables like RECMILL__TRAIN__SEED
+
 # What changes the speed or the results of a run, or names its job. Anything else may be a secret.
 _RECORDED = re.compile(
     r"(OMP|KMP|MKL|GOMP|MALLOC|NCCL|GLOO|FI|MPICH|TORCH|TORCHELASTIC|PYTORCH|DFTRACER|RECMILL|PALS)_\w+"
@@ -337,6 +339,13 @@ def recorded_variables(variables: Mapping[str, str] = os.environ) -> dict[str, s
         for name, value in sorted(variables.items())
         if _RECORDED.fullmatch(name) and not _SECRET_NAME.search(name) and not _SECRET_VALUE.search(value)
     }
+
+
+def config_variables(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that set keys of a run config; none in a job script, whose config has their values."""
+    if variables.get("RECMILL_ERRORS"):
+        return {}
+    return {name: value for name, value in sorted(variables.items()) if name.startswith(CONFIG_PREFIX)}
 
 
 def errors_directory() -> Path | None:

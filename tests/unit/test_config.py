@@ -7,6 +7,7 @@ from pydantic import model_validator
 
 from recmill.config import Section, differences, fingerprint, load_config, to_toml
 from recmill.config.compare import changeable_keys
+from recmill.environment import config_variables
 from recmill.errors import ConfigError
 
 GOOD: dict[str, Any] = {"data": {"path": "data/clicks"}, "model": {"name": "dlrm"}}
@@ -460,3 +461,37 @@ def test_a_limit_of_many_digits_is_printed_as_a_short_number() -> None:
     with pytest.raises(ConfigError, match=r"should be less than or equal to 3e\+38, got") as caught:
         load_config({"data": {"path": "d"}, "model": {"name": "dlrm"}, "optim": {"dense": {"lr": 1e39}}})
     assert "000000" not in str(caught.value)
+
+
+def test_variables_come_after_the_file_and_before_set() -> None:
+    variables = {
+        "RECMILL__TRAIN__SEED": "7",
+        "RECMILL__OPTIM__DENSE__LR": "0.5",
+        "RECMILL__MODEL__TOP_MLP": "[4, 2]",
+        "RECMILL__SHARDING__TABLES__C3": "row_wise",
+    }
+    in_file = {**GOOD, "train": {"seed": 5, "num_epochs": 3}}
+    config = load_config(in_file, ["optim.dense.lr=0.25"], variables)
+    train = config.settings.train
+    assert (train.seed, train.num_epochs, config.settings.optim.dense.lr) == (7, 3, 0.25)
+    assert config.as_dict()["model"]["top_mlp"] == [4, 2]
+    assert config.settings.sharding.tables == {"C3": "row_wise"}
+
+
+def test_an_error_names_the_variable_that_caused_it() -> None:
+    variables = {"RECMILL__TRAIN__SEDE": "1", "RECMILL__OPTIM": "2", "RECMILL__EVAL__PATIENCE": "x"}
+    with pytest.raises(ConfigError) as caught:
+        load_config({**GOOD, "optim": {"dense": {"lr": 0.1}}}, ["checkpoint.keep=0"], variables)
+    for line in (
+        "RECMILL__TRAIN__SEDE: unknown key 'train.sede'. Did you mean 'train.seed'?",
+        "RECMILL__OPTIM=2: 'optim' is a section: set its keys one by one.",
+        "RECMILL__EVAL__PATIENCE: 'eval.patience': should be a valid integer",
+        "--set: 'checkpoint.keep': should be greater than",
+    ):
+        assert line in str(caught.value)
+
+
+def test_only_doubled_underscores_set_keys_and_none_in_a_job_script_whose_config_has_them() -> None:
+    variables = {"RECMILL__TRAIN__SEED": "1", "RECMILL_NODES": "2", "RECMILL_FAIL": "x", "PATH": "/"}
+    assert config_variables(variables) == {"RECMILL__TRAIN__SEED": "1"}
+    assert config_variables(variables | {"RECMILL_ERRORS": "/jobs/1.errors"}) == {}

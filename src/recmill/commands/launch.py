@@ -12,6 +12,7 @@ from typing import Any
 from recmill.commands import assemble, train
 from recmill.commands.options import flag
 from recmill.config import Config, load_config, to_toml
+from recmill.environment import config_variables
 from recmill.errors import ConfigError, ResourceError
 from recmill.files.atomic import write_text
 from recmill.files.timestamps import utc_now
@@ -125,7 +126,7 @@ def launch(
 def _check(
     config: str | Path, run: str | Path, overrides: Sequence[str], data_elsewhere: bool
 ) -> tuple[Config, Path, list[TableSpec]]:
-    loaded = load_config(config, overrides)
+    loaded = load_config(config, overrides, config_variables())
     if data_elsewhere:
         return train.with_absolute_path(loaded), Path(run).absolute(), []
     checked, directory, dataset, is_finished = train.check_run(loaded, run, "sizes")

@@ -18,11 +18,18 @@ from recmill.commands import assemble
 from recmill.commands.history import number
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, flag
-from recmill.config import Config, differences, fingerprint, load_config, to_toml
+from recmill.config import Config, differences, fingerprint, key_of, load_config, to_toml
 from recmill.config.options import given_path
 from recmill.config.sections import Section, Settings, TrainSection
 from recmill.data.opening import Checks
-from recmill.environment import job_id, meeting_host, own_node, process_environment, recorded_variables
+from recmill.environment import (
+    config_variables,
+    job_id,
+    meeting_host,
+    own_node,
+    process_environment,
+    recorded_variables,
+)
 from recmill.errors import CheckpointError, ConfigError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
@@ -91,11 +98,14 @@ def train(
     `fallback`: if the newest checkpoint is corrupt, resume from the newest that is not. `profile`: record steps 51 to
     60 with torch's profiler.
     """
-    checked = load_config(config, [*overrides, *(["observe.profile_steps=[50, 60]"] if profile else [])])
+    variables = config_variables()
+    checked = load_config(config, [*overrides, *(["observe.profile_steps=[50, 60]"] if profile else [])], variables)
     if allow_partial and init_from is None:
         raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
     if process_environment().rank == 0:
         log.info("training %s on %s, in %s", checked.model_name, checked.settings.data.path, run)
+        if variables:
+            log.info("config keys from the environment: %s", ", ".join(f"{key_of(v)} ({v})" for v in variables))
     checked, directory, dataset, is_finished = check_run(checked, run, dataset_checks(verify))
     if is_finished:
         log.info("%s is finished: nothing to do", directory.path)

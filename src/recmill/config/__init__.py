@@ -1,7 +1,7 @@
 """Strict run configs: `load_config` reads a TOML file into typed sections, or reports everything that is wrong."""
 
 from recmill.config.compare import differences, fingerprint, flat
-from recmill.config.load import Config, load_config, plain, read_settings, read_toml, to_toml
+from recmill.config.load import Config, key_of, load_config, plain, read_settings, read_toml, to_toml
 from recmill.config.sections import Section, Settings, config_keys
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "differences",
     "fingerprint",
     "flat",
+    "key_of",
     "load_config",
     "plain",
     "read_settings",

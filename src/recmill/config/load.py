@@ -1,4 +1,6 @@
-"""Load a run config: defaults, then a TOML file, then `--set key=value`. All problems are reported at once."""
+"""Load a run config: defaults, then a TOML file, then variables like RECMILL__TRAIN__SEED, then `--set key=value`.
+All problems are reported at once.
+"""
 
 import json
 import re
@@ -18,6 +20,7 @@ from recmill.config.shipped import shipped_configs
 from recmill.errors import ConfigError
 
 _MAX_BYTES = 10**6  # of a config file
+_BY_TABLE = {".sharding.tables", ".tables.stores", ".tables.dynamic"}  # sections whose keys are names of tables
 _DEEP_KEY = re.compile(r"""(?:[\w"'-]{1,100}\s*\.\s*){100}""")  # 50,000 parts take tomllib a minute and 10 GB
 
 
@@ -35,11 +38,16 @@ class Config:
         return {"model": {"name": self.model_name, **model}, **settings}
 
 
-def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Load a TOML file, a shipped config by its name, or a mapping; apply overrides such as "optim.dense.lr=0.02"."""
+def load_config(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Config:
+    """Load a TOML file, a shipped config by its name, or a mapping; apply overrides such as "optim.dense.lr=0.02".
+
+    `variables`: environment variables to apply before the overrides, by name; see `key_of`.
+    """
     name = "config" if isinstance(source, Mapping) else str(source)
     try:
-        return _loaded(name, source, overrides)
+        return _loaded(name, source, overrides, variables or {})
     except RecursionError:
         raise ConfigError(f"{name} or --set: a value or key is nested too deeply.") from None
 
@@ -53,7 +61,7 @@ def read_settings(path: Path) -> tuple[str, Settings]:
     if not isinstance(name, str):
         problems.append(Problem("'model.name': it is missing. Restore the file.", ("model.name",)))
     if problems:
-        raise ConfigError(report(str(path), problems, set()))
+        raise ConfigError(report(str(path), problems, {}))
     return str(name), settings
 
 
@@ -61,19 +69,34 @@ def _common(values: dict[str, Any]) -> dict[str, Any]:
     return {"data": {}} | {key: value for key, value in values.items() if key != "model"}
 
 
-def _loaded(name: str, source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Config:
+def key_of(variable: str) -> str:
+    """Return the config key that an environment variable sets: train.seed for RECMILL__TRAIN__SEED.
+
+    Keys have small letters, and names of tables and features the letters of the variable.
+    """
+    key = ""
+    for part in variable.split("__")[1:]:
+        key += f".{part if key in _BY_TABLE else part.lower()}"
+    return key.removeprefix(".")
+
+
+def _loaded(
+    name: str, source: str | Path | Mapping[str, Any], overrides: Sequence[str], variables: Mapping[str, str]
+) -> Config:
     values = json.loads(json.dumps(source, default=plain)) if isinstance(source, Mapping) else read_toml(Path(source))
     problems: list[Problem] = []
-    overridden: set[str] = set()
+    origins: dict[str, str] = {}  # by key
+    given = [(variable, key_of(variable), f"{variable}={value}") for variable, value in variables.items()]
     for override in [overrides] if isinstance(overrides, str) else overrides:
-        key = override.partition("=")[0].strip()
+        given.append(("--set", override.partition("=")[0].strip(), f"--set {override}"))
+    for origin, key, override in given:
         if problem := _apply_override(values, key, override):
             problems.append(Problem(problem, (key,)))
         else:
-            overridden.add(key)
+            origins[key] = origin
     config = _checked(values, problems)
     if problems:
-        raise ConfigError(report(name, problems, overridden))
+        raise ConfigError(report(name, problems, origins))
     return config
 
 
@@ -121,16 +144,16 @@ def _parse_toml(text: str) -> dict[str, Any]:
 def _apply_override(values: dict[str, Any], key: str, override: str) -> str | None:
     """Set `key` in `values`, or return what is wrong with the override."""
     if not key or "=" not in override:
-        return f"--set {override}: expected key=value, like --set optim.dense.lr=0.02."
+        return f"{override}: expected key=value, like --set optim.dense.lr=0.02."
     *parents, last = key.split(".")
     section = values
     for parent in parents:
         section = section.setdefault(parent, {})
         if not isinstance(section, dict):
-            return f"'{parent}' in '--set {override}' is a value, not a section."
+            return f"'{parent}' in '{override}' is a value, not a section."
     value = parse_value(override.partition("=")[2].strip())
     if isinstance(value, dict) or isinstance(section.get(last), dict):
-        return f"--set {override}: '{key}' is a section: set its keys one by one."
+        return f"{override}: '{key}' is a section: set its keys one by one."
     section[last] = value
     return None
 

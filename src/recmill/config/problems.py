@@ -63,14 +63,14 @@ def concerns(problem: Problem, key: str) -> bool:
     return any(f"{key}.".startswith(f"{own}.") or own.startswith(f"{key}.") for own in problem.keys)
 
 
-def report(name: str, problems: Sequence[Problem], overridden: set[str]) -> str:
-    """Return one line per problem, each with its origin: the config's name or --set."""
+def report(name: str, problems: Sequence[Problem], origins: Mapping[str, str]) -> str:
+    """Return one line per problem, each with its origin: the config's name, or that of an override, by its key."""
 
     def line(problem: Problem) -> str:
-        if problem.text.startswith("--set"):
+        if problem.text.startswith(("--set", "RECMILL__")):
             return problem.text
-        is_override = any(concerns(problem, key) for key in overridden)
-        return f"{'--set' if is_override else name}: {problem.text}"
+        origin = next((origin for key, origin in origins.items() if concerns(problem, key)), name)
+        return f"{origin}: {problem.text}"
 
     lines = list(dict.fromkeys(map(line, problems)))
     if len(lines) == 1:
