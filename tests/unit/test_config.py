@@ -128,6 +128,10 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
             "model.label_smoothing has no meaning for model.loss = 'gbce'",
         ),
         (
+            {"data": {"path": "d", "remainder": "torchrec"}, "model": {"name": "sasrec"}},
+            "data.remainder = 'torchrec' is for click logs, and 'sasrec' reads histories",
+        ),
+        (
             {**GOOD, "optim": {"tables": {"name": "ftrl"}}, "train": {"device": "cuda"}},
             "optim.tables.name = 'ftrl' on CUDA: FBGEMM has no FTRL",
         ),

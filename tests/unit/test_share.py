@@ -50,3 +50,49 @@ def test_a_rank_that_got_fewer_positions_is_filled_up_with_some_that_weigh_nothi
 def test_the_last_global_batch_is_divided_evenly(rows: int, per_rank: int, world: int, counts: list[list[int]]) -> None:
     by_rank = [shares(rows, per_rank * world, 0, rank, world) for rank in range(world)]
     assert [[part.num_real for part in parts] for parts in zip(*by_rank, strict=True)] == counts
+
+
+def torchrec_shares(rows: int, per_rank: int, rank: int, size: int, limit: int = 0) -> list[Share]:
+    batching = Batching("file", 0, per_rank * size, 1, rank, size, {"train": limit}, remainder="torchrec")
+    used = batching.num_used("train", rows)
+    parts = list(batching.shares("train", used))
+    assert batching.num_batches("train", used) == len(parts)
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("rows", "per_rank", "world", "full", "last"),
+    [  # full batches of all ranks together, and the last batch of each: what TorchRec's own tests expect
+        (103, 10, 4, 8, [6, 6, 6, 5]),
+        (82, 10, 4, 4, [11, 11, 10, 10]),
+        (80, 10, 4, 8, []),
+        (25, 10, 4, 0, [7, 6, 6, 6]),
+        (43, 10, 4, 0, [11, 11, 11, 10]),
+        (61, 10, 2, 4, [11, 10]),
+        (61, 10, 3, 3, [11, 10, 10]),
+        (61, 10, 1, 6, [1]),
+        (3, 10, 4, 0, [1, 1, 1, 0]),  # TorchRec has no batch at all for this one
+    ],
+)
+def test_the_remainder_of_torchrec(rows: int, per_rank: int, world: int, full: int, last: list[int]) -> None:
+    by_rank = [torchrec_shares(rows, per_rank, rank, world) for rank in range(world)]
+    expected = [[per_rank] * world] * (full // world) + ([last] if last else [])
+    assert [[part.num_real for part in parts] for parts in zip(*by_rank, strict=True)] == expected
+    covered = [
+        int(p) for parts in zip(*by_rank, strict=True) for part in parts for p in part.positions[: part.num_real]
+    ]
+    assert covered == list(range(rows))
+    assert all(len({len(part.positions) for part in parts}) == 1 for parts in zip(*by_rank, strict=True))
+
+
+def test_a_limit_cuts_the_remainder_only_if_there_are_more_batches() -> None:
+    """82 rows over 4 ranks: two batches, of 40 and 42 rows."""
+    counts = [[p.num_real for p in torchrec_shares(82, 10, 0, 4, limit)] for limit in (1, 2, 3)]
+    assert counts == [[10], [10, 11], [10, 11]]
+
+
+def test_rows_added_to_the_last_batch_are_permuted_with_it() -> None:
+    batching = [Batching("batch", 0, 8, 1, rank, 4, remainder="torchrec") for rank in range(4)]
+    last = [list(own.shares("train", 19))[-1] for own in batching]
+    found = [b.permuted_within_batch(s.positions[: s.num_real], 19, 0) for b, s in zip(batching, last, strict=True)]
+    assert sorted(int(p) for part in found for p in part) == list(range(8, 19))

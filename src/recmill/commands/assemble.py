@@ -159,6 +159,11 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
     from recmill.data.share import Batching
 
     settings, data = config.settings, config.settings.data
+    if data.remainder == "torchrec" and settings.train.global_batch_size % size:
+        raise ConfigError(
+            f"data.remainder = 'torchrec' with {size} processes: train.global_batch_size = "
+            f"{settings.train.global_batch_size:,} must be a multiple, as every process has full batches. Change it."
+        )
     batching = Batching(
         order=data.order,
         seed=settings.train.seed,
@@ -168,6 +173,7 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
         size=size,
         max_batches={split: getattr(data, f"limit_{split}_batches") for split in SPLITS},
         drop_last=data.drop_last,
+        remainder=data.remainder,
     )
     if isinstance(dataset.description, ClicksDescription):
         from recmill.data.clicks import ClickSource
@@ -224,7 +230,8 @@ def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = 
         tables=tables,
         types={table.name: settings.sharding.type_of(table.name, *table.features) for table in tables},
         optimizer=settings.optim.tables.name,
-        batch_size_per_rank=-(-settings.train.global_batch_size // world.size),
+        batch_size_per_rank=-(-settings.train.global_batch_size // world.size)
+        + (settings.data.remainder == "torchrec"),
         ids_per_row=_ids_per_row(config, dataset, tables),
         dense_state=DENSE_STATE[settings.optim.dense.name],
         catalogue=_catalogue(config, dataset),

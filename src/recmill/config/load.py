@@ -188,6 +188,8 @@ def _checked(values: dict[str, Any], problems: list[Problem]) -> Config:
             sentences.append(f"observe.mlperf: MLPerf has no benchmark for model '{name}', only for dcnv2. Remove it.")
         if getattr(model, "head", "") == "tied" and "cached_ssd" in settings.tables.requested_stores().values():
             sentences.append("model.head = 'tied' with tables.store = 'cached_ssd': it needs all rows. Use 'linear'.")
+        if settings.data.remainder == "torchrec" and module.KIND != "clicks":
+            sentences.append(f"data.remainder = 'torchrec' is for click logs, and '{name}' reads histories. Remove it.")
         if settings.tables.dynamic and module.KIND != "clicks":
             sentences.append(f"tables.dynamic: the items of model '{name}' must be known in advance. Remove it.")
     found_in_metrics = metric_problems(settings.eval.metrics, module.TASK if module else None)

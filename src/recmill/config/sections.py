@@ -116,6 +116,9 @@ class DataSection(Section):
         "shuffled", "Training order: a new permutation each epoch, as stored, or as stored but shuffled in each batch."
     )
     drop_last: bool = key(False, "Drop the last global batch of an epoch if it is not full.")
+    remainder: Literal["even", "torchrec"] = key(
+        "even", "How processes share the last global batch; 'torchrec': as its reader of Criteo, also what it holds."
+    )
     limit_train_batches: NonNegativeInt = key(0, "Train on N global batches per epoch; 0: all.")
     limit_val_batches: MayChange[NonNegativeInt] = key(0, "Validate on the first N global batches; 0: all.")
     limit_test_batches: MayChange[NonNegativeInt] = key(0, "Test on the first N global batches; 0: all.")
