@@ -4,8 +4,8 @@
 
 Each entry is a point, conditions and an action. Conditions: `rank`, `step`, `hit` (the N-th time that this process
 reaches the point, from 1) and `attempt` (restarts of the job so far). Actions: kill, sigill (as on a CPU that lacks an
-instruction), raise, hang, slow (100 ms), nospace, eio; in store.read and store.append also eintr (interrupted) and
-short (only a part is read or written), and slow is 50 ms.
+instruction), raise, hang, slow (100 ms), nospace, quota, eio; in store.read and store.append also eintr (interrupted)
+and short (only a part is read or written), and slow is 50 ms.
 """
 
 import errno
@@ -49,7 +49,7 @@ POINTS = {
     "store.compact": "a segment is chosen for compaction, and not read",
     "store.snapshot": "a snapshot of cached tables begins",
 }
-_ERRORS = {"nospace": errno.ENOSPC, "eio": errno.EIO}
+_ERRORS = {"nospace": errno.ENOSPC, "quota": errno.EDQUOT, "eio": errno.EIO}
 _WAIT_SECONDS = {"hang": 1e9, "slow": 0.1}
 _SIGNALS = {"kill": signal.SIGKILL, "sigill": signal.SIGILL}
 _OF_DISKS = {"eintr": int(errno.EINTR), "short": 10_001, "slow": 10_002}  # as in kernels/rows.cpp

@@ -1,12 +1,22 @@
 """What the tests of this folder read from run directories."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recmill import prepare
+
 Lines = list[dict[str, Any]]
+
+
+def prepared_clicks(factory: pytest.TempPathFactory, tables: Iterable[int], rows: int = 900) -> Path:
+    """Prepare uniform random clicks of three days, of which one is for validation and one for the test."""
+    path = factory.mktemp("data") / "clicks"
+    prepare("random-clicks", path, rows=rows, days=3, dense=2, tables=list(tables))
+    return path
 
 
 def metric_lines(run: Path) -> Lines:

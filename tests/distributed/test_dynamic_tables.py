@@ -15,16 +15,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 import recmill
 from recmill import prepare, rng
 from recmill.checkpoints.row_files import saved_keys, saved_rows
-from recmill.commands.assemble import build_source, model_module, task_module
+from recmill.commands.assemble import build_source, model_module, open_matching_dataset, task_module
 from recmill.commands.checkpoint import export_rows
 from recmill.config import load_config
 from recmill.data.opening import open_dataset
-from recmill.errors import CheckpointError
+from recmill.errors import CheckpointError, ConfigError
 from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest
+from ..criteo_raw import sparse, write_days
 from ..group import evaluate, exit_code, train
-from .runs import learned, losses, metric_lines
+from .runs import learned, losses, metric_lines, prepared_clicks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -41,9 +42,7 @@ DIM, RATE, EPS = 8, 0.3, 1e-3
 
 @pytest.fixture(scope="module")
 def random_clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "clicks"
-    prepare("random-clicks", path, rows=900, days=3, dense=2, tables=list(FEATURES.values()))
-    return path
+    return prepared_clicks(tmp_path_factory, FEATURES.values())
 
 
 @pytest.fixture
@@ -251,7 +250,7 @@ def assert_exported_rows_have_raw_ids(run: Path, tables: PlainTables) -> None:
         export_rows(run, "C2", file)
 
 
-def test_dynamic_tables_in_files_have_the_bits_of_those_in_memory(config: Config, tmp_path: Path) -> None:
+def test_dynamic_tables_move_between_files_and_memory_and_keep_their_bits(config: Config, tmp_path: Path) -> None:
     if file_system(tmp_path) == "tmpfs":
         pytest.skip(f"{tmp_path} is in memory, where cached_ssd refuses to keep rows: choose a disk with --basetemp")
     config["model"] |= {"embedding_dim": 256, "bottom_mlp": [256]}
@@ -259,9 +258,9 @@ def test_dynamic_tables_in_files_have_the_bits_of_those_in_memory(config: Config
     config["optim"]["tables"]["name"] = "adam"  # two states beside each row
     train(config, tmp_path / "memory", procs=2)
     tables = config["tables"] | {"store": "cached_ssd", "cache_memory_budget_mb": 4}
-    half = config["train"] | {"max_steps": 7}
-    train(config | {"tables": tables, "train": half}, tmp_path / "cached", procs=2)
-    train(config | {"tables": tables}, tmp_path / "cached", procs=2)
+    for last_step, store in ((4, tables), (7, tables), (9, config["tables"]), (12, tables)):
+        stage = {"tables": store, "train": config["train"] | {"max_steps": last_step}}
+        train(config | stage, tmp_path / "cached", procs=2)
     ours, theirs = (
         [line for line in learned(tmp_path / run) if line["split"] == "train"] for run in ("cached", "memory")
     )
@@ -271,4 +270,30 @@ def test_dynamic_tables_in_files_have_the_bits_of_those_in_memory(config: Config
         assert {key: b"".join(map(bytes, parts)) for key, parts in in_files[name].items()} == {
             key: b"".join(map(bytes, parts)) for key, parts in in_memory[name].items()
         }
-    assert sum(line["store_misses"] for line in metric_lines(tmp_path / "cached") if line["split"] == "train") > 0
+    assert sum(line.get("store_misses", 0) for line in metric_lines(tmp_path / "cached")) > 0
+
+
+def test_a_dynamic_table_with_a_padding_id_is_refused(config: Config) -> None:
+    config["model"]["padding_ids"] = {"C2": 0}
+    with pytest.raises(
+        ConfigError, match=r"'tables.dynamic': 'table_C2' has the padding id 0, and a dynamic table can"
+    ):
+        open_matching_dataset(load_config(config))
+
+
+def test_hashed_ids_of_criteo_logs_train_the_same_with_one_and_two_processes(config: Config, tmp_path: Path) -> None:
+    write_days(tmp_path / "logs", [200, 60, 60])
+    prepare("criteo", tmp_path / "data", input=tmp_path / "logs", ids="hash64")
+    config["data"] = {"path": str(tmp_path / "data")}
+    config["model"] |= {"embedding_dim": 4, "bottom_mlp": [4]}
+    config["tables"] = {"dynamic": {"all": {"max_rows": 500}}}
+    config["train"] |= {"max_steps": 0, "num_epochs": 1}
+    config["eval"]["every_steps"] = 100
+    for procs in (1, 2):
+        train(config, tmp_path / f"run-{procs}", procs=procs)
+    assert losses(tmp_path / "run-1") == pytest.approx(losses(tmp_path / "run-2"), rel=2e-5)
+    trained = sparse(tmp_path / "data", days=2)  # the last day is for validation and the test
+    distinct = sum(len({int(value) >> 2 for value in column}) for column in trained.T)  # 62 bits of each
+    for procs in (1, 2):
+        lines = [line for line in metric_lines(tmp_path / f"run-{procs}") if line["split"] == "train"]
+        assert lines[-1]["dynamic_rows"] == distinct

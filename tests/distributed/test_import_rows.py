@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import recmill
-from recmill import prepare
 from recmill.checkpoints import row_writing
 from recmill.checkpoints.format import Checkpoint, step_path, verify
 from recmill.commands import import_rows as command
@@ -23,7 +22,7 @@ from recmill.tables.stores.row_file import file_system
 from ..checkpoints import newest, tensors_of
 from ..conftest import RunCli
 from ..group import train
-from .runs import losses
+from .runs import losses, prepared_clicks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -37,9 +36,7 @@ STORES = {"memory": DYNAMIC, "files": CACHED | DYNAMIC, "mixed": CACHED | {"stor
 
 @pytest.fixture(scope="module")
 def random_clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "clicks"
-    prepare("random-clicks", path, rows=600, days=3, dense=2, tables=[300, 40, 200])
-    return path
+    return prepared_clicks(tmp_path_factory, [300, 40, 200], rows=600)
 
 
 def config_of(data: Path, store: str, optimizer: str = "adagrad") -> Config:

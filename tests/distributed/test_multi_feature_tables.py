@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recmill import prepare, rng
+from recmill import rng
 from recmill.commands.assemble import build_source, model_module, task_module
 from recmill.config import load_config
 from recmill.data.opening import open_dataset
@@ -21,7 +21,7 @@ from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest, tensors_of
 from ..group import evaluate, train
-from .runs import learned, losses, metric_lines
+from .runs import learned, losses, metric_lines, prepared_clicks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -37,9 +37,7 @@ RATE = 0.3
 
 @pytest.fixture(scope="module")
 def random_clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "clicks"
-    prepare("random-clicks", path, rows=900, days=3, dense=2, tables=list(FEATURES.values()))
-    return path
+    return prepared_clicks(tmp_path_factory, FEATURES.values())
 
 
 @pytest.fixture

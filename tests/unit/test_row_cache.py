@@ -3,9 +3,11 @@
 import errno
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -230,6 +232,7 @@ def test_a_flipped_bit_is_an_error_and_not_a_wrong_row(engine: Engine, tmp_path:
     [
         ("store.read@hit=30:eio", "reading at byte .*: Input/output error. The disk reports an error"),
         ("store.append@hit=2:nospace", "writing at byte .*: No space left on device. The disk is full"),
+        ("store.append@hit=2:quota", "writing at byte .*: Disk quota exceeded. Your quota is used up: free some space"),
         ("store.compact:eio", "reading at byte .*: Input/output error"),
         ("store.snapshot:eio", "reading at byte .*: Input/output error"),
     ],
@@ -245,6 +248,22 @@ def test_a_failing_disk_names_the_directory(
         for _ in range(5):
             fill(rows)
         rows.snapshot()
+
+
+def test_a_disk_that_fails_when_the_file_is_closed_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing_close(fd: int, close: Callable[[int], None] = os.close) -> None:
+        close(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    cache = RowCache(layout(3000), small_plan(40), tmp_path)
+    fill(cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", failing_close)
+        cache.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(cache.file.fd)
 
 
 def test_a_disk_budget_that_is_used_up_is_an_error(tmp_path: Path) -> None:
@@ -334,9 +353,11 @@ def test_a_missing_compiler_is_a_resource_error(tmp_path: Path, monkeypatch: pyt
     library.load_rows_library.cache_clear()
 
 
-def run_script(script: str, folder: Path, *arguments: str, fail: str = "") -> subprocess.CompletedProcess[str]:
+def run_script(
+    script: str, folder: Path, *arguments: str, fail: str = "", prefix: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process of its own; its arguments are the repository, a folder and these."""
-    command = [sys.executable, "-c", script, str(Path(__file__).parents[2]), str(folder), *arguments]
+    command = [*prefix, sys.executable, "-c", script, str(Path(__file__).parents[2]), str(folder), *arguments]
     return subprocess.run(command, env={**os.environ, "RECMILL_FAIL": fail}, capture_output=True, text=True)
 
 
@@ -416,6 +437,45 @@ def test_a_limit_of_the_file_size_is_an_error_that_names_it(tmp_path: Path) -> N
     while_training, at_the_start = ended.stdout.splitlines()
     assert f"{tmp_path}: the row file: writing at byte 36,864: File too large. A file may not be" in while_training
     assert f"{tmp_path}: a row file cannot be written there: File too large. A file may not be" in at_the_start
+
+
+# Trains rows on a disk of 256 kB; then tries to begin on one that is read-only.
+FULL = """
+import subprocess, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.unit.test_row_cache import fill, layout, small_plan
+from recmill.errors import ResourceError
+from recmill.tables.stores import row_file
+from recmill.tables.stores.row_cache import RowCache
+folder = Path(sys.argv[2])
+for name in ("full", "fixed"):
+    (folder / name).mkdir()
+mount = lambda *arguments: subprocess.run(["mount", *arguments], check=True)
+mount("-t", "tmpfs", "-o", "size=256k", "none", folder / "full")
+mount("--bind", folder / "fixed", folder / "fixed")
+mount("-o", "remount,bind,ro", folder / "fixed")
+cache = RowCache(layout(30000), small_plan(40), folder / "full")
+for begin in (lambda: fill(cache, 30000), lambda: row_file.check_row_directory(folder / "fixed")):
+    try:
+        begin()
+    except ResourceError as error:
+        print(error)
+"""
+
+
+def test_a_disk_that_is_really_full_and_one_that_is_read_only_are_named(tmp_path: Path) -> None:
+    if row_file.file_system(tmp_path) == "tmpfs":
+        pytest.skip(f"{tmp_path} is in memory: choose a disk with --basetemp")
+    own_mounts = ["unshare", "-Urm"]
+    if not shutil.which("unshare") or subprocess.run([*own_mounts, "true"], capture_output=True).returncode:
+        pytest.skip("this machine does not allow mounts of one's own (unshare -Urm): allow user namespaces")
+    ended = run_script(FULL, tmp_path, prefix=own_mounts)
+    while_training, at_the_start = ended.stdout.splitlines() or ["", ended.stderr]
+    assert f"{tmp_path}/full: the row file: writing at byte " in while_training
+    assert "No space left on device. The disk is full: free some space" in while_training
+    refused = f"{tmp_path}/fixed: a row file cannot be written there: Read-only file system. The file system is"
+    assert refused in at_the_start
 
 
 # Waits for a disk that does not answer, watched by the watchdog.
@@ -501,7 +561,10 @@ def with_failure(monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "entry",
-    ["store.read:short", "store.read:eintr", "store.append:short", "store.append@hit=2:eintr", "store.read@hit=9:slow"],
+    [
+        *("store.read:short", "store.read:eintr", "store.append:short", "store.append@hit=2:eintr"),
+        *("store.read@hit=9:slow", "store.compact@hit=1:slow", "store.snapshot:slow"),
+    ],
 )
 def test_interrupted_short_and_slow_reads_and_writes_change_no_row(
     engine: Engine, entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

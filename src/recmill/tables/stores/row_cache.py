@@ -343,7 +343,8 @@ class RowCache:
         if self._handle:
             self._call("rows_close")
             self._handle = None
-            os.close(self.file.fd)
+            with suppress(OSError):  # of the disk: the file is deleted, so nothing is lost
+                os.close(self.file.fd)
 
     def __enter__(self) -> "RowCache":
         return self
