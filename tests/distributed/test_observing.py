@@ -19,6 +19,7 @@ from recmill.checkpoints.saver import Saver
 from recmill.commands.trace import trace
 from recmill.data.clicks import ClickSource
 from recmill.environment import process_environment
+from recmill.errors import Preempted
 from recmill.observe import recorder
 from recmill.observe.recorder import PARTS, STEP, WARM_UP_STEPS, Recorder
 from recmill.training import evaluate
@@ -196,7 +197,7 @@ def train_with_a_wrong_clock(config: Config, run: Path) -> None:
 
 def test_the_timeline_of_two_ranks_is_aligned_and_holds_what_the_profiler_saw(dlrm: Config, tmp_path: Path) -> None:
     dlrm["train"] |= {"max_steps": 8, "kernels": "torch"}
-    dlrm["observe"] = {"profile_steps": [3, 5]}
+    dlrm["observe"] = {"profile_steps": [4, 6]}  # with the validation after step 5
     in_group(2, train_with_a_wrong_clock, dlrm, tmp_path)
     facts = [json.loads((tmp_path / f"trace/0/rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [len(fact["offsets"]) for fact in facts] == [2, 2]
@@ -212,10 +213,38 @@ def test_the_timeline_of_two_ranks_is_aligned_and_holds_what_the_profiler_saw(dl
         last_entry, first_exit = max(e["ts"] for e in spans), min(e["ts"] + e["dur"] for e in spans)
         assert last_entry <= first_exit + max(1000, 2 * (merged.clock_error_us or 0))
     # Of rank 0: the profiler of rank 1 does not know about the wrong clock.
-    (window,) = [e for e in events if e["name"] == "step" and e["pid"] == 0 and e["args"]["step"] == 4]
+    (window,) = [e for e in events if e["name"] == "step" and e["pid"] == 0 and e["args"]["step"] == 5]
     products = [e["ts"] for e in events if e["name"] == "aten::addmm" and e["pid"] == 0]
     assert window["ts"] <= min(products) <= window["ts"] + window["dur"]
     assert any(e["pid"] == 1 and e["name"] == "aten::addmm" for e in events)
+
+
+def train_until_stopped(config: Config, run: Path) -> None:
+    """Train; in step 5, receive the signal of a scheduler."""
+    forward, calls = Step.forward, itertools.count(1)
+
+    def signalling(step: Step, batch: Any) -> Any:
+        if next(calls) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return forward(step, batch)
+
+    Step.forward = signalling  # type: ignore[method-assign,assignment]
+    with pytest.raises(Preempted):
+        recmill.train(config, run)
+
+
+def test_a_window_of_the_profiler_that_a_signal_ends_is_in_the_timeline(dlrm: Config, tmp_path: Path) -> None:
+    dlrm["train"]["kernels"] = "torch"
+    dlrm["observe"] = {"profile_steps": [3, 9]}
+    assert exit_code(train_until_stopped, dlrm, tmp_path) == 0
+    merged = trace(tmp_path)
+    events = events_of(tmp_path / "trace.json.gz")
+    assert_valid(events)
+    steps = {e["args"]["step"]: e for e in events if e["name"] == "step"}
+    assert max(steps) == 5
+    products = [e["ts"] for e in events if e["name"] == "aten::addmm"]
+    assert steps[4]["ts"] <= min(products) < max(products) <= steps[5]["ts"] + steps[5]["dur"]
+    assert merged.notes == []
 
 
 def full_disk(config: Config, run: Path) -> None:
