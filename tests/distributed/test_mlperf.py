@@ -104,13 +104,14 @@ def test_other_optimizers_are_logged_as_they_are_and_a_missed_target_is_no_succe
     config["train"]["max_steps"] = 2
     config["eval"]["target_auroc"] = 1.0
     config["observe"]["mlperf_org"] = "ours"
-    config["optim"] = {"dense": {"name": "adam"}, "schedule": {"name": "step", "step_size": 3}}
+    config["optim"] = {"dense": {"name": "adam", "weight_decay": 0.1}, "schedule": {"name": "step", "step_size": 3}}
     train(config, tmp_path)
     events = events_of(tmp_path)
     assert complaints(events, tmp_path) == []
     values = {event["key"]: event["value"] for event in events}
     assert values["submission_org"] == "ours"
     assert values["opt_name"] == {"dense": "adam", "tables": "rowwise_adagrad"}
+    assert values["opt_weight_decay"] == {"dense": 0.1, "tables": 0.0}
     assert values["opt_learning_rate_decay_steps"] == 3
     assert values["opt_adagrad_epsilon"] == 1e-8, "of both"
     assert events[-1]["metadata"]["status"] == "aborted"

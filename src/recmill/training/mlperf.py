@@ -101,7 +101,7 @@ def mlperf_facts(settings: Settings, steps: RunSteps, optimizer: CombinedOptimiz
         "gradient_accumulation_steps": 1,
         "opt_name": _one_or_both(dense.name, tables.name),
         "opt_base_learning_rate": _one_or_both(dense.lr, tables.lr),
-        "opt_weight_decay": dense.weight_decay,
+        "opt_weight_decay": _one_or_both(dense.weight_decay, tables.weight_decay),
         "opt_adagrad_epsilon": _one_or_both(used.get("eps"), tables.eps),
         "opt_adagrad_learning_rate_decay": used.get("lr_decay", 0),
         "opt_adagrad_initial_accumulator_value": used.get("initial_accumulator_value", 0),
