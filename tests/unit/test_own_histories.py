@@ -1,5 +1,6 @@
 """`recmill prepare histories`: Parquet against CSV, and input that is refused."""
 
+import json
 import re
 from datetime import datetime
 from pathlib import Path
@@ -171,3 +172,42 @@ def test_a_frame_passes_the_checks_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"input: none of 6 interactions is left"):
         prepare("histories", tmp_path / "d", input=FRAME, **COLUMNS, min_item_count=100)
     assert not (tmp_path / "d").exists()
+
+
+BAD_CSV = b'who,what,stars\na,x,1\na,"y,\xc3\xa9",2\nb,z\na,z,many\na,,3\na,\xff,4\na,z,5\n'
+
+
+def test_bad_rows_are_skipped_counted_and_named(tmp_path: Path) -> None:
+    """Of seven rows, four are bad: too short, a rating of letters, no item, bytes that are not UTF-8."""
+    (tmp_path / "raw.csv").write_bytes(BAD_CSV)
+    tabs = BAD_CSV.replace(b'"y,\xc3\xa9"', b'y"\xc3\xa9').replace(b",", b"\t")
+    (tmp_path / "raw.tsv").write_bytes(tabs)
+    options = {**COLUMNS, "rating_column": "stars", "min_rating": 0, **KEEP_ALL}
+    for suffix, item in (("csv", "y,\u00e9"), ("tsv", 'y"\u00e9')):
+        raw, out = tmp_path / f"raw.{suffix}", tmp_path / suffix
+        with pytest.raises(DataError, match=r"row 3: expected 3 fields, got 2"):
+            prepare("histories", out, input=raw, **options)
+        with pytest.raises(
+            DataError, match=r"row 6: a character .* This is one bad row more than --max-bad-rows allows"
+        ):
+            prepare("histories", out, input=raw, on_bad_row="skip", max_bad_rows=3, **options)
+        prepare("histories", out, input=raw, on_bad_row="skip", max_bad_rows=4, **options)
+        assert histories_of(out) == {"a": ["x", item, "z"]}
+        assert json.loads((out / "dataset.json").read_text())["notes"][:5] == [
+            "4 bad rows skipped",
+            f"skipped: raw.{suffix}: row 3: expected 3 fields, got 2, the last is 'z'",
+            f"skipped: raw.{suffix}: row 4, column stars: 'many' is not a number",
+            f"skipped: raw.{suffix}: row 5, column what: '' is empty",
+            f"skipped: raw.{suffix}: row 6: a character that is not UTF-8",
+        ]
+
+
+def test_what_bad_rows_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "raw.csv").write_text("who,what\na\nb\n")
+    with pytest.raises(DataError, match=r"all of its 2 rows are bad; the first: raw.csv: row 1: expected 2 fields"):
+        prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv", on_bad_row="skip", **COLUMNS)
+    with pytest.raises(ConfigError, match="--max-bad-rows needs --on-bad-row skip"):
+        prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv", max_bad_rows=3, **COLUMNS)
+    for source in (tmp_path / "raw.parquet", pl.DataFrame({"who": ["a"], "what": ["x"]})):
+        with pytest.raises(ConfigError, match=r"--on-bad-row skip is for .csv and .tsv"):
+            prepare("histories", tmp_path / "d", input=source, on_bad_row="skip", **COLUMNS)

@@ -1,4 +1,5 @@
 """Delimited text -> Polars frames. Every row is checked; the error names a bad row, its column and its value.
+Bad rows can also be skipped and counted.
 
 Fields are counted here because Polars silently fills a row that is too short with missing values.
 """
@@ -10,11 +11,11 @@ import logging
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -29,6 +30,8 @@ Kind = Literal["integer", "number", "text", "date"]
 
 _TYPES = {"integer": pl.Int64(), "number": pl.Float64(), "text": pl.String(), "date": pl.String()}
 _FACTS = {"integer": "is not a whole number", "number": "is not a number", "text": "is empty", "date": "is not a date"}
+_PARSED = _TYPES | {"date": pl.Int64()}
+_NAMED_BAD_ROWS = 10
 _REMEDY = "Fix the file, or get it again."
 _BLOCK_BYTES = 1 << 24
 _MAX_ROW_BYTES = 1 << 20
@@ -42,13 +45,36 @@ class Field:
     kind: Kind
 
 
+@dataclass
+class BadRows:
+    """The bad rows that were skipped, of at most `allowed`."""
+
+    allowed: int
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def skip(self, problem: str) -> None:
+        self.count += 1
+        if len(self.first) < _NAMED_BAD_ROWS:
+            self.first.append(problem)
+        if self.count > self.allowed:
+            raise DataError(f"{problem}. This is one bad row more than --max-bad-rows allows.")
+
+    def notes(self) -> list[str]:
+        counted = [f"{self.count:,} bad rows skipped"] if self.count else []
+        return [*counted, *(f"skipped: {problem}" for problem in self.first)]
+
+
 @dataclass(frozen=True)
 class Table:
-    """A text file with a separator, which may be `::`. Without `columns`, its first row names them."""
+    """A text file with a separator, which may be `::`. Without `columns`, its first row names them. Without `bad_rows`,
+    a bad row is an error.
+    """
 
     path: Path
     separator: str
     columns: list[str] | None = None
+    bad_rows: BadRows | None = None
 
     def rows(self, *fields: Field) -> Iterator[pl.DataFrame]:
         """Yield frames of these fields in file order; dates become microseconds since 1970."""
@@ -60,15 +86,19 @@ class Table:
             texts = chain([rest] if rest else [], texts)
         positions = {field: self._position(columns, field.column) for field in fields}
         total = int(self.path.stat().st_size * expansion(self.path))
-        done = 0
+        done = num_good = 0
         with Progress(f"reading {self.path.name}", total, "bytes") as progress:
             for text in texts:
                 frame = self._parse(text, len(columns), positions)
+                num_rows = frame.height if frame is not None else len(self._split(text))
                 if frame is None:
-                    raise self._bad_row(text, len(columns), positions, done)
+                    frame = self._without_bad_rows(text, len(columns), positions, done)
                 yield frame
-                done += frame.height
+                done += num_rows
+                num_good += frame.height
                 progress.advance(len(text))
+        if done and not num_good and self.bad_rows:
+            raise DataError(f"{self.path}: all of its {done:,} rows are bad; the first: {self.bad_rows.first[0]}")
         if not done:
             raise DataError(f"{self.path}: no rows. Get the file again.")
 
@@ -125,8 +155,8 @@ class Table:
     def _with_tabs(self, text: bytes) -> bytes:
         return text.replace(b"::", b"\t") if self.separator == "::" else text
 
-    def _split(self, text: bytes) -> list[list[str]]:
-        lines = io.StringIO(text.decode("utf-8", errors="backslashreplace"), newline="")
+    def _split(self, text: bytes, errors: str = "backslashreplace") -> list[list[str]]:
+        lines = io.StringIO(text.decode("utf-8", errors=errors), newline="")
         if self._has_quotes:
             return list(csv.reader(lines, delimiter=self._one_byte_separator))
         return list(csv.reader(lines, delimiter=self._one_byte_separator, quoting=csv.QUOTE_NONE))
@@ -164,16 +194,44 @@ class Table:
         """Find the first bad row by checking one value at a time."""
         rows = self._split(text)
         for number, row in enumerate(rows, done + 1):
-            if len(row) != num_columns:
-                found = f"got {len(row)}, the last is {row[-1][:80]!r}" if row else "got a blank line"
-                return DataError(f"{self.path}: row {number:,}: expected {num_columns} fields, {found}. {_REMEDY}")
-            for field, position in positions.items():
-                if not _is_good(row[position], field.kind):
-                    fact = f"column {field.column}: {row[position][:80]!r} {_FACTS[field.kind]}"
-                    return DataError(f"{self.path}: row {number:,}, {fact}. {_REMEDY}")
+            if problem := _problem(row, num_columns, positions):
+                return DataError(f"{self.path}: row {number:,}{problem}. {_REMEDY}")
         span = f"{self.path}: rows {done + 1:,} to {done + len(rows):,}"
         reasons = "a quote, a character that is not UTF-8, or a date in another format than the first"
         return DataError(f"{span}: one of them cannot be read ({reasons}). {_REMEDY}")
+
+    def _without_bad_rows(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> pl.DataFrame:
+        """Parse the good rows of a block, and count the others. Raise DataError if they may not be skipped."""
+        if self.bad_rows is None:
+            raise self._bad_row(text, num_columns, positions, done)
+        good = io.StringIO()
+        quotes: Any = {"quotechar": '"'} if self._has_quotes else {"quotechar": None, "quoting": csv.QUOTE_NONE}
+        writer = csv.writer(good, delimiter=self._one_byte_separator, lineterminator="\n", **quotes)
+        for number, row in enumerate(self._split(text, "surrogateescape"), done + 1):
+            problem = _problem(row, num_columns, positions)
+            if problem is None and not "".join(row).isascii() and any("\udc80" <= c <= "\udcff" for c in "".join(row)):
+                problem = ": a character that is not UTF-8"
+            if problem:
+                self.bad_rows.skip(f"{self.path.name}: row {number:,}{problem}")
+            else:
+                writer.writerow([row[position] for position in positions.values()])
+        if not good.getvalue():
+            return pl.DataFrame(schema={field.name: _PARSED[field.kind] for field in positions})
+        frame = self._parse(good.getvalue().encode(), len(positions), {field: i for i, field in enumerate(positions)})
+        if frame is None:
+            raise self._bad_row(text, num_columns, positions, done)
+        return frame
+
+
+def _problem(row: list[str], num_columns: int, positions: dict[Field, int]) -> str | None:
+    """Return what is wrong with a row, to follow its number; None if it is good."""
+    if len(row) != num_columns:
+        found = f"got {len(row)}, the last is {row[-1][:80]!r}" if row else "got a blank line"
+        return f": expected {num_columns} fields, {found}"
+    for wanted, position in positions.items():
+        if not _is_good(row[position], wanted.kind):
+            return f", column {wanted.column}: {row[position][:80]!r} {_FACTS[wanted.kind]}"
+    return None
 
 
 def _is_good(value: str, kind: Kind) -> bool:

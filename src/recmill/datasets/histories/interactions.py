@@ -22,6 +22,7 @@ from pydantic import NonNegativeInt
 
 from recmill.config.sections import Section, key
 from recmill.datasets.compressed import sample_digest
+from recmill.datasets.histories.delimited import BadRows
 from recmill.datasets.histories.writing import MIN_HISTORY, id_table, seal_histories
 from recmill.datasets.writing import NpyWriter, Work, check_disk, write_parquet
 from recmill.errors import ConfigError, DataError
@@ -69,6 +70,7 @@ class InteractionsPlan:
     titles: Callable[[], pl.DataFrame] | None = None
     has_time: bool = True
     frame_digest: str | None = None  # of a frame that is read instead of files
+    bad_rows: BadRows | None = None  # that are skipped; None: one is an error
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -76,6 +78,8 @@ class InteractionsPlan:
         options = self.options.model_dump(exclude=_PATH_OPTIONS)
         if options.get("title_id_column", "") is None:
             del options["title_id_column"]  # as in datasets that were made before it was an option
+        if options.get("on_bad_row") == "fail":
+            del options["on_bad_row"], options["max_bad_rows"]  # likewise
         return {**options, "files": files, **self._frame}
 
     @property
@@ -104,7 +108,8 @@ def write(plan: InteractionsPlan, work: Work) -> Description:
     items = _count_ids(parts, "item")
     sorting = work.part("sorted", lambda: _sort_rows(parts, users, items, work.scratch, plan.options.repeats))
     buckets = [work.scratch / name for name in sorting["buckets"]]
-    notes = [f"{option}: {count:,} interactions dropped" for option, count in read["dropped"].items() if count]
+    notes = [*read.get("skipped", [])]
+    notes += [f"{option}: {count:,} interactions dropped" for option, count in read["dropped"].items() if count]
     if sorting["repeats"]:
         notes.append(f"--repeats {plan.options.repeats}: {sorting['repeats']:,} interactions dropped")
     kept = _Kept(buckets, users.height, items.height)
@@ -152,8 +157,9 @@ def _store_rows(plan: InteractionsPlan, scratch: Path) -> dict[str, Any]:
             store_pending()
     if pending:
         store_pending()
-    log.info("%s interactions read", f"{rows:,}")
-    return {"rows": rows, "dropped": dropped, "parts": parts}
+    skipped = plan.bad_rows.notes() if plan.bad_rows else []
+    log.info("%s interactions read%s", f"{rows:,}", f", {skipped[0]}" if skipped else "")
+    return {"rows": rows, "dropped": dropped, "parts": parts, "skipped": skipped}
 
 
 def _count_ids(parts: list[Path], column: str) -> pl.DataFrame:

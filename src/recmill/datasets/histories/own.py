@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import polars as pl
 import xxhash
@@ -17,7 +18,7 @@ from recmill.data.parquet_files import reading
 from recmill.datasets.compressed import forecast_rows
 from recmill.datasets.histories import delimited
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
-from recmill.errors import DataError
+from recmill.errors import ConfigError, DataError
 
 __all__ = ["Options", "plan", "plan_frame", "write"]
 
@@ -34,6 +35,8 @@ class Options(Filters):
     titles: str | None = key(None, "File with titles of items, in one of the formats of --input.")
     title_column: str | None = key(None, "Column of titles, in the file of --titles.")
     title_id_column: str | None = key(None, "Column of items, in the file of --titles.  [default: as --item-column]")
+    on_bad_row: Literal["fail", "skip"] = key("fail", "Stop at a row of --input that cannot be parsed, or skip it.")
+    max_bad_rows: NonNegativeInt = key(1000, "With --on-bad-row skip: stop after more than this many.")
     min_user_count: NonNegativeInt = key(5, "Keep only users with at least this many interactions; never fewer than 3.")
 
     @model_validator(mode="after")
@@ -44,16 +47,24 @@ class Options(Filters):
             raise ValueError("--titles and --title-column go together: one of them is missing.")
         if self.title_id_column is not None and self.titles is None:
             raise ValueError("--title-id-column is for the file of --titles, which is missing.")
+        if self.max_bad_rows != 1000 and self.on_bad_row == "fail":
+            raise ValueError("--max-bad-rows needs --on-bad-row skip.")
+        if self.on_bad_row == "skip" and self.input.endswith(".parquet"):
+            raise ValueError("--on-bad-row skip is for .csv and .tsv: values of Parquet files have types. Remove it.")
         return self
 
 
 def plan(options: Options) -> InteractionsPlan:
     path = Path(options.input)
-    return _plan(options, [path], *_reader(path, "--input", _columns(options)))
+    bad_rows = delimited.BadRows(options.max_bad_rows) if options.on_bad_row == "skip" else None
+    made = _plan(options, [path], *_reader(path, "--input", _columns(options), bad_rows))
+    return replace(made, bad_rows=bad_rows)
 
 
 def plan_frame(options: Options, frame: pl.DataFrame) -> InteractionsPlan:
     """Plan to read a frame instead of the file `options.input`, with the same checks."""
+    if options.on_bad_row == "skip":
+        raise ConfigError("--on-bad-row skip is for .csv and .tsv: values of a frame have types. Remove it.")
     columns = _columns(options)
     read = partial(_read_selected, "input", columns, _select("input", frame.lazy(), columns))
     digest = xxhash.xxh3_128_hexdigest(frame.select(columns.values()).hash_rows(seed=0).to_numpy().data)
@@ -80,7 +91,9 @@ def _columns(options: Options) -> dict[str, str]:
     return {name: column for name in names if (column := getattr(options, f"{name}_column")) is not None}
 
 
-def _reader(path: Path, option: str, columns: dict[str, str]) -> tuple[int, Callable[[], Iterator[pl.DataFrame]]]:
+def _reader(
+    path: Path, option: str, columns: dict[str, str], bad_rows: delimited.BadRows | None = None
+) -> tuple[int, Callable[[], Iterator[pl.DataFrame]]]:
     """Return about how many rows a file has, and a function that reads these columns of it."""
     if not path.is_file():
         raise DataError(f"{path}: no such file. {option} is one file: .csv, .tsv or .parquet.")
@@ -92,7 +105,9 @@ def _reader(path: Path, option: str, columns: dict[str, str]) -> tuple[int, Call
             selected = _select(str(path), pl.scan_parquet(path), columns)
             rows = selected.select(pl.len()).collect().item()
         return rows, partial(_read_selected, str(path), columns, selected)
-    return forecast_rows(path), partial(_read_text, delimited.Table(path, _SEPARATORS[suffix]), columns)
+    return forecast_rows(path), partial(
+        _read_text, delimited.Table(path, _SEPARATORS[suffix], bad_rows=bad_rows), columns
+    )
 
 
 def _titles(read: Callable[[], Iterator[pl.DataFrame]]) -> pl.DataFrame:
