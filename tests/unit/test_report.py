@@ -190,3 +190,26 @@ def test_reports_are_complete_or_absent_and_errors_name_what_is_wrong(
             recmill.report(*runs, **options)
     shutil.rmtree(run)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("status.json", '"step": 120', f'"step": {10**30}'),
+        ("trace/0/rank-0.json", '"offset_ns": 0', '"offset_ns": "x"'),
+        ("trace/0/rank-1.json", '"rank": 1', '"rank": null'),
+        ("metrics.jsonl", '"samples_per_s": 1010.0', '"samples_per_s": 1e400'),
+        ("env.json", '"cores": 4', '"cores": []'),
+        ("sharding.json", "1000000", '"many"'),
+    ],
+)
+def test_corrupt_values_do_not_end_a_report_or_a_comparison(
+    file: str, old: str, new: str, tmp_path: Path, dlrm: Config
+) -> None:
+    run = write_run(tmp_path / "a", dlrm, DONE)
+    finish(run)
+    text = (run / file).read_text()
+    assert old in text
+    (run / file).write_text(text.replace(old, new))
+    assert recmill.report(run).stat().st_size > 10_000
+    assert recmill.compare(run, run).metrics[0].is_same

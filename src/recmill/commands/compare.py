@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import hypot
+from math import hypot, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,10 @@ def _read(path: str | Path, report: RunReport) -> _Run:
     for line in folder.metrics():
         if line.get("split") == "val":
             for name, value in line.items():
-                if (found := number(value)) is not None:
+                if (found := number(value)) is not None and isfinite(found):
                     run.validations.setdefault(name, deque(maxlen=_VALIDATIONS)).append(found)
         for name, (total, count) in sums.items():
-            if (value := number(line.get(name))) is not None:
+            if (value := number(line.get(name))) is not None and isfinite(value):
                 stretch = line["step"] * _STRETCHES // (max(report.step, line["step"]) + 1)
                 total[stretch] += value
                 count[stretch] += 1

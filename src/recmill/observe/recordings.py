@@ -21,6 +21,7 @@ _SLOWEST = 10
 _EDGES = 10.0 ** np.arange(-6, 5.001, 0.02)  # of step times in seconds; 5 % wide
 _OF_RUN = ("start-up", "save", "validate", "test")
 _HIDDEN = ("step", "start-up", "profile")  # not shown among the parts of steps
+_MAX_STEP = 1 << 40
 _MAX_SECONDS = 1e8  # longer ones are not what a rank writes
 
 _RATES = {"cores used": ("cpu_s", 1.0), "disk read": ("read_bytes", 1e6), "disk written": ("write_bytes", 1e6)}
@@ -88,7 +89,7 @@ def read_recordings(trace: Path, last_step: int) -> Recordings | None:
         for clock in sorted(clocks, key=lambda clock: clock.facts["rank"]):
             rank = clock.facts["rank"]
             own = found.ranks.setdefault(rank, Rank(str(clock.facts["host"])))
-            _add_steps(found, own, clock, max(last_step, 1), rank == min(found.ranks))
+            _add_steps(found, own, clock, min(max(last_step, 1), _MAX_STEP), rank == min(found.ranks))
             _add_counters(found, own, clock, begin, start.offset, keep=rank < SHOWN_RANKS)
     for start, clocks in zip(found.starts, by_start, strict=True):
         _add_run(found, start, min(clocks, key=lambda clock: clock.facts["rank"]))

@@ -139,7 +139,8 @@ def _clock_of(path: Path, notes: list[str]) -> Clock | None:
         known = {"rank": int, "world_size": int, "host": str, "parts": list, "spans": list, "tracks": list}
         if not all(isinstance(clock.facts[name], kind) for name, kind in known.items()):
             raise ValueError
-    except (ValueError, KeyError, TypeError, IndexError, OSError):
+        clock.unix(clock.pairs[0][1])
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, OSError):
         notes.append(f"{path}: not readable, so this rank is left out")
         return None
     if abs(clock.set_by_ns) > _SET_NS:
