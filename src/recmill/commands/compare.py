@@ -68,10 +68,11 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
     reports = [run_report(run) for run in (a, b)]
     runs = [_read(run, report) for run, report in zip((a, b), reports, strict=True)]
     metrics, metrics_of, rule = _metrics(reports, runs)
-    curves = {"loss": _common(a, b, "train", "loss", min(report.step for report in reports))}
+    last_step = min(report.step for report in reports)
+    losses, first_difference = _common(a, b, "train", "loss", last_step)
+    curves = {"loss": losses}
     if (metric := reports[0].metric) and metric == reports[1].metric:
-        curves[metric] = _common(a, b, "val", metric, min(report.step for report in reports))
-    first, last = _parting(a, b)
+        curves[metric], _ = _common(a, b, "val", metric, last_step)
     return Comparison(
         runs=reports,
         config=_differences(runs[0].config, runs[1].config),
@@ -85,8 +86,8 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
             if (other := runs[1].speed.get(name)) and (mean or other[0])
         ],
         curves={name: rows for name, rows in curves.items() if rows},
-        first_difference=first,
-        last_common_step=last,
+        first_difference=first_difference,
+        last_common_step=losses[-1][0] if losses else None,
     )
 
 
@@ -206,19 +207,14 @@ def _pairs(a: str | Path, b: str | Path, split: str, name: str) -> Iterator[tupl
         second = next(right, None) if is_common or second[0] < step else second
 
 
-def _common(a: str | Path, b: str | Path, split: str, name: str, last_step: int) -> list[tuple[int, float, float]]:
-    """Return a few rows of both curves: the last common step of each eighth."""
+def _common(
+    a: str | Path, b: str | Path, split: str, name: str, last_step: int
+) -> tuple[list[tuple[int, float, float]], int | None]:
+    """Return the last common step of each eighth with both values, and the first step at which they differ."""
     rows: dict[int, tuple[int, float, float]] = {}
+    first = None
     for row in _pairs(a, b, split, name):
         rows[-(-row[0] * _ROWS // max(last_step, 1))] = row
-    return list(rows.values())
-
-
-def _parting(a: str | Path, b: str | Path) -> tuple[int | None, int | None]:
-    """Return the first step at which the losses differ, and the last at which both are known."""
-    first = last = None
-    for step, one, other in _pairs(a, b, "train", "loss"):
-        last = step
-        if first is None and one != other:
-            first = step
-    return first, last
+        if first is None and row[1] != row[2]:
+            first = row[0]
+    return list(rows.values()), first

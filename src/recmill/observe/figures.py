@@ -38,19 +38,22 @@ class Curve:
         """Add a point to the right of all others; one that is no finite number is left out."""
         if not (math.isfinite(x) and math.isfinite(y)):
             return
-        point = (float(x), float(y))
-        self.first = self.first or point
-        self.last = point
-        if self._open in (0, self._size):
+        self.last = point = (float(x), float(y))
+        if self._open == self._size or self.first is None:
+            self.first = self.first or point
             if len(self._stretches) == 2 * _POINTS:
                 pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
                 self._stretches = [_merged(a, b) for a, b in pairs]
                 self._size *= 2
             self._stretches.append((point, point))
             self._open = 1
-        else:
-            self._stretches[-1] = _merged(self._stretches[-1], (point, point))
-            self._open += 1
+            return
+        self._open += 1
+        low, high = self._stretches[-1]
+        if y < low[1]:
+            self._stretches[-1] = (point, high)
+        elif y > high[1]:
+            self._stretches[-1] = (low, point)
 
     @property
     def points(self) -> list[Point]:
