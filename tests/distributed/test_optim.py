@@ -180,10 +180,11 @@ def test_optimizers_equal_torch_s_own_also_after_resuming(name: str, dlrm: Confi
     assert losses(tmp_path / "run") == pytest.approx(reference(dlrm, 7, dense, tables), rel=2e-5)
 
 
-def test_a_killed_run_with_adam_resumes_with_the_same_bits_and_three_processes_have_its_losses(
-    dlrm: Config, tmp_path: Path
+@pytest.mark.parametrize("tables", [{"name": "adam", "lr": 0.01}, {"name": "ftrl", "lr": 0.05, "weight_decay": 0.1}])
+def test_a_killed_run_resumes_with_the_same_bits_and_three_processes_have_its_losses(
+    tables: Config, dlrm: Config, tmp_path: Path
 ) -> None:
-    dlrm["optim"], *_ = OPTIMIZERS["sgd, adam"]
+    dlrm["optim"] = {"dense": {"name": "sgd", "lr": 0.1}, "tables": tables}
     dlrm |= {"checkpoint": {"every_steps": 3}, "eval": dlrm["eval"] | {"every_steps": 100}}
     dlrm["train"]["max_steps"] = 8
     train(dlrm, tmp_path / "unbroken")
@@ -192,7 +193,8 @@ def test_a_killed_run_with_adam_resumes_with_the_same_bits_and_three_processes_h
     assert losses(tmp_path / "killed") == losses(tmp_path / "unbroken")
     expected, found = (tensors_of(newest(tmp_path / run)) for run in ("unbroken", "killed"))
     assert expected.keys() == found.keys()
-    assert {int(value) for key, value in found.items() if key.endswith(".steps")} == {8}
+    steps = {int(value) for key, value in found.items() if key.endswith(".steps")}
+    assert steps == ({8} if tables["name"] == "adam" else set())
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
     train(dlrm, tmp_path / "three", procs=3, overrides=["sharding.default=row_wise"])
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "unbroken"), rel=2e-5)
