@@ -3,10 +3,12 @@
 Also how long the first and the second `recommend` of a run take that `recmill.open_run` has opened.
 
 `--baseline DIR` measures the `src` of another checkout in the same run, in turns. CPU seconds depend less on what else
-the machine does than seconds do.
+the machine does than seconds do. All modules are compiled to bytecode before, as pip does it.
+"imports" is what plain Python takes to import torch, FBGEMM and TorchRec.
 """
 
 import argparse
+import compileall
 import json
 import os
 import resource
@@ -56,9 +58,13 @@ def opened(folder: Path, trained: str) -> list[float]:
 def run(folder: Path, source: Path | None, *arguments: str) -> tuple[float, float]:
     """Return the seconds and the CPU seconds of a command."""
     environment = {**os.environ, **({"PYTHONPATH": str(source / "src")} if source else {})}
+    return measured(folder, environment, "-P", "-m", "recmill", *arguments)
+
+
+def measured(folder: Path, environment: dict[str, str], *arguments: str) -> tuple[float, float]:
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(
-        [sys.executable, "-P", "-m", "recmill", *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
         env=environment,
         check=True,
@@ -76,6 +82,8 @@ def main() -> None:
     contenders = {"ours": None} | ({"baseline": options.baseline.absolute()} if options.baseline else {})
     took: dict[str, list[tuple[float, float]]] = {}
     openings = []
+    for source in (Path(__file__).parent.parent, *(path for path in contenders.values() if path)):
+        compileall.compile_dir(source / "src", quiet=1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.toml").write_text(CONFIG)
@@ -90,6 +98,8 @@ def main() -> None:
                     ["recommend", trained, "--history", "1,2,3"],
                 ):
                     took.setdefault(f"{command[0]}_{contender}", []).append(run(folder, source, *command))
+            imports = measured(folder, dict(os.environ), "-c", "import torch, fbgemm_gpu, torchrec")
+            took.setdefault("imports", []).append(imports)
             openings.append(opened(folder, f"ours-{number}"))
             print(
                 f"round {number + 1:2} ", *(f"{key} {values[-1][0]:.2f} s" for key, values in took.items()), flush=True

@@ -86,3 +86,15 @@ after = sys.modules["torch._dynamo"], sys.modules["torch.fx.experimental.symboli
 assert before == after and torch._dynamo.__file__
 """
     )
+
+
+def test_inspection_of_frames_is_as_before_after_the_imports() -> None:
+    run(
+        """
+import inspect
+before = inspect.getmodule, inspect.getframeinfo
+from recmill.tables.libraries import import_libraries
+import_libraries(in_own_process=True)
+assert before == (inspect.getmodule, inspect.getframeinfo)
+"""
+    )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import polars as pl
 import torch
 
 from recmill import rng
@@ -251,6 +250,8 @@ class HistorySource:
             num_seen = len(np.unique(self._items[self._offsets[user] : self._offsets[user + 1]]))
             if negatives.available - num_seen < negatives.count:
                 file = dataset.path / "users.parquet"
+                import polars as pl  # takes 0.1 s, and most runs do not need it
+
                 with reading(file):
                     names = pl.scan_parquet(file).filter(pl.col("id") == user).collect()
                 raise DataError(

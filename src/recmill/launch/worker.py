@@ -60,6 +60,7 @@ def _run(job: Path, rank: int, command: str, arguments: dict[str, Any], stop: St
             body = importlib.import_module(f"recmill.commands.{command}")
         joining = {name: arguments.pop(name) for name in ("join_seconds", "wait_seconds") if name in arguments}
         world = join_world(arguments.pop("device"), **joining)
+        gc.freeze()  # modules stay: no collection has to look at them
         gc.enable()
         if stop is not None:
             arguments["stop"] = stop

@@ -5,10 +5,12 @@ and torch's checkpoints import DTensor and FSDP. Recmill needs none of them, so 
 attributes that are used. Access to any other attribute replaces them with the real modules.
 """
 
+import contextlib
 import gc
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -106,6 +108,26 @@ def import_all() -> None:
         importlib.import_module(name)
 
 
+@contextlib.contextmanager
+def _quick_inspection() -> Iterator[None]:
+    """Find the module and the line of a frame without searching all modules and reading files, as `inspect` does.
+
+    torch asks for both when an operator is registered.
+    """
+    find_module, describe = inspect.getmodule, inspect.getframeinfo
+
+    def getmodule(object: Any, _filename: str | None = None) -> ModuleType | None:
+        is_frame = inspect.isframe(object)
+        return sys.modules.get(object.f_globals["__name__"]) if is_frame else find_module(object, _filename)
+
+    inspect.getmodule = getmodule
+    inspect.getframeinfo = lambda frame, context=0: describe(frame, context)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        inspect.getmodule, inspect.getframeinfo = find_module, describe
+
+
 _SUBMODULES = _Submodules()
 
 
@@ -117,12 +139,13 @@ def import_libraries(in_own_process: bool) -> None:
     gc.disable()  # scanning the many objects that imports create would take a quarter of the time
     sys.meta_path.insert(0, _SUBMODULES)
     try:
-        if in_own_process and "torch" not in sys.modules:
-            _install_stand_ins(_OF_TORCH)
-        import torch.fx.experimental  # noqa: F401
+        with _quick_inspection():
+            if in_own_process and "torch" not in sys.modules:
+                _install_stand_ins(_OF_TORCH)
+            import torch.fx.experimental  # noqa: F401
 
-        _install_stand_ins(_KNOWN)
-        from recmill.tables import torchrec_internals  # noqa: F401
+            _install_stand_ins(_KNOWN)
+            from recmill.tables import torchrec_internals  # noqa: F401
     finally:
         if not in_own_process:
             import_all()
