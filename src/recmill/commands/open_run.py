@@ -145,6 +145,7 @@ def open_run(
     if assemble.model_module(config).KIND != "histories":
         return Run(run.path, None)
     recommender = Recommender(path, checkpoint, fallback, verify)
-    first_item = [recommender.items.originals[0]]
-    recommender.after([first_item], 1, include_seen=True)  # loads the network and what its first call needs
+    items = recommender.items.originals
+    for _ in range(2):  # loads the network and what its first calls need
+        recommender.after([[items[0]]], 1, include_seen=len(items) == 1)
     return Run(run.path, recommender)

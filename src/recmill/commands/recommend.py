@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 
 _HISTORIES_AT_ONCE = 1024
 _SCORES_AT_ONCE = 1 << 24  # histories times items
+# With fewer scores, threads cost more than they save: beside other programs, two that wait for each other took 40 ms,
+# one alone took 2 ms.
+_SCORES_OF_ONE_THREAD = 1 << 18
 
 
 class Options(Section):
@@ -247,6 +250,31 @@ class Recommender:
         import polars as pl
         import torch
 
+        threads = torch.get_num_threads()
+        if len(histories) * self._num_items <= _SCORES_OF_ONE_THREAD:
+            torch.set_num_threads(1)
+        try:
+            scores_BK, items_BK = self._top(network, histories, k, include_seen)
+        finally:
+            torch.set_num_threads(threads)
+        rows, ranks = np.isfinite(scores_BK).nonzero()
+        items = items_BK[rows, ranks]  # item ids minus 1
+        return pl.DataFrame(
+            {
+                "row": rows,
+                "rank": (ranks + 1).astype(np.int32),
+                "item": self.items.originals.gather(items),
+                "title": self.items.titles.gather(items),
+                "score": scores_BK[rows, ranks],
+            }
+        )
+
+    def _top(
+        self, network: "nn.Module", histories: list[np.ndarray], k: int, include_seen: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the scores and the item ids minus 1 of each history's best items; seen ones have -infinity."""
+        import torch
+
         with torch.no_grad(), quiet_libraries():
             scores_BV = network(*self.network_inputs(histories))
         if not bool(torch.isfinite(scores_BV).all()):
@@ -258,18 +286,7 @@ class Recommender:
             seen_rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
             scores_BV[torch.from_numpy(seen_rows), torch.from_numpy(np.concatenate(histories) - 1)] = float("-inf")
         best = scores_BV.topk(k)
-        scores_BK = best.values.numpy()
-        rows, ranks = np.isfinite(scores_BK).nonzero()
-        items = best.indices.numpy()[rows, ranks]  # item ids minus 1
-        return pl.DataFrame(
-            {
-                "row": rows,
-                "rank": (ranks + 1).astype(np.int32),
-                "item": self.items.originals.gather(items),
-                "title": self.items.titles.gather(items),
-                "score": scores_BK[rows, ranks],
-            }
-        )
+        return best.values.numpy(), best.indices.numpy()
 
     def network_inputs(self, histories: list[np.ndarray]) -> "HistoryInputs":
         """Return the network's arguments for these histories, as in evaluation."""
