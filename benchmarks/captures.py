@@ -1,11 +1,13 @@
-"""Record what training prints in a real terminal, as the SVG files of docs/terminal: `make captures`.
+"""Record what commands print in a real terminal, as the SVG files of docs/terminal: `make captures`.
 
-tmux is the terminal. Each capture is the text and colours that tmux shows, drawn by rich.
+tmux is the terminal. Each capture is the text and colours that tmux shows, drawn by rich: 80 columns are
+dark, 120 light.
 """
 
 import contextlib
 import io
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,12 +23,23 @@ REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 THEMES = {"dark": DIMMED_MONOKAI, "light": DEFAULT_TERMINAL_THEME}
 BAR = re.compile(r"training [^\w]*\d+/\d+.* left")
-PREPARE = {"synthetic-clicks": "data/clicks", "synthetic-histories": "data/histories"}
+PREPARE = "recmill prepare synthetic-clicks --output data/clicks"
+PREPARE_HISTORIES = "recmill prepare synthetic-histories --output data/histories"
 TRAIN = {
     "dlrm": "recmill train configs/quickstart/dlrm.toml --run runs/dlrm --procs 2",
     "bert4rec": "recmill train configs/quickstart/bert4rec.toml --run runs/bert4rec",
 }
-RESULTS = "recmill results runs/dlrm runs/bert4rec"
+AFTER = {
+    "evaluate": "recmill evaluate runs/bert4rec",
+    "recommend": "recmill recommend runs/bert4rec --users 7",
+    "results": "recmill results runs/dlrm runs/bert4rec",
+    "checkpoints": "recmill checkpoint list runs/dlrm",
+    "doctor": "recmill doctor",
+    "error": "recmill train configs/quickstart/dlrm.toml --run runs/new --set train.num_stpes=5",
+    "interrupted": "recmill train configs/quickstart/dlrm.toml --run runs/new",  # with Ctrl-C after some steps
+}
+EXIT_CODES = {"error": 2, "interrupted": 130}
+WIDTHS = {80: "dark", 120: "light"}
 MAX_SECONDS = 600.0
 
 
@@ -48,18 +61,24 @@ def screen(tmux: list[str]) -> str:
     return text.rstrip() + "\n"
 
 
-def captures(tmux: list[str], command: str) -> tuple[str, str]:
-    """Type a command; return the first screen with a progress bar and a validation, and the screen at the end."""
+def captures(tmux: list[str], command: str, exit_code: int = 0) -> tuple[str, str]:
+    """Type a command; return the first screen with a progress bar and a validation, and the screen at the end.
+
+    A command that is expected to exit with 130 gets Ctrl-C at the first progress bar.
+    """
     subprocess.run([*tmux, "send-keys", f"clear; {command}; echo exit $?", "Enter"], check=True)
-    during, deadline = "", time.monotonic() + MAX_SECONDS
+    during, deadline, is_stopped = "", time.monotonic() + MAX_SECONDS, False
     while time.monotonic() < deadline:
         shown = screen(tmux)
         if found := re.search(r"^exit (\d+)\n", shown, flags=re.M):
-            assert found[1] == "0", shown
+            assert found[1] == str(exit_code), shown
             return during, shown[: found.start()]
         plain = Text.from_ansi(shown).plain
         if not during and "  validation  " in plain and "evaluating" not in plain and BAR.search(plain):
             during = shown
+        if exit_code == 130 and not is_stopped and BAR.search(plain):
+            subprocess.run([*tmux, "send-keys", "C-c"], check=True)
+            is_stopped = True
         time.sleep(0.1)
     raise TimeoutError(command)
 
@@ -77,15 +96,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         (directory / "configs").symlink_to(REPO / "configs")
-        for name, path in PREPARE.items():
-            subprocess.run([BIN / "recmill", "prepare", name, "--output", path], cwd=directory, check=True)
-        for (model, command), (width, mode) in zip(TRAIN.items(), [(80, "dark"), (120, "light")], strict=True):
+        subprocess.run([BIN / "recmill", *PREPARE_HISTORIES.split()[1:]], cwd=directory, check=True)
+
+        def record(name: str, command: str, width: int, exit_code: int = 0) -> None:
             with terminal(directory, width) as tmux:
-                for when, text in zip(("during", "after"), captures(tmux, command), strict=True):
-                    (output / f"{model}-{width}-{when}.svg").write_text(draw(text, width, command, THEMES[mode]))
-        with terminal(directory, 80) as tmux:
-            _, text = captures(tmux, RESULTS)
-            (output / "results-80.svg").write_text(draw(text, 80, RESULTS, THEMES["light"]))
+                screens = captures(tmux, command, exit_code)
+            for when, text in zip(("during", "after"), screens, strict=True):
+                if text and (name in TRAIN or when == "after"):
+                    file = f"{name}-{width}-{when}.svg" if name in TRAIN else f"{name}-{width}.svg"
+                    (output / file).write_text(draw(text, width, command, THEMES[WIDTHS[width]]))
+
+        for width in WIDTHS:
+            shutil.rmtree(directory / "data" / "clicks", ignore_errors=True)
+            record("prepare", PREPARE, width)
+        for (model, command), width in zip(TRAIN.items(), WIDTHS, strict=True):
+            record(model, command, width)
+        for name, command in AFTER.items():
+            for width in WIDTHS:
+                shutil.rmtree(directory / "runs" / "new", ignore_errors=True)
+                record(name, command, width, EXIT_CODES.get(name, 0))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def _quick_inspection() -> Iterator[None]:
         return sys.modules.get(object.f_globals["__name__"]) if is_frame else find_module(object, _filename)
 
     inspect.getmodule = getmodule
-    inspect.getframeinfo = lambda frame, context=0: describe(frame, context)  # type: ignore[assignment]
+    inspect.getframeinfo = lambda frame, context=0: describe(frame, context)
     try:
         yield
     finally:
