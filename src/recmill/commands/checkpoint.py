@@ -26,6 +26,7 @@ from recmill.config.options import given_path
 from recmill.errors import CheckpointError, UserError
 
 Facts = dict[str, Any]
+_GROUP_ROWS = 1 << 16  # so that blocks of a few megabytes can be read without reading much more
 
 
 def list_checkpoints(run: str | Path, *, digests: bool = False) -> list[Facts]:
@@ -122,7 +123,7 @@ def export_rows(run: str | Path, table: str, output: str | Path, *, step: int | 
         columns = rows_of_table(verify(path), table)
     frame = pl.DataFrame(columns).sort("id")
     with new_file(target) as file:
-        frame.write_parquet(file)
+        frame.write_parquet(file, row_group_size=_GROUP_ROWS)
     return {"table": table, "rows": len(frame), "path": str(target), "step": step_of(path)}
 
 
