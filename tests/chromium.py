@@ -34,6 +34,7 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
@@ -52,9 +53,11 @@ class Browser:
         self.requests, self.complaints, self._events = [], [], []
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.call("Page.navigate", url=page.absolute().as_uri())
-        while not any(event["method"] == "Page.loadEventFired" for event in self._events):
+        loader = self.call("Page.navigate", url=page.absolute().as_uri())["loaderId"]
+        loaded = {"name": "load", "loaderId": loader}  # an event of an earlier page may still be on its way
+        while not any(loaded.items() <= event["params"].items() for event in self._events if "params" in event):
             self._note(self._next())
+        self.value("1")  # what the page complained about so far arrives before the answer
 
     def value(self, expression: str) -> Any:
         """Return what a JavaScript expression gives in the page."""
