@@ -94,7 +94,7 @@ def _print_error(text: str) -> None:
     rank = _rank()
     with contextlib.suppress(OSError):  # nobody reads stderr
         text = printed.escaped(f"[rank {rank}] {text}" if rank else text, keep="\n\t")
-        print(text, file=sys.stderr, flush=True)
+        print(printed.fitted(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def _discard_stdout() -> None:

@@ -1,5 +1,8 @@
+import sys
+
 import pytest
 
+from recmill.observe import printed
 from recmill.observe.printed import (
     print_checkpoints,
     print_table,
@@ -77,3 +80,18 @@ def test_what_a_terminal_would_act_on_is_escaped(capsys: pytest.CaptureFixture[s
     ]
     print_written_recommendations({"rows": 1, "users": 1, "output": "a\x1b[31m\n"})
     assert capsys.readouterr().out == "1 rows for 1 users: a\\x1b[31m\\n\n"
+
+
+def test_a_terminal_gets_lines_that_break_at_spaces_and_a_rule_that_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "24")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    printed.print_table(["check", "found"], [["cores", "two of them can be used"]])
+    assert capsys.readouterr().out.splitlines() == [
+        "check  found",
+        "-----  -----------------",
+        "cores  two of them can",
+        "       be used",
+    ]
+    assert printed.fitted("one two three four five six\nseven") == "one two three four five\nsix\nseven"

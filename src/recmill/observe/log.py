@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from recmill.observe.printed import escaped
+from recmill.observe.printed import escaped, fitted
 from recmill.observe.progress import CONSOLE
 
 _NOISY = ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace", "torch.distributed")
@@ -29,7 +29,7 @@ class _ConsoleHandler(logging.Handler):
         text = self.format(record) if short is None else escaped(short, keep="\n")
         if text:
             with contextlib.suppress(OSError):  # a closed terminal does not end a run; log.txt has every line
-                CONSOLE.print(text)
+                CONSOLE.print(fitted(text) if CONSOLE.is_terminal else text)
 
 
 def set_up_console() -> None:

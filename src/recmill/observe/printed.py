@@ -25,8 +25,29 @@ def escaped(text: str, keep: str = "") -> str:
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
-def _print(text: str = "") -> None:
-    print(escaped(text))
+def _print(text: str = "", indent: int = 0) -> None:
+    print(fitted(escaped(text), indent) if sys.stdout.isatty() else escaped(text))
+
+
+def fitted(text: str, indent: int = 0) -> str:
+    """Break lines that are longer than the terminal is wide at spaces; it would break them within words."""
+    width = shutil.get_terminal_size().columns
+    if indent > width // 2:
+        indent = 0
+    return "\n".join(
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        )
+        if len(line) > width
+        else line
+        for line in text.split("\n")
+    )
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
@@ -37,9 +58,12 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def print_table(header: Row, rows: Sequence[Row]) -> None:
-    rule = ["-" * max(len(escaped(cell)) for cell in column) for column in zip(header, *rows, strict=True)]
-    for line in table_lines([header, rule, *rows]):
-        _print(line)
+    widths = [max(len(escaped(cell)) for cell in column) for column in zip(header, *rows, strict=True)]
+    last = sum(widths[:-1]) + 2 * (len(widths) - 1)  # where the last column starts: its cells continue there
+    if sys.stdout.isatty():
+        widths[-1] = max(min(widths[-1], shutil.get_terminal_size().columns - last), 1)
+    for line in table_lines([header, ["-" * width for width in widths], *rows]):
+        _print(line, last)
 
 
 def print_dataset(description: dict[str, Any]) -> None:

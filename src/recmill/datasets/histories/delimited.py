@@ -112,7 +112,9 @@ class Table:
             fact = f"two columns '{column}'" if column in columns else f"no column '{column}'"
             there = ", ".join(columns) or "nothing"
             near = difflib.get_close_matches(column, columns, n=1) if column not in columns else []
-            remedy = f"Did you mean '{near[0]}'?" if near else "Rename one, or choose another file."
+            remedy = (
+                f"Did you mean '{near[0]}'?" if near else "Name another column (see --help), or choose another file."
+            )
             raise DataError(f"{self.path}: {fact} in its first row, which has: {there}. {remedy}")
         return columns.index(column)
 
