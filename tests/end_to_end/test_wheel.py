@@ -60,7 +60,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_wheel_holds_every_module_kernel_and_config_once(wheel: Path) -> None:
     source = REPO / "src" / "recmill"
     expected = [
-        f"recmill/{file.relative_to(source)}" for kind in ("*.py", "*.cpp", "*.h") for file in source.rglob(kind)
+        f"recmill/{file.relative_to(source)}"
+        for kind in ("*.py", "*.cpp", "*.h", "*.css")
+        for file in source.rglob(kind)
     ]
     expected += [f"recmill/{file.relative_to(REPO)}" for file in (REPO / "configs").rglob("*.toml")]
     with zipfile.ZipFile(wheel) as file:

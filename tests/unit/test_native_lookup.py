@@ -260,7 +260,7 @@ def test_the_first_two_steps_of_adam_by_hand(library: KernelLibrary) -> None:
         out.backward(torch.full_like(out, gradient))
         found.append(float(weights[0]) - first)
     assert found == pytest.approx([-0.1, -0.1 - 0.0266338], rel=1e-5)
-    assert [float(group.momentum1_host[0]), float(group.momentum2_host[0])] == pytest.approx([0.08, 0.004996])
+    assert [group.momentum1_host[0].item(), group.momentum2_host[0].item()] == pytest.approx([0.08, 0.004996])
     assert not group.momentum1_host[4:].any()
 
 

@@ -113,7 +113,7 @@ def test_what_is_there_already_is_not_touched(day_0: Path, tmp_path: Path) -> No
 def test_options_and_input_are_checked_first(day_0: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--days: should be greater than 0, got 0"):
         split(day_0, tmp_path / "days", lines=5, days=0)
-    with pytest.raises(ConfigError, match=r"unknown option of split 'day'\. Did you mean 'days'"):
+    with pytest.raises(ConfigError, match=r"unknown argument of split 'day'\. Did you mean 'days'"):
         split(day_0, tmp_path / "days", day=5)  # type: ignore[call-arg]
     with pytest.raises(DataError, match="no such file"):
         split(tmp_path / "day_1", tmp_path / "days", lines=5, days=2)
