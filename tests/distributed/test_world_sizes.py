@@ -50,7 +50,9 @@ def test_any_number_of_processes_gives_the_same_losses_and_metrics(
 
 
 def test_all_that_ranking_has_is_the_same_for_one_and_two_processes(sasrec: dict[str, Any], tmp_path: Path) -> None:
-    trained = train(sasrec, tmp_path / "run", overrides=["train.max_steps=3"])["val"]
+    results = train(sasrec, tmp_path / "run", overrides=["train.max_steps=3", "eval.bootstrap=20"])
+    trained, tested = results["val"], results["test"]
+    assert {name for name in tested if f"low/{name}" in tested} == {name for name in trained if "@" in name}
     asked: dict[str, Any] = {"protocols": ["uni30", "full", "pop100"], "ks": [3, 10], "bootstrap": 200}
     one, two = (evaluate(tmp_path / "run", split="val", procs=procs, **asked) for procs in (1, 2))
     assert len(one) == 4 * 18 + 3  # values, both ends of intervals, popularity; users, step, checkpoint

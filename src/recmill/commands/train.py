@@ -366,7 +366,9 @@ def _train(
 
     def evaluate(split: str, at: Position) -> None:
         nonlocal popularity
-        metrics = assemble.new_metrics(config, source, with_popularity=split == "test" or popularity is None)
+        is_test = split == "test"
+        resamples = settings.eval.bootstrap if is_test else 0
+        metrics = assemble.new_metrics(config, source, is_test or popularity is None, resamples)
         results[split] = evaluate_split(parts, split, metrics)
         if split == "val":
             popularity = results[split].get(f"popularity/{parts.task.headline(results[split])}", popularity)
