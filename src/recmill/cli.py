@@ -454,14 +454,14 @@ def checkpoint_rows_command(run: str, table: str, output: str, step: int | None,
 @checkpoint_group.command("write-rows")
 @click.argument("run", type=click.Path())
 @click.argument("table")
-@click.option("--input", "file", required=True, type=click.Path(), help="Parquet file, as of `checkpoint rows`.")
+@click.option("--input", "file", required=True, type=click.Path(), help="Parquet file as written by `checkpoint rows`.")
 @click.option("--output", required=True, type=click.Path(), help="Run directory to create.")
 @click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
 @_json
 def checkpoint_write_rows_command(
     run: str, table: str, file: str, output: str, step: int | None, as_json: bool
 ) -> None:
-    """Create a run with a copy of a checkpoint of RUN, in which rows of TABLE are those of a Parquet file."""
+    """Copy a checkpoint of RUN to a new run, with rows of TABLE replaced by those of a Parquet file."""
     from recmill.commands.import_rows import import_rows
 
     facts = import_rows(run, table, file, output, step=step)
@@ -591,7 +591,7 @@ def plot_command(runs: tuple[str, ...], **options: Any) -> None:
 @commands.command("report", cls=_Command)
 @click.argument("runs", nargs=-1, required=True, type=click.Path())
 def report_command(runs: tuple[str, ...], **options: Any) -> None:
-    """Write one HTML file about RUNS: curves, where the time went, ranks, machine, tables, config, how to repeat it."""
+    """Write one HTML file about RUNS: curves, where the time went, machine, tables, config, how to reproduce it."""
     path = recmill.report(*runs, **options)
     with _after_work():
         print(path)
@@ -602,6 +602,6 @@ def report_command(runs: tuple[str, ...], **options: Any) -> None:
 @click.argument("b", type=click.Path())
 @_json
 def compare_command(a: str, b: str, as_json: bool) -> None:
-    """Compare run A with run B: config, environment, metrics, speed and curves; "same" is a difference within noise."""
+    """Compare run A with run B: config, environment, metrics, speed, curves. "same" marks what is within the noise."""
     found = recmill.compare(a, b)
     _print(asdict(found), as_json, lambda _: printed.print_comparison(found))

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recmill.commands.export_metrics import Target, export_metrics
-from recmill.errors import CheckpointError, ResourceError
+from recmill.errors import CheckpointError, ConfigError, ResourceError
 
 from ..conftest import RunCli
 
@@ -84,6 +84,13 @@ def test_a_package_that_is_not_installed_is_named_and_nothing_is_written(
     with pytest.raises(ResourceError, match=rf"needs {package}\. Install it: pip install 'recmill\[{package}\]'\."):
         export_metrics(run, to=package)
     assert sorted(run.iterdir()) == before
+
+
+def test_a_run_that_writes_for_tensorboard_itself_keeps_its_file(run: Path, tmp_path: Path) -> None:
+    (run / "config.toml").write_text("[observe]\ntensorboard = true\n")
+    with pytest.raises(ConfigError, match=r"the run writes it itself \(observe.tensorboard\)"):
+        export_metrics(run, to="tensorboard")
+    assert list(export_metrics(run, to="tensorboard", output=tmp_path / "logs" / "a").iterdir())
 
 
 def test_a_directory_without_metrics_is_an_error(tmp_path: Path) -> None:

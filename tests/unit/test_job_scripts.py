@@ -82,7 +82,10 @@ def test_every_launcher_has_a_text(launcher: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"launcher": "torchx", "scheduler": "kubernetes", **MOUNTS}, "'queue': torchx's scheduler kubernetes needs"),
+        (
+            {"launcher": "torchx", "scheduler": "kubernetes", **MOUNTS},
+            "'queue': torchx on Kubernetes needs a",
+        ),
         ({"launcher": "torchx", "scheduler": "kubernetes", "queue": "q"}, "'image' and 'mounts'"),
         ({"launcher": "slurm", "image": "x"}, "'image' is not read by launcher 'slurm', only by kubernetes and torchx"),
         ({"launcher": "slurm", "quue": "x"}, "unknown key 'quue'. Did you mean 'queue'?"),

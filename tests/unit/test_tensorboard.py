@@ -40,11 +40,16 @@ def test_tensorboard_reads_every_number_with_its_step_and_time(tmp_path: Path) -
 def test_a_later_file_replaces_an_earlier_one_even_if_the_clock_was_set_back(tmp_path: Path) -> None:
     file = EventFile(tmp_path)
     file.begin(LINES)
-    in_the_future = tmp_path / f"events.out.tfevents.{2**62}.host"  # by a clock that was set back since then
+    in_the_future = tmp_path / f"events.out.tfevents.{2**62}.host.recmill"  # by a clock that was set back since then
     next(tmp_path.iterdir()).rename(in_the_future)
     for _ in range(3):
         file.begin(LINES[:1])
         assert read(tmp_path) == {"train/loss": [(1, 0.75)], "train/lr": [(1, 2.0)]}
+    others = tmp_path / "events.out.tfevents.1.host"  # of another program
+    others.write_bytes(b"")
+    file.begin(LINES[:1])
+    assert others.exists()
+    others.unlink()
     assert len(list(tmp_path.iterdir())) == 2
     file.begin(LINES[:2])
     assert read(tmp_path)["val/auroc"] == [(300, 0.5)]

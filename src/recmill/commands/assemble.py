@@ -162,7 +162,7 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
     if data.remainder == "torchrec" and settings.train.global_batch_size % size:
         raise ConfigError(
             f"data.remainder = 'torchrec' with {size} processes: train.global_batch_size = "
-            f"{settings.train.global_batch_size:,} must be a multiple, as every process has full batches. Change it."
+            f"{settings.train.global_batch_size:,} must be a multiple of {size}. Change one of them."
         )
     batching = Batching(
         order=data.order,

@@ -76,7 +76,7 @@ def _describe(path: Path, is_best: bool, digests: bool) -> Facts:
 def inspect_checkpoint(run: str | Path, *, step: int | None = None) -> Facts:
     """Describe one checkpoint, the newest by default: its state, and the size and type of every tensor.
 
-    The size of a dynamic table is the number of ids that have a row; `shared_rows` are those of all other ids.
+    The size of a dynamic table is the number of ids that have a row; all other ids share `shared_rows` rows.
     """
     from recmill.checkpoints.row_files import saved_keys
     from recmill.checkpoints.safe_reader import described_tensors

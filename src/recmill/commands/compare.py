@@ -25,7 +25,7 @@ _STRETCHES = 10  # of the steps of a run, whose spread is the noise of its speed
 _VALIDATIONS = 20  # the last ones, whose spread around their trend is the noise of a metric
 _FEW_VALIDATIONS = 4
 _ROWS = 8  # of a learning curve
-_TIMES = 2.0  # spreads: a smaller difference is no difference
+_NOISE_SPREADS = 2.0  # a difference of at most this many spreads is noise
 _OF_ONE_START = ("started_at", "job_id", "variables.RECMILL_JOB", "variables.RECMILL_LAUNCHER")
 
 
@@ -58,7 +58,7 @@ class Comparison:
     noise_of_metrics: str  # how it was found
     speed: list[Measured]  # milliseconds of a step by part, then samples/s and GB
     curves: dict[str, list[tuple[int, float, float]]]  # by name: step and both values
-    first_difference: int | None  # the first step at which both reported a loss, and another one
+    first_difference: int | None  # the first common step at which the losses differ
     last_common_step: int | None  # at which both reported a loss
 
 
@@ -81,7 +81,7 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
         metrics_of=metrics_of,
         noise_of_metrics=rule,
         speed=[
-            Measured(name, mean, other[0], abs(other[0] - mean) <= _TIMES * hypot(spread, other[1]))
+            Measured(name, mean, other[0], abs(other[0] - mean) <= _NOISE_SPREADS * hypot(spread, other[1]))
             for name, (mean, spread) in runs[0].speed.items()
             if (other := runs[1].speed.get(name)) and (mean or other[0])
         ],
@@ -168,15 +168,15 @@ def _metrics(reports: Sequence[RunReport], runs: Sequence[_Run]) -> tuple[list[M
 def _within_noise(
     name: str, values: tuple[float, float], reports: Sequence[RunReport], runs: Sequence[_Run]
 ) -> tuple[bool, str]:
-    """Return whether a difference says nothing, and the rule that says so."""
+    """Return whether a difference is within the noise, and the rule that decides it."""
     lows, highs = ([number(report.values.get(f"{end}/{name}")) for report in reports] for end in ("low", "high"))
     if lows[0] is not None and lows[1] is not None and highs[0] is not None and highs[1] is not None:
         return lows[0] <= highs[1] and lows[1] <= highs[0], "the 95 % intervals of both runs overlap"
     series = [list(run.validations.get(name, ())) for run in runs]
     if min(map(len, series)) < _FEW_VALIDATIONS:
-        return False, f"not decided: a run has fewer than {_FEW_VALIDATIONS} validations"
-    rule = "the difference is less than twice the spread of the last validations around their trend"
-    return abs(values[1] - values[0]) <= _TIMES * hypot(*map(_spread, series)), rule
+        return False, f"unknown: a run has fewer than {_FEW_VALIDATIONS} validations"
+    rule = "the difference is at most twice the spread of the last validations around their trend"
+    return abs(values[1] - values[0]) <= _NOISE_SPREADS * hypot(*map(_spread, series)), rule
 
 
 def _spread(values: list[float]) -> float:

@@ -11,7 +11,7 @@ from recmill.commands.options import flag
 from recmill.config import flat, read_toml
 from recmill.config.options import given_path
 from recmill.config.sections import Section
-from recmill.errors import ResourceError
+from recmill.errors import ConfigError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.observe.run_dir import RunDirectory
 from recmill.observe.tensorboard import EventFile, scalars
@@ -22,9 +22,11 @@ _AT_ONCE = 100  # params that MLflow takes in one call; it takes 1000 metrics
 
 
 class Options(Section):
-    to: Target = flag(..., "What to write.")
+    to: Target = flag(..., "Format to export to.")
     output: str | None = flag(
-        None, "Where to.  [default: metrics.csv, tensorboard/, wandb/ or mlflow.db in RUN]", metavar="PATH"
+        None,
+        "File or directory to write.  [default: metrics.csv, tensorboard/, wandb/ or mlflow.db in RUN]",
+        metavar="PATH",
     )
 
 
@@ -35,6 +37,8 @@ def export_metrics(run: str | Path, *, to: Target, output: str | Path | None = N
     frame = history(run)  # raises if there is nothing to export
     names = {"csv": "metrics.csv", "tensorboard": directory.tensorboard.name, "wandb": "", "mlflow": "mlflow.db"}
     path = given_path(output, "--output") if output is not None else directory.path / names[to]
+    if to == "tensorboard" and output is None and _config(directory).get("observe.tensorboard"):
+        raise ConfigError(f"{path}: the run writes it itself (observe.tensorboard). Choose another --output.")
     lines = [line for line in directory.read_metrics() if {"split", "time"} <= line.keys()]
     if to == "csv":
         with new_file(path.absolute()) as partial:
@@ -49,7 +53,10 @@ def export_metrics(run: str | Path, *, to: Target, output: str | Path | None = N
 
 
 def _to_wandb(run: RunDirectory, lines: list[dict[str, Any]], path: Path) -> Path:
-    """Write an offline run into `path`, and return its directory. Tested steps may be earlier ones: a summary."""
+    """Write an offline run into `path`, and return its directory.
+
+    Test metrics go to the summary, since their step may be an earlier one.
+    """
     wandb = _imported("wandb", "wandb")
     path.mkdir(parents=True, exist_ok=True)
     by_step: dict[int, dict[str, float]] = {}

@@ -42,7 +42,7 @@ def plot(*runs: str | Path, metric: Sequence[str] = (), x: Axis = "step", output
     column = "epochs_done" if x == "epoch" else "step"
     for name, frame in histories.items():
         if column not in frame.columns:
-            raise ConfigError(f"--x {x}: {name} was trained by an earlier version, without {column}. Use --x step.")
+            raise ConfigError(f"--x {x}: {name} has no {column}: an earlier version trained it. Use --x step.")
     validations = {name: frame.filter(frame["split"] == "val") for name, frame in histories.items()}
     filled = (name for frame in validations.values() for name in frame.columns if frame[name].count())
     known = dict.fromkeys(name for name in filled if name not in _NO_METRICS)

@@ -55,7 +55,7 @@ class Options(Section):
     verify: Verify = None
 
 
-Named = str | Sequence[str | int]  # original ids or titles; a text has commas between them
+Named = str | Sequence[str | int]  # original ids or titles; in a string they are separated by commas
 
 
 class Recommendation(TypedDict):

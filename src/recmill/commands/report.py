@@ -165,7 +165,7 @@ def _verdict(run: Facts) -> str:
     elif found.verdict:
         head, kind = found.verdict, ""
     else:
-        head, kind = f"The run is {found.state}: what limits its speed is known when it is done.", ""
+        head, kind = f"The run is {found.state}: the verdict on its speed comes when it is done.", ""
         head = head if found.state != "done" else "This run did not record what limits its speed."
     lines = "".join(f"<div>{text(note)}</div>" for note in notes)
     return f'<div class="verdict {kind}"><b>{text(head)}</b>{lines}</div>'
@@ -331,14 +331,14 @@ def _some(by_rank: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def _left_out(total: int, drawn: int) -> str:
-    return page.missing(f"{drawn} of {total} ranks are shown, which wait least and most.") if total > drawn else ""
+    return page.missing(f"{drawn} of {total} ranks are shown: those that wait least and most.") if total > drawn else ""
 
 
 def _ranks(run: Facts) -> str:
     """Compare the ranks: who waits for whom, and what each used."""
     recorded = run.recordings
     if recorded is None:
-        return page.missing("Nothing was recorded of single ranks (trace/).")
+        return page.missing("Nothing was recorded for each rank (trace/).")
     waiting, rows = [], []
     shown_ranks = _some(_parts(run)[0])
     for rank in shown_ranks:
@@ -455,7 +455,7 @@ def _hosts(run: Facts) -> list[dict[str, Any]]:
 def _environment(run: Facts) -> str:
     known = run.environment
     if not known:
-        return page.missing("Where it ran is unknown (env.json).")
+        return page.missing("The environment is unknown (env.json is missing).")
     flat: dict[str, object] = {}
     for name, value in known.items():
         if isinstance(value, dict):
@@ -479,7 +479,7 @@ def _config(run: Facts) -> str:
     try:
         content = read_small(run.path / "config.toml").decode(errors="replace")
     except (OSError, ValueError):
-        return page.missing("It ended before its config was written (config.toml).")
+        return page.missing("The run has no readable config.toml.")
     cut = page.missing("The rest is in config.toml.") if len(content) > _MAX_CONFIG else ""
     return page.preformatted(content[:_MAX_CONFIG], "columns") + cut
 

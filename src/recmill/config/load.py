@@ -72,7 +72,7 @@ def _common(values: dict[str, Any]) -> dict[str, Any]:
 def key_of(variable: str) -> str:
     """Return the config key that an environment variable sets: train.seed for RECMILL__TRAIN__SEED.
 
-    Keys have small letters, and names of tables and features the letters of the variable.
+    Keys are lower-cased; names of tables and features keep their case.
     """
     key = ""
     for part in variable.split("__")[1:]:

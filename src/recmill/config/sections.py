@@ -117,7 +117,7 @@ class DataSection(Section):
     )
     drop_last: bool = key(False, "Drop the last global batch of an epoch if it is not full.")
     remainder: Literal["even", "torchrec"] = key(
-        "even", "How processes share the last global batch; 'torchrec': as its reader of Criteo, also what it holds."
+        "even", "How the last rows of an epoch are divided: evenly, or as TorchRec's Criteo reader does."
     )
     limit_train_batches: NonNegativeInt = key(0, "Train on N global batches per epoch; 0: all.")
     limit_val_batches: MayChange[NonNegativeInt] = key(0, "Validate on the first N global batches; 0: all.")
@@ -255,17 +255,15 @@ class DenseOptim(Section):
 
 class TablesOptim(Section):
     name: Literal["rowwise_adagrad", "adagrad", "sgd", "adam", "ftrl"] = key(
-        "rowwise_adagrad", "Optimizer of the tables; 'adam' and 'ftrl' keep two values of state for each value."
+        "rowwise_adagrad", "Optimizer of the tables; 'adam' and 'ftrl' keep two state values per weight."
     )
     lr: PositiveFloat = key(0.05, "Learning rate of the tables.", le=_MAX_FLOAT32)
     eps: PositiveFloat = key(1e-8, "Added to the denominator (Adagrad, Adam).", le=_MAX_FLOAT32)
-    weight_decay: float = key(
-        0.0, "Share of its value, times lr, that a row loses when a batch looks it up.", ge=0.0, le=_MAX_FLOAT32
-    )
+    weight_decay: float = key(0.0, "Decoupled weight decay of the rows that a batch looks up.", ge=0.0, le=_MAX_FLOAT32)
     lambda1: float = key(0.0, "L1 regularization (ftrl).", ge=0.0, le=_MAX_FLOAT32)
     lambda2: float = key(0.0, "L2 regularization (ftrl).", ge=0.0, le=_MAX_FLOAT32)
     beta: float = key(0.0, "Added to the root of the sum of squares (ftrl).", ge=0.0, le=_MAX_FLOAT32)
-    initial_accumulator: PositiveFloat = key(0.1, "First value of the sum of squares (ftrl).", le=_MAX_FLOAT32)
+    initial_accumulator: PositiveFloat = key(0.1, "Initial value of the sum of squares (ftrl).", le=_MAX_FLOAT32)
 
     def contradictions(self) -> list[str]:
         of_ftrl = {"lambda1", "lambda2", "beta", "initial_accumulator"} if self.name != "ftrl" else {"eps"}
@@ -464,8 +462,8 @@ class ObserveSection(Section):
     )
     tensorboard: bool = key(False, "Write metrics for TensorBoard to the run's tensorboard/ as well.")
     mlperf: bool = key(False, "Write mlperf.log, which MLPerf's compliance checker reads (dcnv2 only).")
-    mlperf_division: Literal["open", "closed"] = key("open", "MLPerf's division that the run is meant for.")
-    mlperf_org: str = key("unnamed", "Who would submit the run to MLPerf.", min_length=1)
+    mlperf_division: Literal["open", "closed"] = key("open", "MLPerf division: open or closed.")
+    mlperf_org: str = key("unnamed", "Submitter's name in the MLPerf log.", min_length=1)
 
     def contradictions(self) -> list[str]:
         steps = self.profile_steps

@@ -57,8 +57,8 @@ class ClickOptions(Section):
             return tables
         if tables[0] > _MAX_TABLES:
             raise ValueError(
-                f"--tables {tables[0]}: a single number is the number of tables, of which at most {_MAX_TABLES:,} are "
-                f"made. Sizes of tables are several numbers, like {tables[0]},500."
+                f"--tables {tables[0]}: a single number is the number of tables, at most {_MAX_TABLES:,}. "
+                f"To set table sizes, give several numbers, like {tables[0]},500."
             )
         return _default_tables(tables[0])
 

@@ -143,7 +143,7 @@ class Place(Section):
             )
         is_torchx = self.launcher == "torchx" and self.scheduler == "kubernetes"
         if is_torchx and not self.queue:
-            found.append("'queue': torchx's scheduler kubernetes needs the name of a queue of Volcano.")
+            found.append("'queue': torchx on Kubernetes needs a Volcano queue.")
         if (is_torchx or self.launcher == "kubernetes") and not (self.image and self.mounts):
             found.append(
                 "'image' and 'mounts': Kubernetes needs an image that has Recmill, and a volume with data and runs."

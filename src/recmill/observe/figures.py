@@ -35,7 +35,7 @@ class Curve:
         self.last: Point | None = None
 
     def add(self, x: float, y: float) -> None:
-        """Add a point to the right of all others; one that is no finite number is left out."""
+        """Add a point to the right of all others; a point that is not finite is left out."""
         if not (math.isfinite(x) and math.isfinite(y)):
             return
         self.last = point = (float(x), float(y))
@@ -252,7 +252,7 @@ def lanes(title: str, rows: Sequence[tuple[str, Intervals]], axis: Sequence[str]
 def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], str]], axis: Sequence[str], highest: float) -> str:
     """Draw a row of cells for each (label, values up to `highest`, total): the stronger the colour, the higher.
 
-    A value that is no number has no cell.
+    NaN has no cell.
     """
     lines = []
     for label, values, total in rows:

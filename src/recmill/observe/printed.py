@@ -262,9 +262,9 @@ def print_comparison(found: Any) -> None:
             f"differ from step {found.first_difference:,} on" if found.first_difference is not None else "are equal"
         )
         _print(f"losses at common steps {parted} (last: {found.last_common_step:,})")
-    notes = [f"same ({found.metrics_of}): {found.noise_of_metrics}"] if found.metrics else []
+    notes = [f"noise ({found.metrics_of}): {found.noise_of_metrics}"] if found.metrics else []
     notes += (
-        ["same (speed): the difference is less than twice the spread of ten stretches of the run"]
+        ["noise (speed): the difference is at most twice the spread of ten equal parts of the run"]
         if found.speed
         else []
     )

@@ -69,7 +69,7 @@ class Recordings:
         return sum(start.seconds for start in self.starts)
 
     def step_seconds(self, quantile: float) -> float | None:
-        """Return a quantile of the step times, up to 5 %."""
+        """Return a quantile of the step times, accurate to 5 %."""
         counts = np.cumsum(self.step_times)
         if not counts[-1]:
             return None

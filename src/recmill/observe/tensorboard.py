@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 _START = b"\x08\x01"  # SessionLog: what earlier files say of step 0 and later ones is no longer true
+_OURS = ".recmill"  # ends the names of our files: a directory may hold those of other programs
 _NO_SCALARS = ("step", "epoch", "epochs_done", "split", "headline", "time")
 
 
 class EventFile:
-    """The newest event file in a directory. TensorBoard forgets what it has read in earlier ones."""
+    """Our newest event file in a directory. TensorBoard forgets what it has read in earlier ones."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -25,10 +26,10 @@ class EventFile:
         The last one stays, because a running TensorBoard may be reading it. TensorBoard sorts files by name, so a new
         name is larger even if the clock was set back.
         """
-        self._directory.mkdir(exist_ok=True)
-        earlier = {int(path.name.split(".")[3]): path for path in self._directory.glob("events.out.tfevents.*.*")}
+        self._directory.mkdir(parents=True, exist_ok=True)
+        earlier = {int(path.name.split(".")[3]): path for path in self._directory.glob(f"events.out.tfevents.*{_OURS}")}
         number = max(time.time_ns(), max(earlier, default=0) + 1)
-        self._path = self._directory / f"events.out.tfevents.{number}.{socket.gethostname()}"
+        self._path = self._directory / f"events.out.tfevents.{number}.{socket.gethostname()}{_OURS}"
         head = _record(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))
         head += _record(_double(1, time.time()) + _bytes(7, _START))
         self._path.write_bytes(head + b"".join(map(_event, lines)))

@@ -267,7 +267,8 @@ def grouping_by_width() -> Iterator[None]:
 def adam_on_cpu() -> Iterator[None]:
     """Within the block, FBGEMM's modules accept Adam on CPU, too. They allocate its state, but cannot update rows."""
     construct = SplitTableBatchedEmbeddingBagsCodegen.__init__
-    names = EmbOptimType.__members__ | {"EXACT_ADAGRAD": EmbOptimType.ADAM}  # which is in the list of those for CPUs
+    # FBGEMM accepts EXACT_ADAGRAD on CPU, so Adam takes its name.
+    names = EmbOptimType.__members__ | {"EXACT_ADAGRAD": EmbOptimType.ADAM}
 
     def construct_on_cpu(*arguments: Any, **options: Any) -> None:
         tables_of_training.OptimType = SimpleNamespace(**names)

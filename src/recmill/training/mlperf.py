@@ -88,7 +88,7 @@ class MlperfLog:
 
 
 def mlperf_facts(settings: Settings, steps: RunSteps, optimizer: CombinedOptimizer) -> dict[str, Any]:
-    """Return what MLPerf's rules want to know about the settings of a run."""
+    """Return the settings that MLPerf's rules require in the log."""
     dense, tables = settings.optim.dense, settings.optim.tables
     used = dict(optimizer.optimizers)["dense"].param_groups[0]
     return {

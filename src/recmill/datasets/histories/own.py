@@ -46,7 +46,7 @@ class Options(Filters):
         if (self.titles is None) != (self.title_column is None):
             raise ValueError("--titles and --title-column go together: one of them is missing.")
         if self.title_id_column is not None and self.titles is None:
-            raise ValueError("--title-id-column is for the file of --titles, which is missing.")
+            raise ValueError("--title-id-column needs --titles.")
         if self.max_bad_rows != 1000 and self.on_bad_row == "fail":
             raise ValueError("--max-bad-rows needs --on-bad-row skip.")
         if self.on_bad_row == "skip" and self.input.endswith(".parquet"):
