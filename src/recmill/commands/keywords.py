@@ -21,26 +21,25 @@ def checked_keywords(function: CallableT) -> CallableT:
                 setattr(function, name, checked_keywords(method))
         return function
 
+    known = _keywords(function)
+
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        if (known := _keywords(function)) is not None:
-            for name, value in named.items():
-                if name not in known:
-                    raise ConfigError(_message(function.__name__, name, value, known))
+        for name, value in named.items():
+            if name not in known:
+                raise ConfigError(_message(function.__name__, name, value, known))
         return function(*arguments, **named)
 
     return typing.cast(CallableT, call)
 
 
-def _keywords(function: Callable[..., Any]) -> list[str] | None:
-    """Return the names of a function's arguments; None if they depend on others, as the options of datasets do."""
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's arguments, also of those in a TypedDict: `**options: Unpack[Options]`."""
     names = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            options = typing.get_args(parameter.annotation)
-            if function.__name__ == "prepare" or not options:
-                return None
-            names += options[0].__annotations__
+            (options,) = typing.get_args(parameter.annotation)
+            names += options.__annotations__
         elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name != "self":
             names.append(parameter.name)
     return names
