@@ -93,7 +93,7 @@ def test_the_file_of_titles_may_name_its_column_of_items_differently(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"title_id_column": "id"}, "--title-id-column is for the file of --titles, which is missing."),
+        ({"title_id_column": "id"}, "--title-id-column needs --titles."),
         ({"titles": "t.csv"}, "--titles and --title-column go together"),
         ({"title_column": "title"}, "--titles and --title-column go together"),
         (

@@ -80,19 +80,19 @@ def test_runs_that_are_not_done_and_old_ones_say_what_is_missing(state: str, tmp
     words = text_of(recmill.report(run))
     shown = "stopped" if state in ("preempted", "interrupted") else state
     assert f"{shown} at step 120" in words
-    assert ("SIGTERM" if state != "running" else "is known when it is done") in words
+    assert ("SIGTERM" if state != "running" else "comes when it is done") in words
     for sentence in (
         "This run did not record where its time went.",
         "No counters were recorded",
         "The placement of tables is unknown",
-        "Where it ran is unknown",
+        "The environment is unknown",
     ):
         assert sentence in words
     for file in ("config.toml", "metrics.jsonl", "report.html"):
         (run / file).unlink()
     words = text_of(recmill.report(run))
     assert "No curves: nothing was reported yet" in words
-    assert "It ended before its config was written" in words
+    assert "The run has no readable config.toml" in words
 
 
 def test_names_and_values_stay_text_whatever_they_are(tmp_path: Path, dlrm: Config) -> None:
@@ -138,7 +138,7 @@ def test_a_run_of_ten_million_steps_on_many_ranks_gives_a_small_file(tmp_path: P
     path = recmill.report(*[run] * 8, output=tmp_path / "out.html")
     assert path.stat().st_size < MAX_BYTES
     words = text_of(path)
-    assert "ranks are shown, which wait least and most" in words
+    assert "ranks are shown: those that wait least and most" in words
     assert "33 %" in words  # 0.25 of 0.75 s
 
 
