@@ -82,6 +82,14 @@ def test_a_block_that_fails_leaves_the_old_one(new: object, tmp_path: Path) -> N
     assert list(output.parent.iterdir()) == [output]
 
 
+def test_a_file_cannot_replace_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for output in (Path(), tmp_path):
+        with pytest.raises(IsADirectoryError), new_file(output):
+            pytest.fail("the work began")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_parent_that_is_a_file_is_a_resource_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ResourceError, match="file"), new_file(tmp_path / "file" / "output"):

@@ -1,5 +1,6 @@
 """Files and directories that appear complete or not at all, whenever the process is killed."""
 
+import errno
 import json
 import os
 import re
@@ -52,6 +53,8 @@ def sync_directory(path: Path) -> None:
 @contextmanager
 def new_file(output: Path) -> Iterator[Path]:
     """Yield a temporary file that is renamed to `output` if the block succeeds, and removed otherwise."""
+    if output.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(output))
     partial = _new_partial(output, Path.touch)
     try:
         yield partial
