@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from recmill.errors import ResourceError
+from recmill.errors import ConfigError, ResourceError
 from recmill.files.atomic import new_directory, new_file, remove_leftovers, write_json, write_synced, write_text
 from recmill.files.digests import digest
 from recmill.files.locks import exclusive_lock
@@ -80,6 +80,19 @@ def test_a_block_that_fails_leaves_the_old_one(new: object, tmp_path: Path) -> N
         raise KeyError
     assert output.stat().st_ino == before
     assert list(output.parent.iterdir()) == [output]
+
+
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/stdout", "pipe"])
+def test_a_file_does_not_replace_a_device_or_a_pipe(device: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    output = tmp_path / device
+    before = output.lstat()
+    for new in (new_file, new_directory):
+        with pytest.raises(ConfigError, match="is a device or pipe"), new(output):
+            pytest.fail("the work began")
+    with pytest.raises(ConfigError, match="is a device or pipe"):
+        write_text(tmp_path / "pipe", "")  # not a device, which a failure of this test would replace
+    assert (output.lstat().st_ino, output.lstat().st_mode) == (before.st_ino, before.st_mode)
 
 
 def test_a_file_cannot_replace_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from recmill.errors import as_user_error
+from recmill.errors import ConfigError, as_user_error
 from recmill.failpoints import reach
 
 
@@ -18,6 +18,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace `path` with a synced file that holds `text`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        _refuse_devices(path)
         write_synced(temporary, text)
         os.replace(temporary, path)
     except OSError as error:
@@ -78,10 +79,18 @@ def new_directory(output: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _refuse_devices(output: Path) -> None:
+    """Raise ConfigError for devices and pipes: root would replace /dev/null or /dev/stdout for the whole machine."""
+    is_special = output.exists() and not (output.is_file() or output.is_dir())
+    if is_special or output.absolute().parent == Path("/dev"):
+        raise ConfigError(f"{output} is a device or pipe, which a file would replace. Name a file instead.")
+
+
 def _new_partial(output: Path, create: Callable[[Path], None]) -> Path:
     """Create the temporary file or directory beside `output`, with the parents that are missing."""
     partial = output.parent / f".{output.name}.partial-{os.getpid()}"
     try:
+        _refuse_devices(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(output)
         create(partial)
