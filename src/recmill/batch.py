@@ -1,6 +1,6 @@
 """The batches that networks, tasks and steps work on.
 
-The last letters of a name give its shape: B rows, F dense features, N tokens, M queries, K and C negatives.
+Capitals that end a name are the array's axes: B rows, F dense features, N tokens, M queries, K and C negatives.
 """
 
 from collections.abc import Callable

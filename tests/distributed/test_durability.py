@@ -318,7 +318,7 @@ def run_on_a_small_disk(folder: Path, before: str = "") -> "subprocess.Completed
     return done
 
 
-@pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here")
+@pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here: run as root, or allow user namespaces")
 def test_a_read_only_directory_is_reported_before_the_first_step_with_at_start(dlrm: Config, tmp_path: Path) -> None:
     dlrm["checkpoint"]["at_start"] = True
     (tmp_path / "run.toml").write_text(tomli_w.dumps(dlrm))
@@ -329,7 +329,7 @@ def test_a_read_only_directory_is_reported_before_the_first_step_with_at_start(d
     assert "step 1  loss" not in done.stderr
 
 
-@pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here")
+@pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here: run as root, or allow user namespaces")
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
 def test_a_full_disk_is_reported_with_its_numbers_and_the_earlier_checkpoint_stays(
     on_error: str, dlrm: Config, tmp_path: Path

@@ -13,13 +13,14 @@ from recmill.config.options import given_path
 from recmill.config.sections import Section
 from recmill.errors import ConfigError, ResourceError
 from recmill.files.atomic import new_file
+from recmill.observe.tensorboard import LINE_FACTS
 
 if TYPE_CHECKING:
     import polars as pl
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NO_METRICS = ("step", "epoch", "epochs_done", "split", "time", "loss", "samples_per_s", "lr", "lr_tables")
+_NOT_METRICS = (*LINE_FACTS, "loss", "samples_per_s", "lr", "lr_tables")
 Axis = Literal["step", "epoch"]
 _PANEL_INCHES = (5.0, 3.6)
 
@@ -45,7 +46,7 @@ def plot(*runs: str | Path, metric: Sequence[str] = (), x: Axis = "step", output
             raise ConfigError(f"--x {x}: {name} has no {column}: an earlier version trained it. Use --x step.")
     validations = {name: frame.filter(frame["split"] == "val") for name, frame in histories.items()}
     filled = (name for frame in validations.values() for name in frame.columns if frame[name].count())
-    known = dict.fromkeys(name for name in filled if name not in _NO_METRICS)
+    known = dict.fromkeys(name for name in filled if name not in _NOT_METRICS)
     for name in metric:
         if name not in known:
             raise ConfigError(f"--metric: {registry.unknown('metric', name, known)}")

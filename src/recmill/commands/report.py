@@ -28,12 +28,13 @@ from recmill.observe.progress import human_rate, human_time
 from recmill.observe.recorder import PARTS, PAUSES, TRACKS
 from recmill.observe.recordings import SHOWN_RANKS, Recordings, read_recordings
 from recmill.observe.run_dir import RunDirectory
+from recmill.observe.tensorboard import LINE_FACTS
 
 MAX_BYTES = 1_000_000
 _MAX_METRICS = 8  # figures of validation metrics
 _MAX_ROWS = 60  # of a table
 _MAX_CONFIG = 20_000  # characters
-_NO_METRICS = ("step", "epoch", "epochs_done", "time", "rows", "users")
+_NO_CURVES = (*LINE_FACTS, "rows", "users")
 _PARTS_OF_STEP = [part for number, part in enumerate(PARTS) if number not in PAUSES]
 _COMMANDS_OF_RUN = ("evaluate", "trace", "report")
 
@@ -114,7 +115,7 @@ def _read_curves(facts: Facts) -> None:
         if split not in ("train", "val"):
             continue
         for name, value in line.items():
-            if name not in _NO_METRICS and (found := number(value)) is not None:
+            if name not in _NO_CURVES and (found := number(value)) is not None:
                 facts.curves.setdefault(f"{split}/{name}", Curve()).add(step, found)
         if isinstance(epoch := line.get("epoch"), int) and len(facts.epochs) < 10_000:
             facts.epochs.setdefault(epoch, step)

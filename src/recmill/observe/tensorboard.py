@@ -10,7 +10,8 @@ from typing import Any
 
 _START = b"\x08\x01"  # SessionLog: what earlier files say of step 0 and later ones is no longer true
 _OURS = ".recmill"  # ends the names of our files: a directory may hold those of other programs
-_NO_SCALARS = ("step", "epoch", "epochs_done", "split", "headline", "time")
+# What a line of metrics.jsonl says beside metrics.
+LINE_FACTS = ("step", "epoch", "epochs_done", "split", "headline", "time")
 
 
 class EventFile:
@@ -46,7 +47,7 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     return {
         f"{line['split']}/{name}": float(value)
         for name, value in line.items()
-        if name not in _NO_SCALARS and isinstance(value, int | float)
+        if name not in LINE_FACTS and isinstance(value, int | float)
     }
 
 

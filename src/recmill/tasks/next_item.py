@@ -1,6 +1,6 @@
 """Next item: cross-entropy over the catalogue at each query; HR, NDCG and MRR by ranking protocol.
 
-The last letters of a name give its shape: B users, V items, C candidates.
+Capitals that end a name are the array's axes: B users, V items, C candidates.
 """
 
 from collections.abc import Callable
