@@ -31,6 +31,7 @@ from recmill.observe.run_dir import RunDirectory
 from recmill.observe.tensorboard import LINE_FACTS
 
 MAX_BYTES = 1_000_000
+_FRAME_BYTES = 50_000  # the style sheet, the footer and the list of what is left out
 _MAX_METRICS = 8  # figures of validation metrics
 _MAX_ROWS = 60  # of a table
 _MAX_CONFIG = 20_000  # characters
@@ -129,7 +130,7 @@ def html_of(runs: Sequence[Facts]) -> str:
     left_out = []
     for run in runs:
         own = ("" if is_one else f'<h2 class="run">{text(run.name)}</h2>' + _verdict(run)) + _sections(run, is_one)
-        if sum(map(len, body)) + len(own.encode(errors="replace")) < MAX_BYTES - 50_000:
+        if len("".join([*body, own]).encode(errors="replace")) < MAX_BYTES - _FRAME_BYTES:
             body.append(own)
         else:
             left_out.append(run.name)
