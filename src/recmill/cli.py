@@ -266,10 +266,10 @@ commands.add_command(_Datasets("prepare", help="Make a prepared dataset."))
 
 
 @commands.command("download", cls=_Command)
-@click.argument("name", metavar="{movielens|goodreads}")
+@click.argument("name", metavar="{movielens|goodreads|criteo}")
 @click.option("--output", required=True, type=click.Path(), help="Directory to write to: VARIANT/ or a file.")
 def download_command(name: str, output: str, **options: Any) -> None:
-    """Download public raw data and verify it: MovieLens or Goodreads. Mind their terms of use."""
+    """Download public raw data and verify it: MovieLens, Goodreads or Criteo's 1TB logs. Mind their terms of use."""
     path = recmill.download(name, output, **options)
     with _after_work():
         print(path)

@@ -61,7 +61,7 @@ def test_a_wheel_holds_every_module_kernel_and_config_once(wheel: Path) -> None:
     source = REPO / "src" / "recmill"
     expected = [
         f"recmill/{file.relative_to(source)}"
-        for kind in ("*.py", "*.cpp", "*.h", "*.css")
+        for kind in ("*.py", "*.cpp", "*.h", "*.css", "*.md5")
         for file in source.rglob(kind)
     ]
     expected += [f"recmill/{file.relative_to(REPO)}" for file in (REPO / "configs").rglob("*.toml")]

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from recmill import prepare, train
+from recmill.commands import adopt as adopt_module
 from recmill.commands.adopt import adopt
 from recmill.data.click_rows import StoredDay
 from recmill.data.opening import open_dataset
@@ -328,6 +330,25 @@ def test_what_torchrec_s_own_scripts_write_can_be_trained_on(tmp_path: Path, dlr
     assert [feature["rows"] for feature in description["sparse"]] == [8] * 26  # 6 hashes, numbered from 2
     results = train({**dlrm, "data": {"path": str(out)}}, tmp_path / "run")
     assert results["test"]["rows"] == 30
+
+
+def test_files_are_compared_with_mlperf_s_before_they_are_adopted(npys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = problem(npys, verify_mlperf=True)
+    assert "  day_3_dense.npy: missing\n  day_3_labels.npy: missing\n  day_3_sparse.npy: missing\n" in text
+    assert "multi_hot" not in text
+    published = {file.name: hashlib.md5(file.read_bytes()).hexdigest() for file in npys.iterdir()}
+    monkeypatch.setattr(adopt_module, "published_md5s", {"mlperf_v2": published}.get)
+    description = adopt(npys, verify_mlperf=True)
+    assert "the MD5s of all files are those that MLPerf published" in description["notes"]
+    assert adopt(npys) == description  # it is no part of the recipe
+    published["day_1_dense.npy"] = "0" * 32
+    found = hashlib.md5((npys / "day_1_dense.npy").read_bytes()).hexdigest()
+    with pytest.raises(DataError, match=f"day_1_dense.npy: md5 {found}, MLPerf's is {'0' * 32}\n"):
+        adopt(npys, verify_mlperf=True)
+    for kind in ("dense", "sparse", "labels"):
+        published.pop(f"day_2_{kind}.npy")
+    with pytest.raises(DataError, match="day_2: not one of MLPerf's days"):
+        adopt(npys, verify_mlperf=True)
 
 
 def test_the_command_does_the_same(npys: Path, run_cli: RunCli) -> None:

@@ -1,6 +1,7 @@
 """`recmill download` from a local server that breaks connections, sends wrong data and refuses requests."""
 
 import fcntl
+import gzip
 import hashlib
 import io
 import logging
@@ -47,6 +48,7 @@ class Server:
     """`cuts` are the lengths at which the next answers end, `failures` the statuses of the next answers."""
 
     content: bytes = ARCHIVE
+    contents: dict[str, bytes] = field(default_factory=dict)  # by path, instead of `content`
     etag: str | None = '"one"'
     cuts: list[int] = field(default_factory=list)
     failures: list[int] = field(default_factory=list)
@@ -60,6 +62,7 @@ class Server:
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         if request.path.endswith(".md5"):
             return self.send(request, 200 if self.checksum else 404, (self.checksum or "").encode(), {})
+        self.content = self.contents.get(request.path, self.content)
         wanted = request.headers.get("Range")
         self.ranges.append(wanted)
         if self.failures:
@@ -309,6 +312,56 @@ def test_what_a_kill_after_the_last_rename_left_is_removed(
     assert [path.name for path in tmp_path.iterdir()] == ["ml-1m"]
 
 
+def publish_days(monkeypatch: pytest.MonkeyPatch, days: dict[str, bytes]) -> None:
+    """Make `days` all of Criteo's logs."""
+    known = download_module.SOURCES["criteo"]
+    sources = {day: replace(known[day], md5=hashlib.md5(content).hexdigest()) for day, content in days.items()}
+    monkeypatch.setitem(download_module.SOURCES, "criteo", sources)
+
+
+def test_criteo_s_days_come_from_a_mirror_and_resume_where_they_stopped(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = {day: gzip.compress(f"{day}\n".encode() * 50) for day in ("day_0", "day_1", "day_2")}
+    publish_days(monkeypatch, days)
+    server.contents = {f"/logs/{day}.gz": content for day, content in days.items()}
+    mirror = server.url.replace("ml-1m.zip", "logs/")
+    server.cuts = [1000, 10, *[0] * 20]  # day_0 arrives; day_1 breaks after 10 bytes, and the server stays broken
+    with pytest.raises(ResourceError, match=r"logs/day_1\.gz: connection closed at 10 of .* Run it again to resume"):
+        download("criteo", tmp_path / "raw", url=mirror)
+    assert left_in(tmp_path / "raw") == [
+        *(f".day_1.gz.unfinished/{file}" for file in ("data", "lock", "version.json")),
+        "day_0.gz",
+    ]
+    server.cuts, server.ranges = [], []
+    assert download("criteo", tmp_path / "raw", url=mirror) == tmp_path / "raw"
+    assert server.ranges == ["bytes=10-", None]  # the rest of day_1, then day_2; day_0 was there
+    assert left_in(tmp_path / "raw") == ["day_0.gz", "day_1.gz", "day_2.gz"]
+    assert {day: (tmp_path / "raw" / f"{day}.gz").read_bytes() for day in days} == days
+    one = download("criteo", tmp_path / "one", variant="day_2", url=mirror.rstrip("/"))
+    assert (one, left_in(tmp_path / "one")) == (tmp_path / "one" / "day_2.gz", ["day_2.gz"])
+
+
+def test_a_day_that_changes_while_it_is_downloaded_is_never_mixed(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server also ignores ranges, and its first file is not Criteo's."""
+    right, wrong = gzip.compress(b"right" * 100), gzip.compress(b"wrong" * 100)
+    publish_days(monkeypatch, {"day_0": right})
+    server.contents = {"/day_0.gz": wrong}
+    server.cuts = [20, *[0] * 20]
+    mirror = server.url.replace("/ml-1m.zip", "")
+    with pytest.raises(ResourceError, match="closed at 20 of"):
+        download("criteo", tmp_path, url=mirror)
+    server.contents, server.etag, server.cuts = {"/day_0.gz": right}, '"two"', []
+    assert download("criteo", tmp_path, url=mirror).read_bytes() == right
+    (tmp_path / "day_0.gz").unlink()
+    server.contents = {"/day_0.gz": wrong}
+    with pytest.raises(DataError, match=r"md5 .*: corrupted on the way, or another file"):
+        download("criteo", tmp_path, url=mirror)
+    assert left_in(tmp_path) == []
+
+
 def test_an_unreachable_server_is_one_error_with_manual_steps(server: Server, tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"refused.*or download https://mcauleylab.* to .*csv\."):
         download("goodreads", tmp_path, url="http://127.0.0.1:1/goodreads_interactions.csv")
@@ -341,4 +394,5 @@ def test_mistakes_are_reported_before_any_work(tmp_path: Path, run_cli: RunCli) 
 def test_the_command_line_offers_what_there_is(run_cli: RunCli) -> None:
     text = run_cli("download", "--help").stdout
     for name, variants in download_module.SOURCES.items():
-        assert all(word in text for word in (name, *variants))
+        shown = variants if name != "criteo" else ["day_0 to day_23"]
+        assert all(word in " ".join(text.split()) for word in (name, *shown))

@@ -1,9 +1,11 @@
 """`recmill adopt`: make a prepared dataset of TorchRec's or MLPerf's npy files by adding a `dataset.json`."""
 
+import hashlib
 import logging
 import os
 import re
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -19,8 +21,10 @@ from recmill.data.click_rows import split_blocks
 from recmill.data.npy_files import npy_array, npz_arrays
 from recmill.data.opening import open_dataset
 from recmill.datasets.clicks import dense_names, sparse_names, split_rows
+from recmill.datasets.criteo.checksums import published_md5s
 from recmill.datasets.writing import ADOPTED, MADE_BY, recipe_changes, seal
 from recmill.errors import ConfigError, DataError, ResourceError
+from recmill.hardware.cpu import num_cores
 from recmill.observe.progress import Progress
 from recmill.schema import DESCRIPTION_FILE, UNLABELLED, ClicksDescription, Dataset, FileInfo, RowRange, SparseFeature
 
@@ -56,10 +60,13 @@ class Options(Section):
     dense_transform: str | None = Field(
         None, description="How the dense values were made, like 'log(x+3)'; kept as a note in dataset.json."
     )
+    verify_mlperf: bool = Field(
+        False, description="Check that these are the files of MLPerf's DLRMv2, all 24 days, by their published MD5s."
+    )
 
     @property
     def recipe(self) -> dict[str, Any]:
-        return {**self.model_dump(), "last_day": self.last_day or "val-first"}
+        return {**self.model_dump(exclude={"verify_mlperf"}), "last_day": self.last_day or "val-first"}
 
 
 class AdoptOptions(TypedDict, total=False):
@@ -69,6 +76,7 @@ class AdoptOptions(TypedDict, total=False):
     val_fraction: float | None
     table_size: list[int] | None
     dense_transform: str | None
+    verify_mlperf: bool
 
 
 @checked_keywords
@@ -81,7 +89,10 @@ def adopt(path: str | Path, **options: Unpack[AdoptOptions]) -> dict[str, Any]:
     path = given_path(path, "DIRECTORY")
     if not path.is_dir():
         raise DataError(f"{path}: no such directory. Give the one that holds day_0_dense.npy or train_dense.npy.")
-    if _is_adopted(path, checked):
+    is_adopted = _is_adopted(path, checked)
+    if checked.verify_mlperf:
+        _check_mlperf(path)
+    if is_adopted:
         log.info("%s is already adopted: nothing to do", path)
     else:
         _write_description(path, checked)
@@ -106,6 +117,30 @@ def _is_adopted(path: Path, options: Options) -> bool:
     raise DataError(f"{file} exists already:\n{changes}Remove it to adopt the files beside it with other options.")
 
 
+def _check_mlperf(path: Path) -> None:
+    """Raise unless `path` holds every file of MLPerf's dataset, with one-hot or multi-hot ids, and each is the same."""
+    days = _days(path)
+    sparse = _MULTI_HOT if any((path / f"{day}_{_MULTI_HOT}").exists() for day in days) else _ONE_HOT
+    md5s = {
+        file: md5 for file, md5 in published_md5s("mlperf_v2").items() if file.endswith((_DENSE, _LABELS, f"_{sparse}"))
+    }
+    problems = [f"{day}: not one of MLPerf's days" for day in days if f"{day}_{_DENSE}" not in md5s]
+    problems += [f"{file}: missing" for file in md5s if not (path / file).is_file()]
+    _raise_if_any(path, problems)
+    size = sum((path / file).stat().st_size for file in md5s)
+    with Progress(f"checking MD5s in {path}", size, "bytes") as progress, ThreadPoolExecutor(num_cores()) as threads:
+
+        def found(name: str) -> str:
+            with (path / name).open("rb") as file:
+                md5 = hashlib.file_digest(file, "md5").hexdigest()
+            progress.advance((path / name).stat().st_size)
+            return md5
+
+        results = dict(zip(md5s, threads.map(found, md5s), strict=True))
+    _raise_if_any(path, [f"{f}: md5 {m}, MLPerf's is {md5s[f]}" for f, m in results.items() if m != md5s[f]])
+    log.info("the MD5s of all %d files are those that MLPerf published", len(md5s))
+
+
 def _write_description(path: Path, options: Options) -> None:
     """Check names, headers and labels first: their problems should not show up after hours of reading."""
     description = _describe_headers(path, options)
@@ -113,6 +148,8 @@ def _write_description(path: Path, options: Options) -> None:
     notes = [f"dense values: {options.dense_transform or 'transformed elsewhere; nobody told how'}"]
     for part in description.splits.get(UNLABELLED, []):
         notes.append(f"{part.day}: all labels are -1, so it is split unlabelled")
+    if options.verify_mlperf:
+        notes.append("the MD5s of all files are those that MLPerf published")
     update: dict[str, Any] = {"notes": notes}
     if options.table_size is None:
         update["sparse"] = _features(largest_ids + 1)

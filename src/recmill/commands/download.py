@@ -21,6 +21,7 @@ from typing import BinaryIO, TypedDict, Unpack
 from recmill.commands.keywords import checked_keywords
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section, key
+from recmill.datasets.criteo.checksums import published_md5s
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_directory, remove_leftovers, write_json
 from recmill.files.locks import exclusive_lock
@@ -52,6 +53,8 @@ class Source:
 
 _MOVIELENS = "https://files.grouplens.org/datasets/movielens/"
 _GOODREADS = "https://mcauleylab.ucsd.edu/public_datasets/gdrive/goodreads/"
+_CRITEO = "criteo"  # of which all variants are downloaded by default
+_LOGS = "https://storage.googleapis.com/criteo-cail-datasets/"  # as in facebookresearch/dlrm's download script
 _TAB = ("u.data", "u.item", "README")
 _CSV = ("ratings.csv", "movies.csv", "README.txt")
 _DAT = ("ratings.dat", "movies.dat", "users.dat", "README")
@@ -67,13 +70,24 @@ SOURCES = {  # the first variant of each is the default
         "books": Source(f"{_GOODREADS}goodreads_books.json.gz", 10**10),
         "book-ids": Source(f"{_GOODREADS}book_id_map.csv", 10**9),
     },
+    _CRITEO: {
+        file.removesuffix(".gz"): Source(f"{_LOGS}{file}", 3 * 10**10, md5)
+        for file, md5 in published_md5s("logs").items()
+    },
 }
-_VARIANTS = "; ".join(f"of {name}: {', '.join(variants)}" for name, variants in SOURCES.items())
+_VARIANTS = "; ".join(f"of {name}: {', '.join(variants)}" for name, variants in SOURCES.items() if name != _CRITEO)
 
 
 class Options(Section):
-    variant: str | None = key(None, f"Which file to download, {_VARIANTS}. The default is the first.")
-    url: str | None = key(None, "Another address of the same file, such as a mirror; its checksum must be the same.")
+    variant: str | None = key(
+        None,
+        f"Which file to download, {_VARIANTS}; the default is the first. Of criteo: day_0 to day_23; default: all.",
+    )
+    url: str | None = key(
+        None,
+        "Another address of the same file, such as a mirror; its checksum must be the same. Of criteo: the address of "
+        "the directory that holds day_0.gz.",
+    )
 
 
 class DownloadOptions(TypedDict, total=False):
@@ -85,7 +99,7 @@ class DownloadOptions(TypedDict, total=False):
 
 @checked_keywords
 def download(name: str, output: str | Path, **options: Unpack[DownloadOptions]) -> Path:
-    """Download public data and return its path: output/VARIANT/ for an archive, output/FILE otherwise.
+    """Download public data and return its path: output/VARIANT/ for an archive, output/FILE for one file, else output.
 
     Options are the fields of `Options`. Data that is already there is kept. An interrupted call, repeated, continues
     the partial file if the server confirms that its file is still the same.
@@ -93,23 +107,32 @@ def download(name: str, output: str | Path, **options: Unpack[DownloadOptions]) 
     checked = checked_options("download", Options, dict(options))
     if name not in SOURCES:
         raise ConfigError(unknown("download", name, SOURCES))
-    variant = checked.variant or next(iter(SOURCES[name]))
-    if variant not in SOURCES[name]:
-        raise ConfigError(unknown(f"variant of {name}", variant, SOURCES[name]))
-    source = SOURCES[name][variant]
-    url = checked.url or source.url
-    _check_address(url)
-    target = given_path(output, "--output").absolute() / (variant if source.members else source.file)
+    known = SOURCES[name]
+    if checked.variant is not None and checked.variant not in known:
+        raise ConfigError(unknown(f"variant of {name}", checked.variant, known))
+    variants = [checked.variant] if checked.variant else list(known)[: None if name == _CRITEO else 1]
+    directory = given_path(output, "--output").absolute()
+    urls = {variant: checked.url or known[variant].url for variant in variants}
+    if checked.url and name == _CRITEO:
+        urls = {variant: f"{checked.url.rstrip('/')}/{known[variant].file}" for variant in variants}
+    for url in urls.values():
+        _check_address(url)
+    for variant, url in urls.items():
+        target = directory / (variant if known[variant].members else known[variant].file)
+        _download_missing(url, known[variant], target)
+    return target if len(variants) == 1 else directory
+
+
+def _download_missing(url: str, source: Source, target: Path) -> None:
     if all((target / member).is_file() for member in source.members or [""]):
         log.info("%s is already there: nothing to do", target)
         _remove_finished_work(target, source)
-        return target
+        return
     if target.exists():
         members = ", ".join(source.members) or "the data"
         raise DataError(f"{target} exists, without all of {members}. Move it away, or choose another --output.")
     _download(url, source, target)
     log.info("downloaded %s", target)
-    return target
 
 
 def _check_address(url: str) -> None:
