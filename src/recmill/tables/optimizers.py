@@ -90,8 +90,9 @@ def _adam(weight: Tensor, rows: Rows, gradient: Tensor, states: list[Tensor], se
 
 
 def _ftrl(weight: Tensor, rows: Rows, gradient: Tensor, states: list[Tensor], settings: TablesOptim, lr: float) -> None:
-    """FTRL-proximal as in OneFlow, with lr_power = -0.5. The first accumulator is not in the state, so that it is 0 in
-    rows that were never updated.
+    """FTRL-proximal (McMahan et al., 2013); in OneFlow's kernel this is lr_power = 0.5.
+
+    The first accumulator is not in the state, so that it is 0 in rows that were never updated.
     """
     z, squares = states
     before = (settings.initial_accumulator + squares[rows]).sqrt()
