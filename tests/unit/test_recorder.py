@@ -120,7 +120,32 @@ def test_waits_of_other_threads_are_no_exchange(clock: Callable[[int], int]) -> 
     thread.join()
     recorder.lap(FORWARD)
     recorder.end_step()
+    recorder.count()
     assert recorder.drain()[1]["parts"][0].tolist() == pytest.approx([0, 0, 0, 0.005, 0, 0, 0, 0, 0])
+
+
+def test_many_waits_in_one_step_are_counted_early_and_give_the_same_parts(
+    clock: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MARKS", 2)
+    recorder = Recorder()
+    recorder.begin(0)
+    take_step(recorder, clock)
+    for _ in range(10):
+        recorder.exchanged(clock(0), clock(1))
+    assert len(recorder._marks) < 3
+    recorder.lap(FORWARD)
+    recorder.count()
+    assert recorder.drain()[1]["parts"].tolist() == [pytest.approx([ms / 1000 for ms in EXPECTED_MS])]
+    assert recorder._parts[EXCHANGE] == 10 * MS
+
+
+def test_steps_are_counted_without_a_report_when_half_a_second_has_passed(clock: Callable[[int], int]) -> None:
+    recorder = Recorder()
+    recorder.begin(0)
+    for _ in range(10):  # of 80 ms
+        take_step(recorder, clock)
+    assert recorder.drain()[1]["step"].tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_thinning_keeps_all_then_half_then_a_quarter() -> None:
@@ -154,6 +179,7 @@ def test_when_steps_are_thinned_each_record_has_the_sum_of_several(
     recorder.begin(0)
     for _ in range(20):
         take_step(recorder, clock)
+    recorder.count()
     steps = recorder.drain()[1]
     assert steps["steps"].tolist() == [1, 1, 1, 2, 2, 2, 4, 4]
     assert steps["step"].tolist() == [1, 2, 3, 5, 7, 9, 13, 17]

@@ -38,6 +38,10 @@ WARM_UP_STEPS = 10  # the first ones compile and allocate: the verdict leaves th
 _COUNTER_SECONDS = 2.0
 _GROWING = {"cpu_s", "minor_faults", "major_faults", "switches", "involuntary_switches", "read_bytes", "write_bytes"}
 _GROWING |= {"cpu_pressure_s", "io_pressure_s", "memory_pressure_s", "throttled_s"}
+_WAIT, _END = -1, -2  # marks that are no part
+_STEP_SPAN = SPANS.index("step")
+_COUNT_NS = 500_000_000  # how long marks may wait until they are counted
+_MARKS = 100_000
 _LATENCIES = 10_000  # steps of which a report gives percentiles
 _STUCK_SECONDS = 30.0  # a run does not wait longer for a disk that hangs
 _QUEUED = 500_000  # the newest records are kept if the disk does not take them
@@ -88,28 +92,63 @@ class Recorder:
         self._durations: deque[int] = deque(maxlen=_LATENCIES)  # of the steps since the last report
         self._is_reported = False  # the step under way
         self._thread = threading.get_ident()
-        self._step = 0
+        self._marks: list[tuple[int, int, int]] = []  # a part, its end, 0; or _WAIT, start, end; or _END, time, spans?
+        self._step = self._counted_step = 0  # under way; next one that count() sees the end of
         self._spans: deque[tuple[int, int, int, int, int]] = deque(maxlen=_QUEUED)
-        self._records: deque[tuple[int, int, int, list[float]]] = deque(maxlen=_QUEUED)
+        self._records: deque[tuple[int, int, int, tuple[int, ...]]] = deque(maxlen=_QUEUED)
         self._with_spans = Thinning(_STEPS_WITH_SPANS)
-        self._has_spans = False  # until the first step
+        self._has_spans = self._counted_has_spans = False  # until the first step
         self._record_every = Thinning(_STEP_RECORDS)
         self._block: tuple[int, int, list[int]] | None = None  # start, steps and parts of the next record
 
     def begin(self, step: int) -> None:
         """Start the clock: the next lap begins now."""
         self._counters = counters()
-        self._step = step
-        self._first = self._last = self._began = _now()
-        self._has_spans = self._with_spans.keeps()
+        self._step = self._counted_step = step
+        self._first = self._last = self._began = self._counted_at = _now()
+        self._has_spans = self._counted_has_spans = self._with_spans.keeps()
         self._spans.append((self._started, self._began - self._started, step, SPANS.index("start-up"), 0))
+
+    # Code that runs once in a step finds the caches cold, and is four times as slow as in a loop. So a step only leaves
+    # marks, and count() adds up those of many steps.
 
     def lap(self, part: int) -> None:
         """Count the time since the last lap as `part`, without the exchanges in it."""
+        self._marks.append((part, _now(), 0))
+
+    def exchanged(self, start: int, end: int) -> None:
+        """Count a wait for other ranks, if the training thread waited; the lap in which it is tells what it was."""
+        if threading.get_ident() == self._thread:
+            self._marks.append((_WAIT, start, end))
+            if len(self._marks) > _MARKS:  # a long validation
+                self.count()
+
+    def end_step(self) -> None:
+        """Count the rest of the step as "other", and begin the next one."""
         now = _now()
+        self._step += 1
+        self._has_spans = self._with_spans.keeps()
+        self._marks.append((_END, now, self._has_spans))
+        if now - self._counted_at > _COUNT_NS:
+            self.count()
+
+    def count(self) -> None:
+        """Add up the marks since the last call; only the thread that left them may call this."""
+        marks, self._marks = self._marks, []
+        for kind, at, more in marks:
+            if kind == _END:
+                self._count_step(at)
+                self._counted_has_spans = bool(more)
+            elif kind == _WAIT:
+                self._count_wait(at, more)
+            else:
+                self._count_lap(kind, at)
+        self._counted_at = _now()
+
+    def _count_lap(self, part: int, now: int) -> None:
         spent = now - self._last
-        if self._has_spans or part in PAUSES:
-            self._spans.append((self._last, spent, self._step, part, 0))
+        if self._counted_has_spans or part in PAUSES:
+            self._spans.append((self._last, spent, self._counted_step, part, 0))
         self._last = now
         if self._exchanged:
             if FORWARD <= part <= UPDATE:
@@ -118,17 +157,12 @@ class Recorder:
             self._exchanged = 0
         self._parts[part] += spent
 
-    def exchanged(self, start: int, end: int) -> None:
-        """Count a wait for other ranks, if the training thread waited; the lap in which it is tells what it was."""
-        if threading.get_ident() != self._thread:
-            return
+    def _count_wait(self, start: int, end: int) -> None:
         self._exchanged += end - start
-        if self._has_spans and not self._parts[UPDATE]:  # not those of a validation after the step
-            self._spans.append((start, end - start, self._step, EXCHANGE, 0))
+        if self._counted_has_spans and not self._parts[UPDATE]:  # not those of a validation after the step
+            self._spans.append((start, end - start, self._counted_step, EXCHANGE, 0))
 
-    def end_step(self) -> None:
-        """Count the rest of the step as "other", and begin the next one."""
-        now = _now()
+    def _count_step(self, now: int) -> None:
         parts = self._parts
         parts[OTHER] += now - self._last
         self._last = now
@@ -139,25 +173,26 @@ class Recorder:
         self._is_reported = False
         is_counted = self._seen > WARM_UP_STEPS
         self.steps += is_counted
-        for part, spent in enumerate(parts):
-            if spent and (is_counted or part in PAUSES):
-                self.sums[part] += spent
-        if self._has_spans:
-            self._spans.append((self._began, now - self._began, self._step, SPANS.index("step"), 0))
-        start, steps, block = self._block or (self._began, 0, [0] * len(PARTS))
-        block = [a + b for a, b in zip(block, parts, strict=True)]
+        for part in range(len(PARTS)) if is_counted else PAUSES:
+            self.sums[part] += parts[part]
+        if self._counted_has_spans:
+            self._spans.append((self._began, now - self._began, self._counted_step, _STEP_SPAN, 0))
+        start, steps, block = self._began, 0, parts
+        if self._block:
+            start, steps, block = self._block
+            block = [a + b for a, b in zip(block, parts, strict=True)]
+        self._counted_step += 1
         if self._record_every.keeps():
-            self._records.append((start, self._step + 1, steps + 1, [spent / 1e9 for spent in block]))
+            self._records.append((start, self._counted_step, steps + 1, tuple(block)))
             self._block = None
         else:
             self._block = start, steps + 1, block
         self._parts = [0] * len(PARTS)
         self._began = now
-        self._step += 1
-        self._has_spans = self._with_spans.keeps()
 
     def finish(self) -> None:
         """Count what was done after the last step, and what the counters counted since the first."""
+        self.count()
         now = counters()
         grown = {name: now[name] - before for name, before in self._counters.items() if name in _GROWING & now.keys()}
         self.counted = {"seconds": (_now() - self._first) / 1e9, "peak_rss": now["peak_rss"], **grown}
@@ -167,6 +202,7 @@ class Recorder:
 
     def latency(self) -> dict[str, float]:
         """Return how long the steps since the last call took, with that under way: median and 95 % quantile, in ms."""
+        self.count()
         durations = sorted([*self._durations, _now() - self._began - self._parts[SAVE]])
         self._durations.clear()
         self._is_reported = True
@@ -210,13 +246,15 @@ class Recorder:
         try:
             yield
         finally:
+            self.count()
             writer.stop()
 
     def drain(self) -> tuple[np.ndarray, np.ndarray]:
-        """Take the spans and steps that were recorded so far."""
+        """Take the spans and steps that were counted so far."""
         spans, records = ([queue.popleft() for _ in range(len(queue))] for queue in (self._spans, self._records))
-        made = [(start, step, steps, tuple(parts)) for start, step, steps, parts in records]  # type: ignore[misc]
-        return np.array(spans, SPAN), np.array(made, STEP)
+        steps = np.array(records, STEP)
+        steps["parts"] /= 1e9  # seconds
+        return np.array(spans, SPAN), steps
 
 
 class _Writer(threading.Thread):
