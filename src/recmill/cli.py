@@ -311,9 +311,13 @@ def train_command(config: str, run: str, **options: Any) -> None:
     Exits with 0 when training is complete. When it is stopped by a signal, it saves and exits with 75 (SIGTERM,
     SIGUSR1, SIGUSR2) or 130 (Ctrl-C).
     """
+    recmill.train(config, run, **options)
+    _print_trained(run)
+
+
+def _print_trained(run: str) -> None:
     from recmill.commands.results import next_command, run_report
 
-    recmill.train(config, run, **options)
     if process_environment().rank == 0:
         with _after_work():
             printed.print_summary(run_report(run), next_command(run))
@@ -330,6 +334,25 @@ def launch_command(config: str, run: str, dry_run: bool, **options: Any) -> None
         printed.print_launch(launched, dry_run)
     if not dry_run:
         start(launched)
+
+
+@commands.command("run-like", cls=_Command)
+@click.argument("program")
+@click.argument("arguments", metavar="-- ARGUMENTS...", nargs=-1, type=click.UNPROCESSED)
+def run_like_command(program: str, arguments: tuple[str, ...], run: str | None, procs: int, show: bool) -> None:
+    """Run a command line of TorchRec's, MLPerf's or other scripts: PROGRAM is dlrm_main.py, say.
+
+    docs/coming-from.md lists all programs and what becomes of their flags. Their defaults apply, not Recmill's.
+    """
+    from recmill.commands.run_like import plan_like, run_like
+
+    plan = plan_like(program, arguments, run, procs)
+    if show:
+        print(plan.as_script())
+        return
+    run_like(plan)
+    if trained := plan.steps[-1].arguments.get("run"):
+        _print_trained(trained)
 
 
 @commands.command("status")

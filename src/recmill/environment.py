@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -314,6 +314,11 @@ def launched_environment(
 def job_id(variables: Mapping[str, str] = os.environ) -> str | None:
     """Return the id that the scheduler gave to this job, if there is one."""
     return variables.get("SLURM_JOB_ID") or variables.get("PBS_JOBID") or None
+
+
+def script_variables(names: Iterable[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return those of these variables, which a script of another system reads, that are set."""
+    return {name: variables[name] for name in names if name in variables}
 
 
 CONFIG_PREFIX = "RECMILL__"  # of variables like RECMILL__TRAIN__SEED

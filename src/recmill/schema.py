@@ -70,6 +70,7 @@ class ClicksDescription(_Description):
     dense_stored: Literal["ready", "plus-one"] = "ready"  # plus-one: the files hold x + 1, a model gets log(x + 2)
     sparse: list[SparseFeature]
     multi_hot: list[PositiveInt] = []  # ids per row of each sparse feature; empty: one each
+    modulo: Literal[True] | None = None  # row of the table = id in the files modulo the rows of the table
     splits: dict[str, list[RowRange]]  # train, val, test and UNLABELLED
     source: list[SourceFile] = []
 

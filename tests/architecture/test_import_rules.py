@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "checkpoints": {"config", "errors", "failpoints", "files", "hardware", "launch", "rng", "tables", "world"},
     "cli": {"commands", "config", "environment", "errors", "launch", "observe", "recmill", "registry"},
     "commands": None,
+    "compat": {"errors", "registry"},
     "config": {"errors", "registry"},
     "contracts": {"commands", "config", "data", "datasets", "protocols", "registry", "schema"},
     "data": {"batch", "errors", "files", "hardware", "metrics", "observe", "rng", "schema"},
@@ -49,13 +50,25 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "world": {"environment", "errors"},
 }  # fmt: skip
-TORCH_FREE = {"cli", "config", "datasets", "errors", "failpoints", "files", "hardware", "jobs", "launch", "metrics"}
+TORCH_FREE = {
+    "cli",
+    "compat",
+    "config",
+    "datasets",
+    "errors",
+    "failpoints",
+    "files",
+    "hardware",
+    "jobs",
+    "launch",
+    "metrics",
+}
 TORCH_FREE |= {"environment", "models", "observe", "protocols", "registry", "rng", "schema"}
 TORCH_FREE_MODULES = [
     *(f"recmill.commands.{name}" for name in ("adopt", "audit", "checkpoint", "configs", "doctor", "download")),
     *(f"recmill.commands.{name}" for name in ("evaluate", "export_metrics", "history", "plot", "prepare", "recommend")),
     *(f"recmill.commands.{name}" for name in ("check_plugin", "jobs", "launch", "report", "results", "split", "trace")),
-    *("recmill.commands.compare", "recmill.commands.import_rows", "recmill.commands.train"),
+    *(f"recmill.commands.{name}" for name in ("compare", "import_rows", "run_like", "train")),
     *("recmill.checkpoints.format", "recmill.tables.pins", "recmill.tables.spec"),
     *(f"recmill.data.{name}" for name in ("checks", "click_rows", "npy_files", "opening", "parquet_files", "seen")),
     *("recmill.data.verification", "recmill.data.windows"),

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from recmill import registry
+from recmill.compat import PROGRAMS, find_program
 from recmill.config import Settings, load_config
 
+from ..compat_page import PAGES, with_current_tables
 from ..config_page import fields
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -22,16 +24,6 @@ HEADINGS = {
     "config.toml": ("sequences.md", "## Coming from tdfo"),
 }
 OPTIONS = {
-    "dlrm_main.py": """
-        epochs batch_size drop_last_training_batch test_batch_size limit_train_batches limit_val_batches
-        limit_test_batches dataset_name num_embeddings num_embeddings_per_feature dense_arch_layer_sizes
-        over_arch_layer_sizes embedding_dim interaction_type interaction_branch1_layer_sizes
-        interaction_branch2_layer_sizes dcn_num_layers dcn_low_rank_dim undersampling_rate seed pin_memory mmap_mode
-        in_memory_binary_criteo_path synthetic_multi_hot_criteo_path learning_rate eps adagrad shuffle_batches
-        shuffle_training_set validation_freq_within_epoch validation_auroc evaluate_on_epoch_end
-        evaluate_on_training_end collect_multi_hot_freqs_stats multi_hot_sizes multi_hot_distribution_type
-        multi_hot_size multi_hot_min_table_size lr_warmup_steps lr_decay_start lr_decay_steps change_lr
-        lr_change_point lr_after_change_point print_lr allow_tf32 print_sharding_plan print_progress output_dir""",
     "dlrm_train_eval.py": """
         data_dir persistent_path table_size_array store_type cache_memory_budget_mb one_embedding_key_type
         embedding_vec_size bottom_mlp top_mlp disable_fusedmlp disable_interaction_padding
@@ -50,9 +42,30 @@ OPTIONS = {
 }
 
 
+THEIR_FLAGS = tomllib.loads(Path(__file__).with_name("their_flags.toml").read_text(encoding="utf-8"))
+OPTIONS |= {name: " ".join(flags) for name, flags in THEIR_FLAGS.items() if name in HEADINGS}
+
+
 def chapter(script: str) -> str:
     page, heading = HEADINGS[script]
     return (DOCS / page).read_text(encoding="utf-8").split(heading)[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_has_the_flags_and_the_defaults_of_the_original(name: str) -> None:
+    program = find_program(name)
+    expected = THEIR_FLAGS[name if name in THEIR_FLAGS else name.partition("/")[2]]
+    found = {}
+    for flag in (*program.flags, *program.variables):
+        values = flag.default if isinstance(flag.default, list) else [flag.default]
+        found[flag.dest] = "" if values == [None] else ",".join(map(str, values))
+    assert found == expected
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_tables_of_flags_are_those_of_the_code(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert with_current_tables(page, text) == text, "run: python -m tests.compat_page"
 
 
 @pytest.mark.parametrize("script", OPTIONS)
@@ -93,7 +106,7 @@ def help_of(*command: str) -> str:
 
 @pytest.mark.parametrize(("page", "least"), [("coming-from.md", 15), ("sequences.md", 9)])
 def test_every_option_of_a_command_exists(page: str, least: int) -> None:
-    named = re.findall(r"`recmill (prepare [\w-]+|[a-z]+)([^`]*)`", (DOCS / page).read_text(encoding="utf-8"))
+    named = re.findall(r"`recmill (prepare [\w-]+|[a-z-]+)([^`]*)`", (DOCS / page).read_text(encoding="utf-8"))
     assert len(named) > least
     for command, rest in named:
         text = help_of(*command.split())

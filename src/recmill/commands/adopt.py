@@ -63,10 +63,17 @@ class Options(Section):
     verify_mlperf: bool = Field(
         False, description="Check that these are the files of MLPerf's DLRMv2, all 24 days, by their published MD5s."
     )
+    modulo: bool = Field(
+        False, description="Take ids modulo --table-size when they are read, as TorchRec's loader does."
+    )
+    output: str | None = Field(
+        None, description="Write dataset.json to this directory, with links to the files, and not beside them."
+    )
 
     @property
     def recipe(self) -> dict[str, Any]:
-        return {**self.model_dump(exclude={"verify_mlperf"}), "last_day": self.last_day or "val-first"}
+        is_no_recipe = {"verify_mlperf", "output"} | ({"modulo"} if not self.modulo else set())
+        return {**self.model_dump(exclude=is_no_recipe), "last_day": self.last_day or "val-first"}
 
 
 class AdoptOptions(TypedDict, total=False):
@@ -77,11 +84,13 @@ class AdoptOptions(TypedDict, total=False):
     table_size: list[int] | None
     dense_transform: str | None
     verify_mlperf: bool
+    modulo: bool
+    output: str | None
 
 
 @checked_keywords
 def adopt(path: str | Path, **options: Unpack[AdoptOptions]) -> dict[str, Any]:
-    """Describe the files in `path` and return the description. Only `dataset.json` is written.
+    """Describe the files in `path` and return the description. Only `dataset.json` is written, and links with `output`.
 
     Options are those of `recmill adopt --help`, with underscores: adopt("d", last_day="none", table_size=[1000]).
     """
@@ -89,6 +98,10 @@ def adopt(path: str | Path, **options: Unpack[AdoptOptions]) -> dict[str, Any]:
     path = given_path(path, "DIRECTORY")
     if not path.is_dir():
         raise DataError(f"{path}: no such directory. Give the one that holds day_0_dense.npy or train_dense.npy.")
+    if checked.modulo and checked.table_size is None:
+        raise ConfigError("--modulo needs --table-size: ids are taken modulo it.")
+    if checked.output is not None:
+        path = _linked(path, given_path(checked.output, "--output"))
     is_adopted = _is_adopted(path, checked)
     if checked.verify_mlperf:
         _check_mlperf(path)
@@ -98,6 +111,18 @@ def adopt(path: str | Path, **options: Unpack[AdoptOptions]) -> dict[str, Any]:
         _write_description(path, checked)
         log.info("adopted %s", path)
     return open_dataset(path).description.model_dump(mode="json")
+
+
+def _linked(path: Path, output: Path) -> Path:
+    """Return `output`, a directory with links to the files in `path`."""
+    output.mkdir(parents=True, exist_ok=True)
+    for file in path.iterdir():
+        link = output / file.name
+        if _FILE.fullmatch(file.name) and not os.path.lexists(link):
+            link.symlink_to(file.absolute())
+        elif _FILE.fullmatch(file.name) and link.resolve() != file.resolve():
+            raise DataError(f"{link} exists, and is not a link to {file}. Choose another --output.")
+    return output
 
 
 def _is_adopted(path: Path, options: Options) -> bool:
@@ -190,6 +215,7 @@ def _describe_headers(path: Path, options: Options) -> ClicksDescription:
         dense=dense_names(shapes[days[0], _DENSE][0][1]),
         sparse=_features(np.broadcast_to(sizes, num_tables)),
         multi_hot=columns if sparse == _MULTI_HOT else [],
+        modulo=options.modulo or None,
         splits=_splits(path, day_rows, options),
     )
 

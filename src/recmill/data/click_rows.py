@@ -58,6 +58,8 @@ class StoredDay:
         self._dense_stored = description.dense_stored
         first_ids = np.array([feature.first_id for feature in description.sparse])
         self._first_ids = first_ids if first_ids.any() else None
+        rows = [feature.rows for feature in description.sparse]
+        self._modulo = np.repeat(rows, description.ids_per_row) if description.modulo else None
         self._files: _NpyDay | _ParquetDay
         if description.layout == "parquet":
             self._files = _ParquetDay(dataset, day, decode or block_decoder(description, 2))  # 2: to read in order
@@ -73,6 +75,8 @@ class StoredDay:
         if self._first_ids is not None:
             with np.errstate(over="ignore"):  # 64-bit hashes wrap around on purpose
                 ids = ids - self._first_ids
+        if self._modulo is not None:
+            ids = ids % self._modulo
         return ClickRows(dense, ids, stored.labels)
 
 

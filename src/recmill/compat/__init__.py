@@ -1,0 +1,37 @@
+"""Programs of other systems whose command lines `recmill run-like` understands.
+
+A program is a `Program` (program.py): its flags as data, and a function that makes a `Plan` of their values. To add
+one:
+
+1. Write a module here with a tuple of `Flag` and `PROGRAM = Program(...)`. A flag whose value is the value of config
+   keys names these `keys`, and `Given.config()` sets them; `plan` does the rest and returns the steps to run. `ours`
+   and `note` are what the table of flags in docs/ says. `default` is theirs: the same command must mean the same.
+2. Add a line to `PROGRAMS` below, and a file to compat/ of the repository that can stand in for their script.
+3. Add its tables to `PAGES` in tests/compat_page.py and run `python -m tests.compat_page`, which writes them to docs/.
+4. Add its flags to tests/unit/compat_flags.toml, which lists them independently of this package, and each command of
+   its README to tests/end_to_end/test_run_like.py.
+"""
+
+import importlib
+
+from recmill.compat.program import Program
+from recmill.errors import ConfigError
+from recmill.registry import unknown
+
+# name -> module: attribute
+PROGRAMS = {
+    "dlrm_main.py": "dlrm_main:TORCHREC",
+    "mlcommons/dlrm_main.py": "dlrm_main:MLCOMMONS",
+    "polaris/dlrm_main.py": "dlrm_main:POLARIS",
+}
+
+
+def find_program(name: str) -> Program:
+    """Return the program of this name, with or without its suffix (.py, .sh)."""
+    places = {full.partition(".")[0]: place for full, place in PROGRAMS.items()}
+    name = name.partition(".")[0]
+    if name not in places:
+        raise ConfigError(unknown("program", name, places))
+    module, _, attribute = places[name].partition(":")
+    found: Program = getattr(importlib.import_module(f"recmill.compat.{module}"), attribute)
+    return found

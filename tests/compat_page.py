@@ -1,0 +1,37 @@
+"""Write the tables of flags in docs/, from src/recmill/compat: python -m tests.compat_page"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from recmill.compat import dlrm_main
+from recmill.compat.program import Flag
+
+DOCS = Path(__file__).parent.parent / "docs"
+# page -> the first cell of a table's header -> its flags
+PAGES: dict[str, dict[str, Sequence[Flag]]] = {
+    "coming-from.md": {"flag of `dlrm_main.py`": dlrm_main.FLAGS},
+}
+
+
+def table(title: str, flags: Sequence[Flag]) -> str:
+    lines = [f"| {title} | ours | note |", "|---|---|---|"]
+    for flag in flags:
+        ours = flag.ours or ", ".join(f"`{key}`" for key in flag.keys.split(", "))
+        note = f"{flag.note} " if flag.note else ""
+        lines.append(f"| `{flag.name}` | {ours} | {note}|")
+    return "\n".join(lines)
+
+
+def with_current_tables(name: str, page: str) -> str:
+    """Return the page with each generated table replaced by what the code says."""
+    for title, flags in PAGES[name].items():
+        found = re.search(rf"^\| {re.escape(title)} \|.*\n(\|.*\n)+", page, flags=re.M)
+        assert found, f"docs/{name} has no table '{title}'"
+        page = f"{page[: found.start()]}{table(title, flags)}\n{page[found.end() :]}"
+    return page
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        (DOCS / name).write_text(with_current_tables(name, (DOCS / name).read_text(encoding="utf-8")), encoding="utf-8")
