@@ -279,6 +279,9 @@ def test_options_in_documents_exist(document: Path) -> None:
     for command in commands(document):
         if command[0] == "recmill":
             depth = 3 if command[1] in ("prepare", "checkpoint", "configs") else 2
+            if command[1] == "run-like":  # the flags of other programs follow
+                subprocess.run([PROGRAM, "run-like", "--show", *command[2:]], check=True, stdout=subprocess.DEVNULL)
+                command = command[: command.index("--")]
             for option in (word for word in command if word.startswith("--")):
                 assert option in help_of(*command[1:depth]), f"{shlex.join(command)}: {option}"
 
