@@ -6,10 +6,11 @@ one:
 1. Write a module here with a tuple of `Flag` and `PROGRAM = Program(...)`. A flag whose value is the value of config
    keys names these `keys`, and `Given.config()` sets them; `plan` does the rest and returns the steps to run. `ours`
    and `note` are what the table of flags in docs/ says. `default` is theirs: the same command must mean the same.
-2. Add a line to `PROGRAMS` below, and a file to compat/ of the repository that can stand in for their script.
+2. Add a line to `PROGRAMS` below, and a file to compat/ of the repository that can stand in for their script. A program
+   that reads a file instead of flags is a subclass of `Program` with its own `read`.
 3. Add its tables to `PAGES` in tests/compat_page.py and run `python -m tests.compat_page`, which writes them to docs/.
-4. Add its flags to tests/unit/compat_flags.toml, which lists them independently of this package, and each command of
-   its README to tests/end_to_end/test_run_like.py.
+4. Add its flags with their defaults to tests/contracts/their_flags.toml, which is written independently of this
+   package, and each command of its README to tests/end_to_end/test_their_commands.py.
 """
 
 import importlib
