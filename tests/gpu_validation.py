@@ -321,6 +321,16 @@ def shardings(machine: Machine) -> Figures:
     return for_each(SHARDINGS, train)
 
 
+def exchange_precisions(machine: Machine) -> Figures:
+    def train(precision: str) -> Figures:
+        sent = [f"sharding.{way}_precision={precision}" for way in ("forward", "backward")]
+        run = f"sent-{precision}"
+        machine.train("dlrm", run, "sharding.default=row_wise", *sent, machine.explicit_device())
+        return compare_losses(machine.run(run), machine.run("cpu-dlrm"), LOW_PRECISION_TOLERANCE)
+
+    return for_each(["fp16", "bf16"], train)
+
+
 def precisions(machine: Machine) -> Figures:
     def train(name: str) -> Figures:
         model, precision = name.split(" in ")
@@ -488,6 +498,7 @@ STEPS = (
     Step("one GPU", one_gpu, ("CPU baseline",)),
     Step("all GPUs", all_gpus, ("CPU baseline",)),
     Step("every sharding", shardings, ("CPU baseline",)),
+    Step("rows sent as fp16 and bf16", exchange_precisions, ("CPU baseline",)),
     Step("bfloat16, float16, TF32", precisions, ("CPU baseline",)),
     Step("incremental checkpoints, Ctrl-C, resume", interrupt_and_resume, ("CPU baseline",)),
     Step("saves in the foreground", foreground_saves, ("CPU baseline",)),

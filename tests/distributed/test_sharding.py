@@ -8,12 +8,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
+import torch
+import torch.distributed as dist
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill import train
 from recmill.config import load_config
+from recmill.config.sections import TablesOptim
 from recmill.errors import ConfigError, ResourceError
+from recmill.tables.placement import Request
+from recmill.tables.sharding import shard
+from recmill.tables.spec import TableSpec
+from recmill.tables.torchrec_internals import table_shards
+from recmill.world import joined_world
 
 from .. import group
 from ..processes import free_port
@@ -162,3 +174,109 @@ def test_unknown_and_duplicate_names_are_refused_before_any_process_starts(
     assert "'tables.stores': 'C2' and 'C1' are one table: name it once" in str(caught.value)
     assert not (tmp_path / "run").exists()
     load_config(dlrm)  # without the data nobody can know
+
+
+ROWS, DIM, BAGS, RANKS = 12, 12, 4, 3
+ROUNDING = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}  # half of the last digit, relative
+RANDOM = np.random.default_rng(5)
+WEIGHTS = RANDOM.uniform(-1, 1, (ROWS, DIM)).astype(np.float32)
+IDS = RANDOM.integers(0, ROWS, (RANKS, BAGS, 2))
+# As of a mean over thousands of samples: fp16 has no digits left for such numbers, unless they are scaled.
+GRADIENTS = (RANDOM.uniform(0.5, 1, (RANKS, BAGS, DIM)) * 1e-7).astype(np.float32)
+LEARNING_RATE = 2.0**20
+
+
+def exchange(kind: str, precision: str) -> tuple[np.ndarray, np.ndarray, int]:
+    """Look up two ids per bag and update the rows; return the sums of all ranks, the new rows, and the bytes sent."""
+    sent = []
+    all_to_all = dist.all_to_all_single
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        values = options["input"] if "input" in options else arguments[1]
+        sent.append(values.nbytes if values.is_floating_point() else 0)
+        return all_to_all(*arguments, **options)
+
+    with joined_world("cpu") as world:
+        table = EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["a"])
+        network = torch.nn.Module()
+        network.bags = EmbeddingBagCollection(device=torch.device("meta"), tables=[table])
+        request = Request(
+            [TableSpec("t", "a", ROWS, DIM, 0.1)],
+            {"t": kind},
+            "sgd",
+            batch_size_per_rank=4096,
+            ids_per_row={"a": 2},
+            forward_precision=precision,
+            backward_precision=precision,
+        )
+        model: Any = shard(network, request, TablesOptim(name="sgd", lr=LEARNING_RATE), world)
+        for _, part in table_shards(model):
+            rows, columns = part.values.shape
+            part.values.copy_(torch.tensor(WEIGHTS[part.row : part.row + rows, part.column : part.column + columns]))
+        ids = KeyedJaggedTensor.from_lengths_sync(
+            ["a"], torch.tensor(IDS[world.rank].ravel()), torch.full((BAGS,), 2, dtype=torch.int32)
+        )
+        dist.all_to_all_single = counted
+        sums = model.module.bags(ids).values()
+        (sums * torch.tensor(GRADIENTS[world.rank])).sum().backward()
+        shards = [(part.row, part.column, part.values.numpy().copy()) for _, part in table_shards(model)]
+        gathered = world.gather((sums.detach().numpy(), shards))
+    rows_after = np.full_like(WEIGHTS, np.nan)
+    for row, column, values in (piece for _, shards in gathered or [] for piece in shards):
+        rows_after[row : row + values.shape[0], column : column + values.shape[1]] = values
+    return np.array([sums for sums, _ in gathered or []]), rows_after, sum(sent)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
+def test_what_is_sent_is_rounded_once_per_rank_and_no_more(kind: str) -> None:
+    looked_up = WEIGHTS[IDS].astype(np.float64)  # [rank, bag, id, column]
+    magnitude = np.abs(looked_up).sum(axis=2)
+    steps, step_sizes = np.zeros((2, ROWS, DIM))  # of SGD; TorchRec takes the mean over ranks
+    for ids, gradients in zip(IDS, GRADIENTS.astype(np.float64), strict=True):
+        for position in range(2):
+            np.add.at(steps, ids[:, position], LEARNING_RATE * gradients / RANKS)
+            np.add.at(step_sizes, ids[:, position], LEARNING_RATE * np.abs(gradients) / RANKS)
+    sent = {}
+    for precision, rounding in ROUNDING.items():
+        sums, rows, sent[precision] = group.in_group(RANKS, exchange, kind, precision)
+        # row_wise adds the sums of the ranks in the precision in which they are sent.
+        roundings = 2 * RANKS - 1 if kind == "row_wise" else 1
+        wrong = np.abs(sums - looked_up.sum(axis=2))
+        assert (wrong <= 1.01 * roundings * rounding * magnitude + 2.0**-22).all()
+        wrong_rows = np.abs(rows - (WEIGHTS - steps))
+        assert (wrong_rows <= 1.01 * rounding * step_sizes + 2.0**-22 * (np.abs(WEIGHTS) + np.abs(steps))).all()
+        if precision != "fp32":
+            assert wrong.max() > rounding * magnitude.max() / 20
+            assert wrong_rows.max() > rounding * step_sizes.max() / 20
+    if kind != "row_wise":  # whose sums go through a reduce-scatter
+        assert sent["fp16"] == sent["bf16"] == sent["fp32"] / 2 > 0
+
+
+def test_training_with_fewer_digits_between_processes(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    config = with_optimizer(dlrm, "adagrad")
+    fewer = {"default": "row_wise", "forward_precision": "fp16", "backward_precision": "bf16"}
+    runs = {"exact": {"default": "row_wise"}, "fewer": fewer}
+    for name, sharding in runs.items():
+        group.train({**config, "sharding": sharding}, tmp_path / name, procs=2)
+    group.train({**config, "sharding": fewer}, tmp_path / "one")
+    exact, rounded, one = (losses(tmp_path / name) for name in ("exact", "fewer", "one"))
+    assert len(exact) == STEPS
+    assert rounded != pytest.approx(exact, rel=1e-6)
+    assert rounded == pytest.approx(exact, rel=ROUNDING["bf16"])
+    assert one == pytest.approx(exact, rel=1e-6)  # one process sends nothing
+    recorded = {name: json.loads((tmp_path / name / "env.json").read_text())["exchange"] for name in ("fewer", "one")}
+    assert recorded == {
+        "fewer": {"forward": "fp16", "backward": "bf16"},
+        "one": {"forward": "fp32", "backward": "fp32"},
+    }
+
+
+@pytest.mark.parametrize("sharding", [{"mode": "ddp"}, {"default": "data_parallel"}])
+def test_a_precision_without_an_exchange_is_an_error(
+    sharding: dict[str, str], dlrm: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {**dlrm, "sharding": {**sharding, "forward_precision": "fp16"}}
+    with pytest.raises(ConfigError, match=r"sharding\.forward_precision = 'fp16', but every process has all tables"):
+        train(config, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"sharding\.backward_precision.*'int8'"):
+        train({**dlrm, "sharding": {"backward_precision": "int8"}}, tmp_path / "run")

@@ -236,6 +236,8 @@ def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = 
         dense_state=DENSE_STATE[settings.optim.dense.name],
         catalogue=_catalogue(config, dataset),
         stores=stores_of(config, tables, run, world),
+        forward_precision=settings.sharding.forward_precision,
+        backward_precision=settings.sharding.backward_precision,
     )
     kernels = load_library() if settings.train.kernels == "auto" and world.device.type == "cpu" else None
     if request.cached and kernels is None:

@@ -20,7 +20,7 @@ from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, flag
 from recmill.config import Config, differences, fingerprint, key_of, load_config, to_toml
 from recmill.config.options import given_path
-from recmill.config.sections import Section, Settings, TrainSection
+from recmill.config.sections import Section, Settings, ShardingSection, TrainSection
 from recmill.data.opening import Checks
 from recmill.environment import (
     config_variables,
@@ -327,6 +327,8 @@ def _train(
         facts = environment(world.size, str(world.device))
         facts |= {"launcher": process_environment().started_by or None, "job_id": job_id()}
         facts |= {"hosts": by_host(hosts or []), "variables": recorded_variables()}
+        sent = settings.sharding if world.size > 1 else ShardingSection()  # one process sends nothing
+        facts["exchange"] = {"forward": sent.forward_precision, "backward": sent.backward_precision}
         write_json(run.path / "env.json", facts | {"plugins": registry.plugin_files()})
         if report := gpu_report():
             write_text(run.path / "gpu.txt", report)

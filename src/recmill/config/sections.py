@@ -204,12 +204,17 @@ class TablesSection(Section):
 
 
 ShardingType = Literal["auto", "data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "grid"]
+ExchangePrecision = Literal["fp32", "fp16", "bf16"]
 
 
 class ShardingSection(Section):
     mode: Literal["auto", "ddp"] = key("auto", "'ddp': plain data parallelism, with every table on every process.")
     default: ShardingType = key("auto", "How tables are sharded; 'auto' leaves it to TorchRec's planner.")
     tables: dict[str, ShardingType] = key({}, "How single tables are sharded, by table or feature name.")
+    forward_precision: MayChange[ExchangePrecision] = key(
+        "fp32", "How looked-up rows are sent between processes; they are stored and trained in float32."
+    )
+    backward_precision: MayChange[ExchangePrecision] = key("fp32", "How the gradients of looked-up rows are sent.")
 
     def type_of(self, *names: str) -> ShardingType:
         """Return how a table is sharded, given its name and its features."""
@@ -227,12 +232,20 @@ class ShardingSection(Section):
         }
 
     def contradictions(self) -> list[str]:
-        if self.mode != "ddp" or (self.default == "auto" and not self.tables):
-            return []
-        return [
-            "sharding.mode = 'ddp' keeps every table on every process, but sharding.default or sharding.tables request "
-            "something else. Remove them, or the mode."
-        ]
+        problems = []
+        if self.mode == "ddp" and (self.default != "auto" or self.tables):
+            problems.append(
+                "sharding.mode = 'ddp' keeps every table on every process, but sharding.default or sharding.tables "
+                "request something else. Remove them, or the mode."
+            )
+        if set(self.requested_types().values()) == {"data_parallel"}:
+            problems += [
+                f"sharding.{key} = '{getattr(self, key)}', but every process has all tables: no rows are sent. Remove "
+                "it, or shard tables."
+                for key in ("forward_precision", "backward_precision")
+                if getattr(self, key) != "fp32"
+            ]
+        return problems
 
 
 _MAX_FLOAT32 = 3e38  # more is no number in a kernel

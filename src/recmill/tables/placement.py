@@ -65,6 +65,8 @@ class Request:
     dense_state: int = 0  # values of optimizer state for each value of the dense layers
     catalogue: Catalogue | None = None
     stores: Stores = field(default_factory=Stores)
+    forward_precision: str = "fp32"  # of looked-up rows, sent between ranks
+    backward_precision: str = "fp32"  # of their gradients
 
     @property
     def cached(self) -> set[str]:

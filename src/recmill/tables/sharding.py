@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.quantize_comm import QuantizationContext, QuantizedCommCodec
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import CommOp, QuantizedCommCodecs, ShardingPlan
 
 from recmill.config.sections import TablesOptim
 from recmill.errors import ConfigError, UserError
@@ -53,7 +54,7 @@ def shard(
     """
     if world.device.type == "cuda" and (problem := optimizer.problem_on_cuda()):
         raise ConfigError(problem)
-    sharders = make_sharders(optimizer)
+    sharders = make_sharders(optimizer, _codecs(request) if world.size > 1 else None)
     resize_tables(network, {table.name: table.rows for table in request.tables if table.dynamic})
     plan, groups = _plan_on_rank_0(network, sharders, request, world)
     use_slots(network, plan, groups, request)
@@ -78,7 +79,39 @@ def shard(
     return model
 
 
-def make_sharders(optimizer: TablesOptim) -> list[Any]:
+class _Codec(QuantizedCommCodec):
+    """FBGEMM's codec, with a `scale` that keeps small gradients away from the smallest numbers of fp16.
+
+    FBGEMM's own `loss_scale` is undone before values are float32 again, which loses them.
+    """
+
+    def __init__(self, precision: str, scale: float = 1.0) -> None:
+        super().__init__(SparseType(precision))
+        self._scale = scale
+
+    def encode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
+        return super().encode(input_tensor * self._scale, ctx)
+
+    def decode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
+        return super().decode(input_tensor, ctx) / self._scale
+
+
+def _codecs(request: Request) -> dict[str, QuantizedCommCodecs] | None:
+    """Return how TorchRec sends looked-up rows and their gradients, by kind of exchange; None: as they are."""
+    if request.forward_precision == request.backward_precision == "fp32":
+        return None
+    # The loss is a mean over the batch, so gradients shrink with it; a power of two changes no digit.
+    scale = 2.0 ** request.batch_size_per_rank.bit_length() if request.backward_precision == "fp16" else 1.0
+    codecs = QuantizedCommCodecs(_Codec(request.forward_precision), _Codec(request.backward_precision, scale))
+    exchanges = (
+        CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
+        CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
+        CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
+    )
+    return {exchange.name: codecs for exchange in exchanges}
+
+
+def make_sharders(optimizer: TablesOptim, codecs: dict[str, QuantizedCommCodecs] | None = None) -> list[Any]:
     """Return TorchRec's sharders for bags and for sequences; FBGEMM applies `optimizer` in backward."""
     fused: dict[str, Any] = {
         "optimizer": OPTIMIZERS[optimizer.name].fbgemm_type,
@@ -92,7 +125,7 @@ def make_sharders(optimizer: TablesOptim) -> list[Any]:
         if optimizer.name == "rowwise_adagrad":
             fused["weight_decay_mode"] = WeightDecayMode.DECOUPLE
     # Each sharder changes its own copy.
-    return [_BagSharder(fused_params=dict(fused)), _SequenceSharder(fused_params=dict(fused))]
+    return [sharder(dict(fused), qcomm_codecs_registry=codecs) for sharder in (_BagSharder, _SequenceSharder)]
 
 
 def _open_cache(
