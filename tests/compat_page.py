@@ -4,13 +4,23 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from recmill.compat import dlrm_main
+from recmill.compat import criteo_scripts, dlrm_main
 from recmill.compat.program import Flag
 
 DOCS = Path(__file__).parent.parent / "docs"
 # page -> the first cell of a table's header -> its flags
 PAGES: dict[str, dict[str, Sequence[Flag]]] = {
-    "coming-from.md": {"flag of `dlrm_main.py`": dlrm_main.FLAGS},
+    "coming-from.md": {
+        "flag of `dlrm_main.py`": dlrm_main.FLAGS,
+        "flag of `npy_preproc_criteo`": criteo_scripts.NPY_FLAGS,
+        "flag of `contiguous_preproc_criteo`": criteo_scripts.CONTIGUOUS_FLAGS,
+        "flag of `shuffle_preproc_criteo`": criteo_scripts.SHUFFLE_FLAGS,
+        "flag of `materialize_synthetic_multihot_dataset`": criteo_scripts.MULTI_HOT_FLAGS,
+        "argument of `process_Criteo_1TB_Click_Logs_dataset.sh`": criteo_scripts.PROCESS_FLAGS,
+        "argument of `1_split_dataset.sh`": criteo_scripts.SPLIT_FLAGS,
+        "variable of `2_preprocess_dataset.sh`": criteo_scripts.PREPROCESS_VARIABLES,
+        "variable of `3_train.sh`": criteo_scripts.TRAIN_VARIABLES,
+    },
 }
 
 

@@ -10,9 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from recmill.data.opening import open_dataset
+
 from ..conftest import REPO
+from ..criteo_raw import stored, write_days
 from ..processes import free_port
 
 BIN = Path(sys.executable).parent
@@ -78,3 +82,64 @@ def test_the_slurm_command_of_the_readme_is_a_job_with_the_same_script(tmp_path:
     printed = run(tmp_path, *words)
     assert "--nproc_per_node 8" in " ".join(printed.replace("'", "").split())
     assert "dlrm_main.py" in printed
+
+
+SIZES = ",".join(map(str, range(3, 29)))
+SMALL_LAYERS = SMALL[2:]
+
+
+def test_polaris_scripts_split_preprocess_and_train_with_mpiexec(tmp_path: Path) -> None:
+    if not (TOOLS / "bin" / "mpiexec").exists():
+        pytest.skip("no MPICH: see `make launchers`")
+    for script in ("1_split_dataset.sh", "2_preprocess_dataset.sh", "3_train.sh"):
+        in_place(f"polaris/{script}", tmp_path)
+    data = tmp_path / "data"
+    write_days(data, [24 * 20 + 7])
+    run(tmp_path, "./1_split_dataset.sh", str(data), str(data / "criteo1tb_split"), "20")
+    assert len([*(data / "criteo1tb_split").iterdir()]) == 24
+    project = {"DATASET_DIR": str(data), "WORKDIR": str(tmp_path / "project")}
+    printed = run(tmp_path, "./2_preprocess_dataset.sh", **project)
+    assert "here all ids stay exact" in printed
+    nodes = tmp_path / "nodes"
+    nodes.write_text("127.0.0.1\n127.0.0.1\n", encoding="utf-8")
+    job = {"PBS_JOBID": "77.polaris", "PBS_NODEFILE": str(nodes), "PPN": "2", "MPIEXEC_OPTIONS": ""}
+    settings = {"BATCH_SIZE": "30", "EPOCHS": "2", "EMBEDDING_DIM": "4", "MASTER_PORT": str(free_port())}
+    final = {**project, "DATASET_DIR": str(data / "criteo1tb_final"), "DFTRACER_ENABLE": "0"}
+    layers = ["--dense_arch_layer_sizes", "8,4", "--over_arch_layer_sizes", "8,1"]
+    run(tmp_path, "./3_train.sh", *layers, "--num_embeddings_per_feature", SIZES, **final, **job, **settings)
+    found = tmp_path / "project" / "dlrm" / "results" / "77"
+    status = json.loads((found / "status.json").read_text(encoding="utf-8"))
+    assert (status["state"], status["step"]) == ("done", 2 * 8)  # 23 * 20 rows: 7 batches of 60, and a rest of 40
+    facts = json.loads((found / "env.json").read_text(encoding="utf-8"))
+    assert (facts["launcher"], facts["world_size"], facts["job_id"]) == ("MPICH", 2, "77.polaris")
+    assert (found / "trace.json.gz").is_file()
+    splits = json.loads((found / "results.json").read_text(encoding="utf-8"))
+    assert (splits["val"]["rows"], splits["test"]["rows"]) == (10, 10)
+
+
+def test_torchrec_s_data_scripts_and_the_multi_hot_training_of_mlperf(tmp_path: Path) -> None:
+    scripts = ["npy_preproc_criteo", "contiguous_preproc_criteo", "shuffle_preproc_criteo"]
+    for script in (*scripts, "materialize_synthetic_multihot_dataset", "mlcommons/dlrm_main"):
+        in_place(f"{script}.py", tmp_path)
+    in_place("process_Criteo_1TB_Click_Logs_dataset.sh", tmp_path)
+    write_days(tmp_path / "raw", [60, 50, 41])
+    python = [sys.executable]
+    step = {name: str(tmp_path / name) for name in ("raw", "npy", "ids", "shuffled", "multi_hot", "at_once")}
+    run(tmp_path, *python, f"{scripts[0]}.py", "--input_dir", step["raw"], "--output_dir", step["npy"])
+    run(tmp_path, *python, f"{scripts[1]}.py", "--input_dir", step["npy"], "--output_dir", step["ids"])
+    sources = ["--input_dir_labels_and_dense", step["npy"], "--input_dir_sparse", step["ids"]]
+    run(tmp_path, *python, f"{scripts[2]}.py", *sources, "--output_dir_shuffled", step["shuffled"])
+    run(tmp_path, "./process_Criteo_1TB_Click_Logs_dataset.sh", step["raw"], step["npy"], step["at_once"])
+    for day in range(3):
+        for part in ("dense", "sparse", "labels"):
+            found, expected = (stored(Path(step[name]), f"day_{day}_{part}") for name in ("shuffled", "at_once"))
+            np.testing.assert_array_equal(found, expected)
+    words = ["--in_memory_binary_criteo_path", step["shuffled"], "--output_path", step["multi_hot"]]
+    words += ["--num_embeddings_per_feature", SIZES, "--multi_hot_sizes", ",".join("2" * 26)]
+    run(tmp_path, *python, "materialize_synthetic_multihot_dataset.py", *words, "--copy_labels_and_dense")
+    assert open_dataset(Path(step["multi_hot"]), verify="digests").clicks.multi_hot == [2] * 26
+    flags = ["--synthetic_multi_hot_criteo_path", step["multi_hot"], "--num_embeddings_per_feature", SIZES]
+    flags += ["--interaction_type", "dcn", "--dcn_num_layers", "2", "--dcn_low_rank_dim", "4", "--adagrad"]
+    flags += ["--learning_rate", "0.005", "--validation_auroc", "0.99", "--validation_freq_within_epoch", "2"]
+    run(tmp_path, *python, "dlrm_main.py", *SMALL_LAYERS, *flags)
+    assert (only_run(tmp_path) / "mlperf.log").is_file()

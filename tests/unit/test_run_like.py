@@ -15,6 +15,8 @@ from recmill.data.click_rows import StoredDay
 from recmill.data.opening import open_dataset
 from recmill.errors import ConfigError, DataError
 
+from ..conftest import RunCli
+
 SEED_SIZES = (
     "40000000,39060,17295,7424,20265,3,7122,1543,63,40000000,3067956,405282,10,2209,11938,155,4,976,14,40000000"
 )
@@ -196,3 +198,66 @@ def test_files_that_are_adopted_are_not_read_again(tmp_path: Path, monkeypatch: 
         file.touch()
     run_like(plan_like("dlrm_main.py", flags))
     assert results.read_bytes() == first
+
+
+def words(program: str, *arguments: str) -> list[str]:
+    return plan_like(program, arguments).steps[0].words[1:]
+
+
+def test_torchrec_s_data_scripts_are_ways_to_prepare_criteo() -> None:
+    fixed = ["--compat", "torchrec-fixed"]
+    paths = ["--input_dir", "a", "--output_dir", "b"]
+    prepared = ["prepare", "criteo", "--input", "a", "--output", "b", *fixed]
+    assert words("npy_preproc_criteo", *paths) == [*prepared, "--ids", "mod", "--source", "1tb"]
+    kaggle = words("npy_preproc_criteo", *paths, "--dataset_name", "criteo_kaggle")
+    assert kaggle == [*prepared, "--ids", "mod", "--source", "kaggle"]
+    contiguous = words("contiguous_preproc_criteo", *paths, "--frequency_threshold", "3")
+    assert contiguous == [*prepared, "--min-frequency", "3"]
+    shuffled = ["--input_dir_labels_and_dense", "a", "--input_dir_sparse", "c", "--output_dir_shuffled", "b"]
+    expected = [*prepared, "--sparse-input", "c", "--ids", "mod", "--shuffle", "global", "--seed", "5"]
+    assert words("shuffle_preproc_criteo", *shuffled, "--random_seed", "5") == expected
+    refused = problem(*shuffled, "--output_dir_full_set", "d", program="shuffle_preproc_criteo")
+    assert refused.startswith(
+        "shuffle_preproc_criteo.py: --output_dir_full_set is not offered: it holds ids as float32"
+    )
+    assert "the following arguments are required: --output_dir" in problem(*paths[:2], program="npy_preproc_criteo")
+    at_once = words("process_Criteo_1TB_Click_Logs_dataset.sh", "a", "tmp", "b")
+    assert at_once == [*prepared, "--min-frequency", "0", "--shuffle", "global"]
+
+
+def test_what_is_shown_are_commands_that_exist(run_cli: RunCli) -> None:
+    sizes = ",".join(["9"] * 26)
+    arguments = ["--in_memory_binary_criteo_path", "a", "--output_path", "b", "--multi_hot_sizes", sizes]
+    flags = [*arguments, "--num_embeddings_per_feature", sizes, "--multi_hot_distribution_type", "pareto"]
+    shown = words("materialize_synthetic_multihot_dataset", *flags)
+    assert shown[-6:] == ["--table-size", sizes, "--multi-hot", sizes, "--multi-hot-distribution", "pareto"]
+    assert "a: no such file or directory. --input is where" in run_cli(*shown).stderr  # it was parsed
+
+
+def test_polaris_scripts_read_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert words("1_split_dataset.sh", "a", "b") == [
+        "split",
+        "--input",
+        "a/day_0",
+        "--output",
+        "b",
+        "--lines",
+        "5000000",
+    ]
+    assert "the variable DATASET_DIR is not set" in problem(program="2_preprocess_dataset.sh")
+    monkeypatch.setenv("DATASET_DIR", str(tmp_path))
+    assert words("2_preprocess_dataset.sh")[3:6] == [str(tmp_path), "--output", str(tmp_path / "criteo1tb_final")]
+    (tmp_path / "criteo1tb_split").mkdir()
+    assert words("2_preprocess_dataset.sh")[3] == str(tmp_path / "criteo1tb_split")
+    monkeypatch.setenv("WORKDIR", "/w")
+    monkeypatch.setenv("PBS_JOBID", "12.polaris-pbs")
+    monkeypatch.setenv("LEARNING_RATE", "0.5")
+    plan = plan_like("3_train.sh", [], procs=4)
+    config = trained_config(Plan(plan.steps[:2]))
+    assert plan.steps[1].arguments["run"] == "/w/dlrm/results/12"
+    assert plan.steps[2].words == ["recmill", "trace", "/w/dlrm/results/12"]
+    assert (config["train"]["global_batch_size"], config["train"]["num_epochs"]) == (4 * 8192, 3)
+    assert (config["optim"]["dense"]["lr"], config["data"]["order"]) == (0.5, "batch")
+    assert (config["model"]["embedding_dim"], config["model"]["top_mlp"]) == (128, [1024, 1024, 512, 256])
+    monkeypatch.setenv("EPOCHS", "many")
+    assert "EPOCHS=many is not a number" in problem(program="3_train.sh")

@@ -46,7 +46,8 @@ class PrepareOptions(TypedDict, total=False):
     memory_budget: str | None
     engine: Literal["polars", "spark"]
     spark_master: str | None
-    compat: Literal["torchrec", "mlperf-v2", "oneflow"] | None
+    compat: Literal["torchrec", "torchrec-fixed", "mlperf-v2", "oneflow"] | None
+    sparse_input: str | None
     on_bad_row: Literal["fail", "skip"]
     max_bad_rows: int | None
     # histories, movielens, goodreads

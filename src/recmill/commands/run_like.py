@@ -1,11 +1,11 @@
 """`recmill run-like`: run the command line of another system's program, or show the commands that do the same here."""
 
+import importlib
 import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import recmill
 from recmill.commands.options import Procs, flag
 from recmill.compat import find_program
 from recmill.compat.program import Given, Plan, Step
@@ -50,10 +50,11 @@ def run_like(plan: Plan) -> None:
     is_first = process_environment().rank == 0
     for note in plan.notes if is_first else ():
         log.info("note: %s", note)
-    for step in plan.steps:
+    for index, step in enumerate(plan.steps):
         if step.command == "train" or (is_first and not _is_adopted(step)):
-            getattr(recmill, step.command)(**step.arguments)
-        elif not is_first and plan.steps[-1].command == "train":
+            module = importlib.import_module(f"recmill.commands.{step.command}")
+            getattr(module, step.command)(**step.arguments)
+        elif not is_first and any(later.command == "train" for later in plan.steps[index:]):
             _wait_for(step)
 
 

@@ -24,6 +24,14 @@ PROGRAMS = {
     "dlrm_main.py": "dlrm_main:TORCHREC",
     "mlcommons/dlrm_main.py": "dlrm_main:MLCOMMONS",
     "polaris/dlrm_main.py": "dlrm_main:POLARIS",
+    "npy_preproc_criteo.py": "criteo_scripts:NPY",
+    "contiguous_preproc_criteo.py": "criteo_scripts:CONTIGUOUS",
+    "shuffle_preproc_criteo.py": "criteo_scripts:SHUFFLE",
+    "materialize_synthetic_multihot_dataset.py": "criteo_scripts:MULTI_HOT",
+    "process_Criteo_1TB_Click_Logs_dataset.sh": "criteo_scripts:PROCESS",
+    "1_split_dataset.sh": "criteo_scripts:POLARIS_SPLIT",
+    "2_preprocess_dataset.sh": "criteo_scripts:POLARIS_PREPROCESS",
+    "3_train.sh": "criteo_scripts:POLARIS_TRAIN",
 }
 
 

@@ -61,13 +61,13 @@ class Step:
         words = ["recmill", self.command]
         for name, value in self.arguments.items():
             flag = f"--{name.replace('_', '-')}"
-            if name in ("name", "path"):
+            if name in ("name", "path") or self.command == "trace":
                 words.append(str(value))
             elif name == "config":
                 words.append(self.config_file)
             elif value is True:
                 words.append(flag)
-            elif value not in (None, False):
+            elif value is not None and value is not False:
                 words += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
         return words
 
@@ -183,9 +183,10 @@ class Program:
         for flag in self.flags:
             if flag.is_refused and vars(parsed)[flag.dest] not in (flag.default, False):
                 raise ConfigError(f"{self.name}: {flag.name} is {flag.ours}.")
-        return {**vars(parsed), **{flag.dest: self._variable(flag, environment) for flag in self.variables}}
+        return {**vars(parsed), **{flag.dest: self.variable(flag, environment) for flag in self.variables}}
 
-    def _variable(self, flag: Flag, environment: Mapping[str, str]) -> Any:
+    def variable(self, flag: Flag, environment: Mapping[str, str]) -> Any:
+        """Return the value of a variable; one that is empty counts as not set, as in a shell's ${NAME:-default}."""
         text = environment.get(flag.name)
         if not text:
             if flag.is_required:

@@ -14,6 +14,7 @@ from recmill.errors import ConfigError
 CRITEO = LogFormat(num_dense=13, num_sparse=26)
 _DEFAULT_BAD_ROWS = 1000
 _OFFSETS = {"log3": 3, "log2": 2}  # the stored value is log(x + offset)
+_STORED = "stored"  # dense values of npy files, which are transformed already
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,17 @@ class System:
 _SYSTEMS = {
     "": System(("contiguous", "mod", "hash64"), dense="log3", format="npy"),  # our own defaults
     "torchrec": System(("contiguous", "mod"), dense="log-min", format="npy", is_torchrec=True),
+    "torchrec-fixed": System(("contiguous", "mod"), dense="log-min", format="npy", is_torchrec=True),
     "mlperf-v2": System(("contiguous",), dense="log3", format="npy", shuffle="global", is_torchrec=True),
     "oneflow": System(("mod", "hash64"), "log2", "parquet", "global", "test-first", table_size=(40_000_000,)),
 }
 
 
 class Options(Section):
-    input: str = Field(description="Directory of the raw logs, or a single log.")
+    input: str = Field(description="Directory of the raw logs, or a single log; or of TorchRec's npy files.")
+    sparse_input: str | None = Field(
+        None, description="Directory of day_N_sparse.npy, if they are not with the other npy files."
+    )
     source: Literal["1tb", "kaggle"] | None = Field(
         None, description="1tb: day_0, day_1, ...; kaggle: train.txt and test.txt. By default found by their names."
     )
@@ -78,8 +83,10 @@ class Options(Section):
     memory_budget: str | None = Field(None, description="Maximum memory to use, like 4GB (default).")
     engine: Literal["polars", "spark"] = Field("polars", description="polars: this machine. spark: a Spark cluster.")
     spark_master: str | None = Field(None, description="Spark's address, like spark://host:7077 (default local[*]).")
-    compat: Literal["torchrec", "mlperf-v2", "oneflow"] | None = Field(
-        None, description="Do exactly what that system's scripts do, including their defects, which the log names."
+    compat: Literal["torchrec", "torchrec-fixed", "mlperf-v2", "oneflow"] | None = Field(
+        None,
+        description="Do exactly what that system's scripts do, including their defects, which the log names. "
+        "torchrec-fixed: with one dense minimum for all files, exact ids, and our own shuffled order.",
     )
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="Stop at a row that cannot be parsed, or skip it.")
     max_bad_rows: NonNegativeInt | None = Field(
@@ -162,12 +169,13 @@ class Options(Section):
             if ids == "hash64" and self.table_size is not None:
                 yield f"{name} has no --table-size for hash64."
             return
-        most = 2**31 - 128  # the largest float32 that int32 can hold
         if self.id_order == "frequency":
             yield f"{name} numbers ids in order of occurrence."
         if self.shuffle == "day":
             yield f"{name} shuffles over all days (global) or not at all."
-        if ids == "mod" and self.shuffle == "global" and max(self.table_size or [2**32]) > most:
+        most = 2**31 - 128  # the largest float32 that int32 can hold
+        is_rounded = self.shuffle == "global" and self.compat != "torchrec-fixed"
+        if ids == "mod" and is_rounded and max(self.table_size or [2**32]) > most:
             yield f"{name} --shuffle global keeps 31 bits of an id: --table-size is needed, {most} at most."
         if ids == "contiguous" and self.table_size is not None and self.multi_hot is None:
             yield f"{name} applies table sizes when it loads: leave out --table-size."
@@ -201,12 +209,14 @@ class Rules:
     @property
     def is_rounded(self) -> bool:
         """Whether training ids are rounded to float32 and stored as int32, as TorchRec's shuffle does."""
-        return self.is_torchrec and self.shuffle == "global"
+        return self.is_torchrec and self.shuffle == "global" and self.compat != "torchrec-fixed"
 
     @property
     def wide_ids(self) -> bool:
         """Whether ids are stored in 64 bits: they need them, or the system of --compat does so."""
-        if self.compat in ("torchrec", "oneflow") or (self.ids != "contiguous" and not self.table_size):
+        if self.compat in ("torchrec", "torchrec-fixed", "oneflow") or (
+            self.ids != "contiguous" and not self.table_size
+        ):
             return True
         return max(self.table_size, default=0) > 2**31
 
@@ -229,6 +239,8 @@ class Rules:
 
     def dense_values(self, integers: np.ndarray, smallest: int) -> np.ndarray:
         """Transform integers int32 [n, 13] to the stored values float32 [n, 13]."""
+        if self.dense == _STORED:
+            return integers.view(np.float32)
         integers = integers.astype(np.int64)
         if self.compat == "oneflow":
             return (integers + 1).astype(np.float32)
@@ -255,8 +267,13 @@ class Rules:
         return notes
 
 
-def rules_of(options: Options, log_names: list[str]) -> Rules:
-    """Decide every default; some depend on which logs were found."""
+def rules_of(options: Options, log_names: list[str], *, are_npy: bool = False) -> Rules:
+    """Decide every default; some depend on which logs were found, and whether they are npy files."""
+    if are_npy and (options.dense or options.engine == "spark"):
+        flag = f"--dense {options.dense}" if options.dense else "--engine spark"
+        raise ConfigError(f"{flag} is for raw logs: the npy files in --input hold transformed values. Leave it out.")
+    if options.sparse_input and not are_npy:
+        raise ConfigError("--sparse-input is for npy files, and --input has raw logs. Leave it out.")
     is_kaggle = "train" in log_names
     system = options.system
     last_day, val_fraction = _last_day(options, 1 if is_kaggle else len(log_names))
@@ -265,7 +282,9 @@ def rules_of(options: Options, log_names: list[str]) -> Rules:
         id_order=options.id_order or ("first-seen" if options.compat else "frequency"),
         min_frequency=max(options.min_frequency or 1, 1),
         table_size=_for_every_column(options.table_size or (system.table_size if options.kind_of_ids == "mod" else ())),
-        dense=options.dense or ("log-min" if is_kaggle and not options.compat else system.dense),
+        dense=_STORED
+        if are_npy
+        else options.dense or ("log-min" if is_kaggle and not options.compat else system.dense),
         last_day=last_day,
         val_fraction=val_fraction,
         shuffle=options.shuffle or system.shuffle,

@@ -14,7 +14,8 @@ from recmill.config.sizes import parse_bytes
 from recmill.data.click_rows import BLOCK_ROWS
 from recmill.datasets.click_log import ParsedLog
 from recmill.datasets.clicks import PARQUET_ROWS, dense_names, sparse_names, split_rows
-from recmill.datasets.compressed import sample_digest
+from recmill.datasets.compressed import forecast_rows, sample_digest
+from recmill.datasets.criteo.npy_logs import open_npy
 from recmill.datasets.criteo.options import CRITEO, Options, Rules, rules_of
 from recmill.datasets.vocabularies import FIRST_ID
 from recmill.datasets.writing import MADE_BY, Work, seal
@@ -25,21 +26,29 @@ from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, Row
 log = logging.getLogger(__name__)
 
 _PROGRAM_BYTES = 300_000_000  # Python with its libraries
+_LOG_NAME = re.compile(r"day_\d+|train|test")
 _LOG_FILE = re.compile(r"(?:day_(?P<day>\d+)|(?P<kaggle>train|test)\.txt)(?:\.gz|\.zst)?")
 
 
 @dataclass(frozen=True)
 class RawLog:
-    """A raw file. `name` is day_0, day_1, ... or, for Kaggle, train and test."""
+    """A raw file. `name` is day_0, day_1, ... or, for Kaggle, train and test.
+
+    If the log is npy files, as TorchRec writes them, `path` holds its ids, and the directory `others` the other two.
+    """
 
     name: str
     path: Path
     bytes: int
     sample: str  # digest of the file, or of samples spread over a large one
+    others: Path | None = None
 
     @property
     def has_labels(self) -> bool:
         return self.name != "test"
+
+    def forecast_rows(self) -> int:
+        return len(open_npy(self.path)) if self.others else forecast_rows(self.path)
 
 
 @dataclass(frozen=True)
@@ -188,14 +197,34 @@ def log_read(raw: RawLog, parsed: ParsedLog) -> None:
 
 
 def plan(options: Options) -> Plan:
-    logs = _find_logs(Path(options.input), options.source)
-    rules = rules_of(options, [raw.name for raw in logs])
+    logs = _find_npy_logs(Path(options.input), options.sparse_input) or _find_logs(Path(options.input), options.source)
+    rules = rules_of(options, [raw.name for raw in logs], are_npy=logs[0].others is not None)
     budget = parse_bytes(options.memory_budget or "4GB", "--memory-budget")
     if budget < 512_000_000:
         raise ConfigError(f"--memory-budget {options.memory_budget}: 512MB is the minimum.")
     memory = budget - _PROGRAM_BYTES
     limits = Limits(memory, chunk_bytes=min(max(memory // (40 * num_cores()), 1 << 20), 1 << 24))
     return Plan(rules, logs, limits, options.engine, options.spark_master)
+
+
+def _find_npy_logs(path: Path, sparse_path: str | None) -> list[RawLog]:
+    """Return the logs that are npy files, in order; none if there are no such files."""
+    sparse = Path(sparse_path or path)
+    if not path.is_dir() or not sparse.is_dir() or any(_LOG_FILE.fullmatch(file.name) for file in path.iterdir()):
+        return []
+    by_name = {file.name.removesuffix("_sparse.npy"): file for file in sparse.glob("*_sparse.npy")}
+    by_name = {name: file for name, file in by_name.items() if _LOG_NAME.fullmatch(name)}
+    if not by_name:
+        return []
+    logs = []
+    for name in _kaggle_names(path, by_name) if "train" in by_name else _day_names(path, by_name):
+        files = [by_name[name], path / f"{name}_dense.npy", path / f"{name}_labels.npy"]
+        if missing := [file for file in files if not file.is_file()]:
+            raise DataError(f"{missing[0]}: no such file, though {files[0]} exists. Add it, or give --sparse-input.")
+        sample = "-".join(map(sample_digest, files))
+        logs.append(RawLog(name, files[0].absolute(), files[0].stat().st_size, sample, path.absolute()))
+    _check_different([raw for raw in logs if raw.has_labels])
+    return logs
 
 
 def _find_logs(path: Path, source: str | None) -> list[RawLog]:

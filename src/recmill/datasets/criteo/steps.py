@@ -23,7 +23,7 @@ from recmill import rng
 from recmill.data.click_rows import ClickRows
 from recmill.datasets.click_log import LogBlock, ParsedLog, parse_log
 from recmill.datasets.clicks import PARTS, sparse_names, write_day, write_parquet_parts
-from recmill.datasets.compressed import forecast_rows
+from recmill.datasets.criteo.npy_logs import read_npy_log
 from recmill.datasets.criteo.options import CRITEO, Options
 from recmill.datasets.criteo.plan import Plan, RawLog, Segment, Written, log_read, plan, seal_written, vocabulary_file
 from recmill.datasets.hashed_ids import hash64, hashed_modulo, modulo, modulo_as_oneflow, modulo_as_torchrec
@@ -73,7 +73,7 @@ def _check_disk(plan: Plan, work: Work, vocabulary_sizes: list[int] | None = Non
     Without --table-size, companions of contiguous ids count only once `vocabulary_sizes` are known.
     """
     rules = plan.rules
-    rows = [forecast_rows(raw.path) for raw in plan.logs]
+    rows = [raw.forecast_rows() for raw in plan.logs]
     ids_bytes = CRITEO.num_sparse * (8 if rules.wide_ids else 4)
     # Hash tables take 8 to 16 bytes per id, and there are at most as many ids as rows.
     may_need_rounds = rules.ids == "contiguous" and CRITEO.num_sparse * 16 * sum(rows) > plan.limits.memory // 2
@@ -127,7 +127,7 @@ class _Preparation:
 
     def _read(self) -> list[ParsedLog]:
         read: list[ParsedLog] = []
-        with Progress("reading", total=sum(forecast_rows(raw.path) for raw in self.plan.logs), unit="rows") as progress:
+        with Progress("reading", total=sum(raw.forecast_rows() for raw in self.plan.logs), unit="rows") as progress:
             for raw in self.plan.logs:
                 allowed = self.rules.bad_rows_allowed(sum(parsed.bad_rows for parsed in read))
                 parsed = ParsedLog(self.work.scratch / f"{raw.name}.rows", self.rules.log_format(raw.has_labels))
@@ -138,6 +138,8 @@ class _Preparation:
 
     def _read_log(self, raw: RawLog, target: ParsedLog, allowed: int | None, progress: Progress) -> dict[str, Any]:
         chunk_bytes = self.plan.limits.chunk_bytes
+        if raw.others:
+            return read_npy_log(raw.path, raw.others, target, progress.advance).to_json()
         parsed = parse_log(raw.path, target.path, target.format, allowed, self.pool, chunk_bytes, progress.advance)
         return parsed.to_json()
 
@@ -254,7 +256,7 @@ class _Preparation:
         parsed = self.parsed[segment.log_index]
         block = parsed.read_block(first, rows)
         # TorchRec uses the minimum of each file, we use the minimum of all.
-        smallest = min(other.smallest_dense for other in ([parsed] if self.rules.compat else self.parsed))
+        smallest = min(p.smallest_dense for p in ([parsed] if self.rules.compat == "torchrec" else self.parsed))
         dense = self.rules.dense_values(block.dense, smallest)
         mapped = ClickRows(dense, self._ids(parsed, first, block), block.labels)
         return mapped[max(segment.start - first, 0) : segment.stop - first]
