@@ -286,7 +286,7 @@ def split_command(input: str, output: str, **options: Any) -> None:
 @commands.command("adopt", cls=_Command)
 @click.argument("directory", type=click.Path())
 def adopt_command(directory: str, **options: Any) -> None:
-    """Describe the npy files of TorchRec's or MLPerf's scripts in DIRECTORY as a prepared dataset."""
+    """Describe the npy or bin files of TorchRec's or MLPerf's scripts in DIRECTORY as a prepared dataset."""
     dataset = recmill.adopt(directory, **options)
     with _after_work():
         printed.print_dataset(dataset)

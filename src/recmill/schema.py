@@ -1,7 +1,7 @@
 """The content of `dataset.json`, which describes a prepared dataset and is the last of its files to be written.
 
-There are two kinds: `clicks` (one row per impression, in TorchRec's npy layout or in Parquet) and `histories` (one
-sequence of items per user).
+There are two kinds: `clicks` (one row per impression, in TorchRec's npy layout, in Parquet or in records) and
+`histories` (one sequence of items per user).
 """
 
 import json
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 DESCRIPTION_FILE = "dataset.json"
 SPLITS = ("train", "val", "test")
 UNLABELLED = "unlabelled"  # a fourth split, only in click logs: rows whose labels are all -1
+RECORDS = "_data.bin"  # how the names of files in layout bin end: train_data.bin, validation_data.bin, test_data.bin
 MAX_TABLE_ROWS = 2**40  # a larger `rows` is the range of 64-bit hashes, too many for a real table
 
 
@@ -63,9 +64,13 @@ class _Description(_Strict):
     notes: list[str] = []  # what was dropped or changed during preparation
 
 
+# bin: a record per row, int32 label, float32 dense values, int32 ids, as TorchRec's scripts for NVTabular write them.
+ClicksLayout = Literal["npy", "parquet", "bin"]
+
+
 class ClicksDescription(_Description):
     kind: Literal["clicks"] = "clicks"
-    layout: Literal["npy", "parquet"] = "npy"
+    layout: ClicksLayout = "npy"
     dense: list[str]
     dense_stored: Literal["ready", "plus-one"] = "ready"  # plus-one: the files hold x + 1, a model gets log(x + 2)
     sparse: list[SparseFeature]
@@ -75,12 +80,17 @@ class ClicksDescription(_Description):
     source: list[SourceFile] = []
 
     def day_files(self, day: str) -> tuple[str, str, str]:
-        """Return the files with a day's dense values, ids and labels: for Parquet the same file three times."""
-        if self.layout == "parquet":
-            file = f"{day}.parquet"
+        """Return the files with a day's dense values, ids and labels: but for npy the same file three times."""
+        if self.layout != "npy":
+            file = f"{day}.parquet" if self.layout == "parquet" else f"{day}{RECORDS}"
             return file, file, file
         sparse = f"{day}_sparse_multi_hot.npz" if self.multi_hot else f"{day}_sparse.npy"
         return f"{day}_dense.npy", sparse, f"{day}_labels.npy"
+
+    @property
+    def record_words(self) -> int:
+        """How many words of four bytes a row has in layout bin."""
+        return 1 + len(self.dense) + len(self.sparse)
 
     @property
     def ids_per_row(self) -> list[int]:

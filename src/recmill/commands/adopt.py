@@ -1,4 +1,4 @@
-"""`recmill adopt`: make a prepared dataset of TorchRec's or MLPerf's npy files by adding a `dataset.json`."""
+"""`recmill adopt`: make a prepared dataset of TorchRec's or MLPerf's npy or bin files by adding a `dataset.json`."""
 
 import hashlib
 import logging
@@ -22,11 +22,21 @@ from recmill.data.npy_files import npy_array, npz_arrays
 from recmill.data.opening import open_dataset
 from recmill.datasets.clicks import dense_names, sparse_names, split_rows
 from recmill.datasets.criteo.checksums import published_md5s
+from recmill.datasets.criteo.options import CRITEO
 from recmill.datasets.writing import ADOPTED, MADE_BY, recipe_changes, seal
 from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.hardware.cpu import num_cores
 from recmill.observe.progress import Progress
-from recmill.schema import DESCRIPTION_FILE, UNLABELLED, ClicksDescription, Dataset, FileInfo, RowRange, SparseFeature
+from recmill.schema import (
+    DESCRIPTION_FILE,
+    RECORDS,
+    UNLABELLED,
+    ClicksDescription,
+    Dataset,
+    FileInfo,
+    RowRange,
+    SparseFeature,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +48,7 @@ _MULTI_HOT = "sparse_multi_hot.npz"
 _NOT_RENAMED = "sparse_contig_freq.npy"  # output of TorchRec's contiguous_preproc_criteo.py, to be renamed by the user
 _DTYPES = {_DENSE: ["float32"], _LABELS: ["int32"], _ONE_HOT: ["int32", "int64"], _MULTI_HOT: ["int32", "int64"]}
 _FILE = re.compile(rf"(day_\d+|train|test)_({'|'.join(map(re.escape, [*_DTYPES, _NOT_RENAMED]))})")
+_RECORD_FILES = {"train": "train", "val": "validation", "test": "test"}  # by split; the layout is Criteo's alone
 _UNKNOWN_SIZE = 2**63 - 1  # of a table, until all ids were read
 
 
@@ -97,7 +108,7 @@ def adopt(path: str | Path, **options: Unpack[AdoptOptions]) -> dict[str, Any]:
     checked: Options = checked_options("adopt", Options, dict(options))
     path = given_path(path, "DIRECTORY")
     if not path.is_dir():
-        raise DataError(f"{path}: no such directory. Give the one that holds day_0_dense.npy or train_dense.npy.")
+        raise DataError(f"{path}: no such directory. Give the one that holds day_0_dense.npy or train_data.bin.")
     if checked.modulo and checked.table_size is None:
         raise ConfigError("--modulo needs --table-size: ids are taken modulo it.")
     if checked.output is not None:
@@ -198,6 +209,8 @@ def _features(sizes: np.ndarray) -> list[SparseFeature]:
 def _describe_headers(path: Path, options: Options) -> ClicksDescription:
     """Return a description without digests, notes and table sizes, unless options give them."""
     days = _days(path)
+    if not days:
+        return _describe_records(path, options)
     sparse = _MULTI_HOT if any((path / f"{day}_{_MULTI_HOT}").exists() for day in days) else _ONE_HOT
     shapes = _checked_shapes(path, days, sparse)
     day_rows = {day: shapes[day, _LABELS][0][0] for day in days}
@@ -220,14 +233,53 @@ def _describe_headers(path: Path, options: Options) -> ClicksDescription:
     )
 
 
+def _describe_records(path: Path, options: Options) -> ClicksDescription:
+    if options.last_day or options.val_fraction:
+        raise ConfigError(
+            f"{path}: train, validation and test are separate files. Leave out --last-day, --val-fraction."
+        )
+    sizes = options.table_size or [_UNKNOWN_SIZE]
+    if len(sizes) not in (1, CRITEO.num_sparse):
+        raise ConfigError(
+            f"--table-size: {len(sizes)} sizes. Give one for each of {CRITEO.num_sparse} columns, or one."
+        )
+    record_bytes = 4 * (1 + CRITEO.num_dense + CRITEO.num_sparse)
+    found = {split: path / f"{day}{RECORDS}" for split, day in _RECORD_FILES.items()}
+    file_bytes = {split: file.stat().st_size for split, file in found.items() if file.is_file()}
+    problems = [
+        f"{found[split].name}: {size:,} bytes, expected a multiple of {record_bytes}: a label, {CRITEO.num_dense} "
+        f"dense values and {CRITEO.num_sparse} ids, of 4 bytes each"
+        for split, size in file_bytes.items()
+        if size % record_bytes or not size
+    ]
+    _raise_if_any(path, [*problems, *([] if "train" in file_bytes else [f"{found['train'].name}: missing"])])
+    rows = {split: size // record_bytes for split, size in file_bytes.items()}
+    return ClicksDescription(
+        name=ADOPTED,
+        made_by=MADE_BY,
+        recipe=options.recipe,
+        files={found[split].name: FileInfo(bytes=0, rows=count, xxh3="") for split, count in rows.items()},
+        layout="bin",
+        dense=dense_names(CRITEO.num_dense),
+        sparse=_features(np.broadcast_to(sizes, CRITEO.num_sparse)),
+        splits={split: [RowRange(day=_RECORD_FILES[split], start=0, stop=count)] for split, count in rows.items()},
+    )
+
+
 def _days(path: Path) -> list[str]:
-    """Return the names of the days in order, or raise a DataError for missing or ambiguous files."""
+    """Return the names of the days in order, or none for files of records; raise if files are missing or ambiguous."""
     parts = defaultdict(set)
     for file in path.iterdir():
         if match := _FILE.fullmatch(file.name):
             parts[match[1]].add(match[2])
+    records = [name for day in _RECORD_FILES.values() if (path / (name := f"{day}{RECORDS}")).exists()]
+    if records and not parts:
+        return []
+    if records:
+        problem = f"{records[0]}: is it this, or {min(parts)}_{min(parts[min(parts)])}? Keep one kind of files here"
+        _raise_if_any(path, [problem])
     if not parts:
-        fact = f"{path}: no day_0_dense.npy, no train_dense.npy"
+        fact = f"{path}: no day_0_dense.npy, no train_dense.npy, no train_data.bin"
         raise DataError(f"{fact}. Give the directory that TorchRec's scripts wrote.")
     numbers = [int(day.removeprefix("day_")) for day in parts if day.startswith("day_")]
     days = [f"day_{number}" for number in range(max(numbers) + 1)] if numbers else sorted(parts, reverse=True)

@@ -40,7 +40,7 @@ class PrepareOptions(TypedDict, total=False):
     last_day: Literal["val-first", "test-first", "none"] | None
     val_fraction: float | None
     shuffle: Literal["none", "day", "global"] | None
-    format: Literal["npy", "parquet"] | None
+    format: Literal["npy", "parquet", "bin"] | None
     multi_hot: list[int] | None
     multi_hot_distribution: Literal["uniform", "pareto"] | None
     memory_budget: str | None

@@ -1,4 +1,4 @@
-"""The rows of a prepared click log as arrays, whether they are stored as npy, npz (multi-hot) or Parquet."""
+"""The rows of a prepared click log as arrays, whether they are stored as npy, npz (multi-hot), Parquet or records."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,8 +60,10 @@ class StoredDay:
         self._first_ids = first_ids if first_ids.any() else None
         rows = [feature.rows for feature in description.sparse]
         self._modulo = np.repeat(rows, description.ids_per_row) if description.modulo else None
-        self._files: _NpyDay | _ParquetDay
-        if description.layout == "parquet":
+        self._files: _NpyDay | _ParquetDay | _RecordsDay
+        if description.layout == "bin":
+            self._files = _RecordsDay(dataset, day)
+        elif description.layout == "parquet":
             self._files = _ParquetDay(dataset, day, decode or block_decoder(description, 2))  # 2: to read in order
         else:
             self._files = _NpyDay(dataset, day)
@@ -123,6 +125,21 @@ class _NpyDay:
         ids = [_take(array, rows) for array in self._ids]
         all_ids = ids[0] if len(ids) == 1 else np.concatenate(ids, axis=1)
         return ClickRows(_take(self._dense, rows), all_ids, _take(self._labels, rows)[:, 0])
+
+
+class _RecordsDay:
+    """A file of records, memory-mapped."""
+
+    def __init__(self, dataset: Dataset, day: str) -> None:
+        file = dataset.clicks.day_files(day)[0]
+        shape = dataset.clicks.files[file].rows, dataset.clicks.record_words
+        self._words = np.memmap(dataset.path / file, "<i4", "r", shape=shape)
+        self._first_id = 1 + len(dataset.clicks.dense)
+
+    def take(self, rows: np.ndarray | slice) -> ClickRows:
+        words = _take(self._words, rows)
+        dense, ids = words[:, 1 : self._first_id], words[:, self._first_id :]
+        return ClickRows(np.ascontiguousarray(dense).view("<f4"), np.ascontiguousarray(ids), words[:, 0])
 
 
 def _take(array: np.ndarray, rows: np.ndarray | slice) -> np.ndarray:

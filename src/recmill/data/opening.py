@@ -147,6 +147,8 @@ def _day_problems(dataset: Dataset, day: str, used_rows: int) -> Iterator[str]:
         f"{day}_labels.npy": ((rows, 1), ("i4",)),
     }
     for name in dict.fromkeys(files):
+        if info and description.layout == "bin" and info.bytes != (size := rows * 4 * description.record_words):
+            yield f"{name}: {info.bytes:,} bytes, expected {size:,}: {rows:,} records"
         if name in expected:
             yield from _npy_problems(dataset, name, *expected[name])
         elif name not in description.files:

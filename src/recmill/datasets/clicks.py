@@ -1,4 +1,4 @@
-"""Click logs as prepared datasets: splits by day, TorchRec's npy layout and Parquet, written block by block."""
+"""Click logs as prepared datasets: splits by day; TorchRec's npy files, Parquet or records, written block by block."""
 
 import contextlib
 from collections.abc import Iterator
@@ -85,6 +85,21 @@ def write_day(directory: Path, day: str, num_rows: int, blocks: Iterator[ClickRo
                     files.append(stack.enter_context(NpyWriter(path, dtype, (num_rows, part.shape[1]))))
             for file, part in zip(files, parts, strict=True):
                 file.append(part)
+
+
+def write_records(path: Path, first_row: int, blocks: Iterator[ClickRows]) -> None:
+    """Write the blocks into the file of records `path`, from row `first_row` on; see `ClicksLayout`."""
+    with path.open("r+b" if path.exists() else "wb") as file:
+        for block in blocks:
+            words = [
+                block.labels[:, None].astype("<i4"),
+                block.dense.astype("<f4").view("<i4"),
+                block.ids.astype("<i4"),
+            ]
+            records = np.concatenate(words, axis=1)
+            if not file.tell():
+                file.seek(first_row * records[0].nbytes)
+            file.write(records.data)
 
 
 def write_parquet_parts(

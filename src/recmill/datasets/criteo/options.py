@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from recmill.config.sections import Section
 from recmill.datasets.click_log import LogFormat
 from recmill.errors import ConfigError
+from recmill.schema import ClicksLayout
 
 CRITEO = LogFormat(num_dense=13, num_sparse=26)
 _DEFAULT_BAD_ROWS = 1000
@@ -23,7 +24,7 @@ class System:
 
     ids: tuple[str, ...]  # the kinds of ids that it supports, the default first
     dense: str
-    format: str
+    format: ClicksLayout
     shuffle: str = "none"
     last_day: str = "val-first"
     table_size: tuple[int, ...] = ()  # for ids by modulo
@@ -73,7 +74,10 @@ class Options(Section):
         None, description="Shuffle the training rows: not at all (default), within each day, or over all days."
     )
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of --shuffle and --multi-hot. Same seed, same bytes.")
-    format: Literal["npy", "parquet"] | None = Field(None, description="npy (default) or parquet (default for spark).")
+    format: ClicksLayout | None = Field(
+        None,
+        description="npy (default), parquet (default for spark), or bin: records, as TorchRec's NVTabular scripts.",
+    )
     multi_hot: list[PositiveInt] | None = Field(
         None, description="Ids per row and table, one number or 26: a fixed table adds others to each id."
     )
@@ -118,6 +122,8 @@ class Options(Section):
             yield f"--min-frequency is for contiguous ids, not for {ids}."
         if ids != "contiguous" and self.id_order is not None:
             yield f"--id-order is for contiguous ids, not for {ids}."
+        if self.format == "bin" and ids != "contiguous" and not 0 < max(self.table_size or [0]) <= 2**31:
+            yield f"--format bin has 32-bit ids: --ids {ids} needs --table-size, 2147483648 at most."
         if ids == "mod" and not self.table_size and not self.compat:
             yield "--ids mod needs --table-size. (With --compat torchrec and no size, raw ids are kept.)"
         for option, values in (("--table-size", self.table_size), ("--multi-hot", self.multi_hot)):
@@ -130,8 +136,8 @@ class Options(Section):
                 yield "--multi-hot-distribution needs --multi-hot."
             return
         ids = self.kind_of_ids
-        if self.format == "parquet":
-            yield "--multi-hot is written as npy, not as parquet."
+        if self.format not in (None, "npy"):
+            yield f"--multi-hot is written as npy, not as {self.format}."
         if ids != "contiguous" and self.table_size is None:
             yield f"--multi-hot with {ids} ids needs --table-size."
         if ids != "contiguous" and max(self.table_size or [0]) > 2**31:
@@ -142,8 +148,8 @@ class Options(Section):
             if self.spark_master is not None:
                 yield "--spark-master needs --engine spark."
             return
-        if self.format == "npy":
-            yield "--engine spark writes parquet, not npy."
+        if self.format not in (None, "parquet"):
+            yield f"--engine spark writes parquet, not {self.format}."
         if self.multi_hot is not None:
             yield "--engine spark has no --multi-hot."
         if self.id_order == "first-seen" or self.system.is_torchrec:
@@ -194,7 +200,7 @@ class Rules:
     val_fraction: float
     shuffle: str
     seed: int
-    format: str
+    format: ClicksLayout
     multi_hot: tuple[int, ...]  # 26, or none
     multi_hot_distribution: str
     compat: str

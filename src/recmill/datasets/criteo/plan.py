@@ -21,7 +21,16 @@ from recmill.datasets.vocabularies import FIRST_ID
 from recmill.datasets.writing import MADE_BY, Work, seal
 from recmill.errors import ConfigError, DataError
 from recmill.hardware.cpu import num_cores
-from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange, SourceFile, SparseFeature
+from recmill.schema import (
+    RECORDS,
+    SPLITS,
+    ClicksDescription,
+    Description,
+    FileInfo,
+    RowRange,
+    SourceFile,
+    SparseFeature,
+)
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +166,7 @@ class Plan:
             recipe=self.recipe,
             files=files,
             notes=notes,
-            layout="parquet" if rules.format == "parquet" else "npy",
+            layout=rules.format,
             dense=dense_names(CRITEO.num_dense),
             dense_stored="plus-one" if rules.compat == "oneflow" else "ready",
             sparse=self.features(written.vocabulary_sizes),
@@ -176,6 +185,9 @@ class Plan:
                 files = sorted(file for file in written.file_rows if file.startswith(f"{segment.split}-{name}-"))
                 days = {file.removesuffix(".parquet"): written.file_rows[file] for file in files}
                 stored = [RowRange(day=day, start=0, stop=rows) for day, rows in days.items()]
+            elif self.rules.format == "bin":
+                day = record_file(segment).removesuffix(RECORDS)
+                stored = [RowRange(day=day, start=segment.offset, stop=segment.offset + segment.rows)]
             ranges.setdefault(segment.split, []).extend(stored)
         return ranges
 
@@ -185,6 +197,10 @@ def seal_written(plan: Plan, written: Written, work: Work) -> Description:
     vocabulary_files = map(vocabulary_file, sparse_names(len(written.vocabulary_sizes)))
     vocabularies = dict(zip(vocabulary_files, written.vocabulary_sizes, strict=True))
     return seal(work.data, partial(plan.describe, written), written.file_rows | vocabularies)
+
+
+def record_file(segment: Segment) -> str:
+    return f"{'validation' if segment.split == 'val' else segment.split}{RECORDS}"
 
 
 def vocabulary_file(name: str) -> str:

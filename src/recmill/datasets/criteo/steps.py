@@ -22,10 +22,20 @@ import numpy as np
 from recmill import rng
 from recmill.data.click_rows import ClickRows
 from recmill.datasets.click_log import LogBlock, ParsedLog, parse_log
-from recmill.datasets.clicks import PARTS, sparse_names, write_day, write_parquet_parts
+from recmill.datasets.clicks import PARTS, sparse_names, write_day, write_parquet_parts, write_records
 from recmill.datasets.criteo.npy_logs import read_npy_log
 from recmill.datasets.criteo.options import CRITEO, Options
-from recmill.datasets.criteo.plan import Plan, RawLog, Segment, Written, log_read, plan, seal_written, vocabulary_file
+from recmill.datasets.criteo.plan import (
+    Plan,
+    RawLog,
+    Segment,
+    Written,
+    log_read,
+    plan,
+    record_file,
+    seal_written,
+    vocabulary_file,
+)
 from recmill.datasets.hashed_ids import hash64, hashed_modulo, modulo, modulo_as_oneflow, modulo_as_torchrec
 from recmill.datasets.multi_hot import companion_paths, write_companions, write_multi_hot
 from recmill.datasets.parallel import ordered
@@ -115,7 +125,8 @@ class _Preparation:
             self._map_in_rounds()
         if self.rules.shuffle != "none":
             self._scatter()
-        file_rows = self._write_parquet() if self.rules.format == "parquet" else self._write_npy()
+        write = {"npy": self._write_npy, "parquet": self._write_parquet, "bin": self._write_records}
+        file_rows = write[self.rules.format]()
         notes = []
         if self.num_rounded_ids:
             notes.append(
@@ -382,6 +393,19 @@ class _Preparation:
                 (self.work.data / one_hot).unlink(missing_ok=True)
                 file_rows[multi_hot] = file_rows.pop(one_hot)
                 progress.advance(1)
+        return file_rows
+
+    def _write_records(self) -> dict[str, int]:
+        """Write one file per split. A segment has its place in the file, so that a repeated part writes it again."""
+        file_rows: dict[str, int] = {}
+        with Progress("writing", total=sum(segment.rows for segment in self.segments), unit="rows") as progress:
+            for segment in self.segments:
+                file = record_file(segment)
+                blocks = self._rows_to_write(segment, progress)
+                make = partial(write_records, self.work.data / file, segment.offset, blocks)
+                self.work.part(f"write-{segment.split}-{self.plan.logs[segment.log_index].name}", make)
+                self._remove_scratch(segment)
+                file_rows[file] = max(segment.offset + segment.rows, file_rows.get(file, 0))
         return file_rows
 
     def _write_parquet(self) -> dict[str, int]:
