@@ -4,7 +4,7 @@ import re
 import shlex
 import tomllib
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from ..conftest import REPO
 
