@@ -327,6 +327,18 @@ def test_random_users_with_fewer_than_three_interactions_are_dropped_and_counted
     assert data.description["notes"] == [f"dropped {dropped} interactions of users with fewer than 3"]
 
 
+def test_random_items_that_are_rare_are_dropped_before_users(tmp_path: Path) -> None:
+    draw = {"random_user_count": 20, "random_item_count": 60, "random_size": 300}
+    every = random_histories(tmp_path / "every", **draw)
+    kept = random_histories(tmp_path / "kept", **draw, min_item_count=5, min_user_count=12)
+    is_common = np.array(every.item_names["count"]) >= 5
+    common = [items[is_common[items - 1]] for items in every.users]
+    assert [len(items) for items in kept.users] == [len(items) for items in common if len(items) >= 12]
+    dropped = 300 - sum(map(len, kept.users))
+    words = f"dropped {dropped} interactions of users with fewer than 12 or items with fewer than 5"
+    assert kept.description["notes"] == [words]
+
+
 def test_random_items_and_users_are_numbered_without_gaps_and_keep_their_names(tmp_path: Path) -> None:
     """60 items for 40 interactions: most do not occur, and get no number."""
     data = random_histories(tmp_path / "d", random_user_count=8, random_item_count=60, random_size=40)

@@ -32,6 +32,9 @@ PROGRAMS = {
     "1_split_dataset.sh": "criteo_scripts:POLARIS_SPLIT",
     "2_preprocess_dataset.sh": "criteo_scripts:POLARIS_PREPROCESS",
     "3_train.sh": "criteo_scripts:POLARIS_TRAIN",
+    "bert4rec_main.py": "bert4rec_main:PROGRAM",
+    "tdfo/preprocessing.py": "tdfo:PREPROCESSING",
+    "tdfo/train.py": "tdfo:TRAIN",
 }
 
 

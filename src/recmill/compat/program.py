@@ -132,9 +132,10 @@ class Given:
         parent = Path(self.run).parent if self.run else Path("runs")
         return str(parent / f"{self.program.stem}{'-data' if kind == 'data' else ''}-{digest}")
 
-    def train(self, config: dict[str, Any]) -> Step:
-        """Return the step that trains with this config."""
-        arguments: Values = {"config": config, "run": self.new_directory("run", config)}
+    def train(self, config: dict[str, Any], **options: Any) -> Step:
+        """Return the step that trains with this config, and other options of `recmill train`."""
+        facts = [config, options] if options else [config]
+        arguments: Values = {"config": config, "run": self.new_directory("run", *facts), **options}
         return Step("train", arguments if self.is_launched else {**arguments, "procs": self.procs})
 
 
