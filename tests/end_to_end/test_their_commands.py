@@ -76,12 +76,30 @@ def test_dlrm_main_trains_under_the_launchers_of_its_readme(launcher: str, tmp_p
     assert results["test"]["rows"] == 10 * 2 * 32
 
 
-def test_the_slurm_command_of_the_readme_is_a_job_with_the_same_script(tmp_path: Path) -> None:
+def test_if_the_data_cannot_be_used_all_processes_say_so_and_end(tmp_path: Path) -> None:
+    """mpiexec of MPICH does not end the other processes."""
+    words = [str(BIN / "recmill"), "run-like", "dlrm_main.py", "--", "--in_memory_binary_criteo_path", "nowhere"]
+    processes = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+        environment = {**os.environ, **place}
+        processes.append(subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True))
+    for process in processes:
+        assert "nowhere: no such directory" in process.communicate(timeout=120)[1]
+        assert process.returncode == 3
+
+
+def test_the_slurm_commands_of_the_readme_are_jobs_with_the_same_script(tmp_path: Path) -> None:
     in_place("dlrm_main.py", tmp_path)
+    in_place("aws_component.py", tmp_path)
     words = ["torchx", "run", "--dryrun", "-s", "slurm", "dist.ddp", "-j", "1x8", "--script", "dlrm_main.py"]
     printed = run(tmp_path, *words)
     assert "--nproc_per_node 8" in " ".join(printed.replace("'", "").split())
     assert "dlrm_main.py" in printed
+    words = ["torchx", "run", "--dryrun", "--scheduler", "slurm", "--scheduler_args", "partition=train,time=5:00:00"]
+    words += ["aws_component.py:run_dlrm_main", "--num_trainers=8", "--", "--pin_memory", "--batch_size", "8192"]
+    printed = run(tmp_path, *words)
+    assert all(word in printed for word in ("--partition=train", "--time=5:00:00", "--batch_size", "8192"))
 
 
 SIZES = ",".join(map(str, range(3, 29)))

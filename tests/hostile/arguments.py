@@ -50,10 +50,14 @@ PATHS = [
     ("histories", ("recommend", "{}", "--history", "film 4")),
     ("histories", ("recommend", "run", "--all", "--output", "{}")),
     ("raw", ("adopt", "{}")),
+    ("raw", ("adopt", "npys", "--output", "{}")),
+    ("raw", ("run-like", "dlrm_main.py", "--", "--in_memory_binary_criteo_path={}")),
+    ("raw", ("run-like", "npy_preproc_criteo.py", "--", "--input_dir=logs", "--output_dir={}")),
     ("raw", ("split", "--input", "{}", "--output", "out", "--days", "2", "--lines", "20")),
     ("raw", ("split", "--input", "logs/day_0", "--output", "{}", "--days", "2", "--lines", "20")),
     ("raw", ("prepare", "criteo", "--input", "{}", "--output", "out")),
     ("raw", ("prepare", "criteo", "--input", "logs", "--output", "{}")),
+    ("raw", ("prepare", "criteo", "--input", "npys", "--sparse-input", "{}", "--output", "out")),
     (
         "raw",
         ("prepare", "histories", "--input", "{}", "--user-column", "user", "--item-column", "film", "--output", "o"),
@@ -63,6 +67,7 @@ PATHS = [
     ("raw", (*PREPARED["clicks"], "--output", "{}")),
     ("raw", (*PREPARED["clicks"], "--output", "{}", "--overwrite")),
 ]
+PATH_FLAGS = ("input", "sparse_input", "output", "run", "init_from")
 BAD_PATHS = [
     *["", " ", ".", "..", "nowhere", "nowhere/at/all", "~", "-", "--", "/dev/null", "/dev/full", "/dev/null/x"],
     *["/proc/x", "file", "file/below", "empty", "empty/", "loop", "loop/below", "fifo", "dangling", "*", "%s"],
@@ -132,6 +137,14 @@ CONTRADICTIONS = [
     ("raw", ("prepare", "nothing", "--output", "o")),
     ("raw", ("download", "nothing", "--output", "o")),
     ("raw", ("nothing",)),
+    ("raw", ("run-like", "nothing")),
+    ("raw", ("run-like", "dlrm_main.py", "--", "--nothing")),
+    ("raw", ("run-like", "dlrm_main.py", "--", "--seed", "-1")),
+    ("raw", ("run-like", "dlrm_main.py", "--", "--batch_size", "0")),
+    ("raw", ("run-like", "dlrm_main.py", "--", "--num_embeddings", "-5")),
+    ("raw", ("run-like", "dlrm_main.py", "--", "--num_embeddings_per_feature", "3,4")),
+    ("raw", ("run-like", "dlrm_main.py", "--", "--over_arch_layer_sizes", ",")),
+    ("raw", ("run-like", "2_preprocess_dataset.sh")),
 ]
 # Errors with exit code 1: an extreme value that is valid, and a run that has not ended
 NEITHER_KIND = ("no longer a finite number", "values that are not finite numbers", "no results yet")
@@ -222,7 +235,7 @@ def _flag_cases() -> Iterator[Case]:
 
 
 def _odd_values(option: click.Option) -> list[str]:
-    if isinstance(option.type, click.Choice) or option.name in ("input", "output", "run", "init_from"):
+    if isinstance(option.type, click.Choice) or option.name in PATH_FLAGS:
         return []
     if "int" in option.type.name.lower():
         return INTEGERS

@@ -134,6 +134,8 @@ def test_unknown_flags_and_programs_and_bad_values_are_named_with_what_was_meant
     assert "give one of them" in problem(
         "--in_memory_binary_criteo_path", "a", "--synthetic_multi_hot_criteo_path", "b"
     )
+    assert "takes 26 numbers from 1 on" in problem("--num_embeddings_per_feature", "3,4")
+    assert "argument --output_dir: expected a value" in problem("--output_dir=--")
     assert "model.bottom_mlp ends with 64, but model.embedding_dim is 32" in problem("--embedding_dim", "32")
 
 

@@ -126,6 +126,7 @@ def adopt(path: str | Path, **options: Unpack[AdoptOptions]) -> dict[str, Any]:
 
 def _linked(path: Path, output: Path) -> Path:
     """Return `output`, a directory with links to the files in `path`."""
+    _days(path)  # raises an error that names `path`
     output.mkdir(parents=True, exist_ok=True)
     for file in path.iterdir():
         link = output / file.name

@@ -1,5 +1,6 @@
 """`recmill run-like`: run the command line of another system's program, or show the commands that do the same here."""
 
+import contextlib
 import importlib
 import logging
 import time
@@ -12,8 +13,9 @@ from recmill.compat.program import Given, Plan, Step
 from recmill.config import load_config
 from recmill.config.sections import Section
 from recmill.environment import process_environment, script_variables
+from recmill.errors import ResourceError
+from recmill.files.locks import exclusive_lock
 from recmill.launch.local import is_launched_with
-from recmill.launch.signals import stop_with_parent
 from recmill.schema import DESCRIPTION_FILE
 
 log = logging.getLogger(__name__)
@@ -46,25 +48,37 @@ def plan_like(program: str, arguments: Sequence[str], run: str | None = None, pr
 
 
 def run_like(plan: Plan) -> None:
-    """Run the steps. If a launcher started several processes, all of them train; the first one does the rest."""
+    """Run the steps. If a launcher started several processes, all of them train; one of them does the rest."""
     is_first = process_environment().rank == 0
     for note in plan.notes if is_first else ():
         log.info("note: %s", note)
+    commands = [step.command for step in plan.steps]
     for index, step in enumerate(plan.steps):
-        if step.command == "train" or (is_first and not _is_adopted(step)):
-            module = importlib.import_module(f"recmill.commands.{step.command}")
-            getattr(module, step.command)(**step.arguments)
-        elif not is_first and any(later.command == "train" for later in plan.steps[index:]):
-            _wait_for(step)
+        if "train" in commands[index + 1 :]:
+            _make_once(step)
+        elif is_first or step.command == "train":
+            _run(step)
 
 
-def _is_adopted(step: Step) -> bool:
-    """Return whether a step would only read every file again: training checks those that changed."""
-    return step.command == "adopt" and step.output is not None and (step.output / DESCRIPTION_FILE).is_file()
+def _run(step: Step) -> None:
+    getattr(importlib.import_module(f"recmill.commands.{step.command}"), step.command)(**step.arguments)
 
 
-def _wait_for(step: Step) -> None:
-    """Wait until the first process has made a dataset. If it fails, the launcher ends this one."""
-    stop_with_parent()
-    while not (Path(step.arguments["output"]) / DESCRIPTION_FILE).is_file():
-        time.sleep(_POLL_SECONDS)
+def _make_once(step: Step) -> None:
+    """Make the dataset that all processes wait for, unless it is there.
+
+    The first process that gets the lock makes it. If that fails, the others try and fail as well: not every launcher
+    ends them.
+    """
+    output = Path(step.arguments["output"])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        while not (output / DESCRIPTION_FILE).is_file():
+            try:
+                held.enter_context(exclusive_lock(output.with_name(f".{output.name}.lock"), "Wait for it."))
+            except ResourceError:
+                time.sleep(_POLL_SECONDS)
+            else:
+                if not (output / DESCRIPTION_FILE).is_file():
+                    _run(step)
+                return

@@ -21,15 +21,9 @@ def _prepare(logs: str, output: str, **options: object) -> Step:
 NPY_FLAGS = (
     Flag("--input_dir", str, ours=_INPUT, is_required=True),
     Flag("--output_dir", str, ours=_OUTPUT, is_required=True),
-    Flag(
-        "--dataset_name",
-        str,
-        "criteo_1tb",
-        ours="`recmill prepare criteo --source`",
-        note="1tb or kaggle",
-        choices=("criteo_1tb", "criteo_kaggle"),
-    ),
-)
+    Flag("--dataset_name", str, "criteo_1tb", ours="`recmill prepare criteo --source`", note="1tb or kaggle",
+         choices=("criteo_1tb", "criteo_kaggle")),
+)  # fmt: skip
 
 
 def _npy(given: Given) -> Plan:
@@ -40,15 +34,10 @@ def _npy(given: Given) -> Plan:
 
 CONTIGUOUS_FLAGS = (
     Flag("--input_dir", str, ours=_INPUT, note="of npy files", is_required=True),
-    Flag(
-        "--output_dir",
-        str,
-        ours=_OUTPUT,
-        note="a complete dataset; its ids are in `day_N_sparse.npy`, so nothing has to be renamed",
-        is_required=True,
-    ),
+    Flag("--output_dir", str, ours=_OUTPUT,
+         note="a complete dataset; its ids are in `day_N_sparse.npy`, so nothing has to be renamed", is_required=True),
     Flag("--frequency_threshold", int, 0, ours="`recmill prepare criteo --min-frequency`"),
-)
+)  # fmt: skip
 
 
 def _contiguous(given: Given) -> Plan:
@@ -58,15 +47,12 @@ def _contiguous(given: Given) -> Plan:
 SHUFFLE_FLAGS = (
     Flag("--input_dir_labels_and_dense", str, ours=_INPUT, note="of npy files", is_required=True),
     Flag("--input_dir_sparse", str, ours="`recmill prepare criteo --sparse-input`", is_required=True),
-    Flag(
-        "--output_dir_full_set",
-        str,
-        ours="not offered: it holds ids as float32, which is not exact. Leave it out: the input files are the full set",
-        is_refused=True,
-    ),
+    Flag("--output_dir_full_set", str,
+         ours="not offered: it holds ids as float32, which is inexact. Leave it out: the input files are the full set",
+         is_refused=True),
     Flag("--output_dir_shuffled", str, ours=_OUTPUT, is_required=True),
     Flag("--random_seed", int, 0, ours="`recmill prepare criteo --seed`", note="with `--shuffle global`"),
-)
+)  # fmt: skip
 
 
 def _shuffle(given: Given) -> Plan:
@@ -86,14 +72,9 @@ MULTI_HOT_FLAGS = (
     Flag("--copy_labels_and_dense", bool, ours="always on", note="a dataset is complete"),
     Flag("--num_embeddings_per_feature", ints, ours="`recmill prepare criteo --table-size`", is_required=True),
     Flag("--multi_hot_sizes", ints, ours="`recmill prepare criteo --multi-hot`", is_required=True),
-    Flag(
-        "--multi_hot_distribution_type",
-        str,
-        "uniform",
-        ours="`recmill prepare criteo --multi-hot-distribution`",
-        choices=("uniform", "pareto"),
-    ),
-)
+    Flag("--multi_hot_distribution_type", str, "uniform", ours="`recmill prepare criteo --multi-hot-distribution`",
+         choices=("uniform", "pareto")),
+)  # fmt: skip
 
 
 def _multi_hot(given: Given) -> Plan:
@@ -110,7 +91,7 @@ PROCESS_FLAGS = (
     Flag("RAW", str, ours=_INPUT, is_required=True),
     Flag("TEMPORARY", str, ours="no effect: temporary files are beside the output", is_required=True),
     Flag("OUTPUT", str, ours=_OUTPUT, is_required=True),
-)
+)  # fmt: skip
 
 
 def _processed(source: str, output: str) -> Plan:
@@ -121,7 +102,7 @@ SPLIT_FLAGS = (
     Flag("DATASET_DIR", str, ours="`recmill split --input`", note="holds `day_0`", is_required=True),
     Flag("SPLIT_DIR", str, ours="`recmill split --output`", is_required=True),
     Flag("SPLIT_LINE", int, 5_000_000, ours="`recmill split --lines`", note="24 parts; too few lines are an error"),
-)
+)  # fmt: skip
 
 
 def _split(given: Given) -> Plan:
@@ -135,7 +116,7 @@ _WORKDIR = Flag(
 PREPROCESS_VARIABLES = (
     Flag("DATASET_DIR", str, ours=_INPUT, note="the directory of `criteo1tb_split`, or of the logs", is_required=True),
     Flag("WORKDIR", str, None, ours="no effect: nothing is read from there"),
-)
+)  # fmt: skip
 
 
 def _preprocess(given: Given) -> Plan:
@@ -154,7 +135,7 @@ TRAIN_VARIABLES = (
     Flag("LEARNING_RATE", float, 0.1, ours="`optim.dense.lr`, `optim.tables.lr`"),
     Flag("DFTRACER_ENABLE", int, 1, ours="the same", note="with `pip install dftracer`; steps are always recorded"),
     Flag("DFTRACER_INC_METADATA", int, 1, ours="the same"),
-)
+)  # fmt: skip
 _POLARIS_SIZES = (
     "45833188,36746,17245,7413,20243,3,7114,1441,62,29275261,1572176,345138,10,2209,11267,128,4,974,14,48937457,"
     "11316796,40094537,452104,12606,104,35"

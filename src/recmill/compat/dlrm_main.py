@@ -20,170 +20,76 @@ _TABLE_SIZES = "`recmill adopt --table-size`, `recmill prepare criteo --table-si
 
 FLAGS = (
     Flag("--epochs", int, 1, "train.num_epochs"),
-    Flag(
-        "--batch_size", int, 32, "train.global_batch_size", "theirs times the number of processes", is_per_process=True
-    ),
+    Flag("--batch_size", int, 32, "train.global_batch_size", "theirs times the number of processes",
+         is_per_process=True),
     Flag("--drop_last_training_batch", bool, None, "data.drop_last", 'without it: `data.remainder = "torchrec"`'),
-    Flag(
-        "--test_batch_size",
-        int,
-        None,
-        "eval.global_batch_size",
-        "theirs times the number of processes; without it that of training",
-        is_per_process=True,
-    ),
-    Flag(
-        "--limit_train_batches",
-        int,
-        None,
-        "data.limit_train_batches",
-        "limits an epoch; `train.max_steps` limits the run",
-    ),
+    Flag("--test_batch_size", int, None, "eval.global_batch_size",
+         "theirs times the number of processes; without it that of training", is_per_process=True),
+    Flag("--limit_train_batches", int, None, "data.limit_train_batches",
+         "limits an epoch; `train.max_steps` limits the run"),
     Flag("--limit_val_batches", int, None, "data.limit_val_batches", "random data: 10 batches per split by default"),
     Flag("--limit_test_batches", int, None, "data.limit_test_batches"),
-    Flag(
-        "--dataset_name",
-        str,
-        "criteo_1t",
-        ours="`data.path`",
-        note="any prepared dataset. Random data, which the script uses if it is given no path: "
-        "`recmill prepare random-clicks`",
-    ),
-    Flag(
-        "--num_embeddings",
-        int,
-        100_000,
-        ours=_TABLE_SIZES,
-        note="the dataset determines the size of the tables. There, ids are taken modulo the size: "
-        "`recmill adopt --modulo` or `--ids mod`. By default each of the most frequent ids keeps a row of its own",
-    ),
+    Flag("--dataset_name", str, "criteo_1t", ours="`data.path`",
+         note="any prepared dataset. Random data, which the script uses if it is given no path: "
+         "`recmill prepare random-clicks`"),
+    Flag("--num_embeddings", int, 100_000, ours=_TABLE_SIZES,
+         note="the dataset determines the size of the tables. There, ids are taken modulo the size: "
+         "`recmill adopt --modulo` or `--ids mod`. By default each of the most frequent ids keeps a row of its own"),
     Flag("--num_embeddings_per_feature", ints, None, ours=_TABLE_SIZES, note="26 numbers; also with `--modulo`"),
     Flag("--dense_arch_layer_sizes", ints, [512, 256, 64], "model.bottom_mlp"),
     Flag("--over_arch_layer_sizes", ints, [512, 512, 256, 1], "model.top_mlp", "without the last 1"),
     Flag("--embedding_dim", int, 64, "model.embedding_dim"),
-    Flag(
-        "--interaction_type",
-        str,
-        "original",
-        ours="`model.name`",
-        note="original: `dlrm`, dcn: `dcnv2`, projection: `projection`",
-        choices=tuple(_MODELS),
-    ),
+    Flag("--interaction_type", str, "original", ours="`model.name`",
+         note="original: `dlrm`, dcn: `dcnv2`, projection: `projection`", choices=tuple(_MODELS)),
     Flag("--interaction_branch1_layer_sizes", ints, [2048, 2048], "model.branch1_mlp"),
     Flag("--interaction_branch2_layer_sizes", ints, [2048, 2048], "model.branch2_mlp"),
     Flag("--dcn_num_layers", int, 3, "model.num_cross_layers"),
     Flag("--dcn_low_rank_dim", int, 512, "model.cross_rank"),
     Flag("--undersampling_rate", float, None, ours="no effect, as there: the script ignores it", note="TorchRec"),
-    Flag(
-        "--seed",
-        int,
-        None,
-        "train.seed",
-        "also fixes tables and layers; there it fixes only random data and `--shuffle_training_set`",
-    ),
+    Flag("--seed", int, None, "train.seed",
+         "also fixes tables and layers; there it fixes only random data and `--shuffle_training_set`"),
     Flag("--pin_memory", bool, ours=_ALWAYS, note="batches for a GPU are pinned in the background"),
     Flag("--mmap_mode", bool, ours=_ALWAYS, note="files are memory-mapped, never loaded completely"),
     Flag("--in_memory_binary_criteo_path", str, ours="`data.path`", note="after `recmill adopt`"),
-    Flag(
-        "--synthetic_multi_hot_criteo_path",
-        str,
-        ours="`data.path`",
-        note="after `recmill adopt`, or from `recmill prepare criteo --multi-hot`",
-    ),
+    Flag("--synthetic_multi_hot_criteo_path", str, ours="`data.path`",
+         note="after `recmill adopt`, or from `recmill prepare criteo --multi-hot`"),
     Flag("--learning_rate", float, 15.0, "optim.dense.lr, optim.tables.lr", "one rate for both there"),
-    Flag(
-        "--eps",
-        float,
-        1e-8,
-        "optim.dense.eps, optim.tables.eps",
-        "with `--adagrad`; a constant in MLPerf's code",
-    ),
-    Flag(
-        "--adagrad",
-        bool,
-        ours='`optim.dense.name = "adagrad"`, `optim.tables.name = "adagrad"`',
-        note="without it: `sgd` for both",
-    ),
+    Flag("--eps", float, 1e-8, "optim.dense.eps, optim.tables.eps", "with `--adagrad`; a constant in MLPerf's code"),
+    Flag("--adagrad", bool, ours='`optim.dense.name = "adagrad"`, `optim.tables.name = "adagrad"`',
+         note="without it: `sgd` for both"),
     Flag("--shuffle_batches", bool, ours='`data.order = "batch"`', note='without a flag: `data.order = "file"`'),
-    Flag(
-        "--shuffle_training_set",
-        bool,
-        ours='`data.order = "shuffled"`',
-        note="our default; needs no memory, and has a new order in each epoch",
-    ),
-    Flag(
-        "--validation_freq_within_epoch",
-        int,
-        None,
-        "eval.every_steps",
-        "counted over all epochs; TorchRec's script also validates at the end of each epoch: `eval.each_epoch`",
-    ),
+    Flag("--shuffle_training_set", bool, ours='`data.order = "shuffled"`',
+         note="our default; needs no memory, and has a new order in each epoch"),
+    Flag("--validation_freq_within_epoch", int, None, "eval.every_steps",
+         "counted over all epochs; TorchRec's script also validates at the end of each epoch: `eval.each_epoch`"),
     Flag("--validation_auroc", float, None, "eval.target_auroc", _MLPERF),
-    Flag(
-        "--evaluate_on_epoch_end",
-        bool,
-        ours="`eval.each_epoch = true`",
-        note=f"{_MLPERF}. Always on if `eval.every_steps` is not set",
-    ),
+    Flag("--evaluate_on_epoch_end", bool, ours="`eval.each_epoch = true`",
+         note=f"{_MLPERF}. Always on if `eval.every_steps` is not set"),
     Flag("--evaluate_on_training_end", bool, ours=_ALWAYS, note=_MLPERF),
-    Flag(
-        "--collect_multi_hot_freqs_stats",
-        bool,
-        None,
-        "data.multi_hot.collect_frequencies",
-        "one `frequencies.npz` for all processes, with integer counts",
-    ),
-    Flag(
-        "--multi_hot_sizes",
-        ints,
-        None,
-        "data.multi_hot.sizes",
-        "or the same ids stored on disk: `recmill prepare criteo --multi-hot`",
-    ),
-    Flag(
-        "--multi_hot_distribution_type",
-        str,
-        None,
-        "data.multi_hot.distribution",
-        "if stored on disk: `recmill prepare criteo --multi-hot-distribution`",
-        choices=("uniform", "pareto"),
-    ),
-    Flag(
-        "--multi_hot_size",
-        int,
-        None,
-        ours="`data.multi_hot.sizes`",
-        note="a flag until 2022, whose random ids differ from today's",
-    ),
+    Flag("--collect_multi_hot_freqs_stats", bool, None, "data.multi_hot.collect_frequencies",
+         "one `frequencies.npz` for all processes, with integer counts"),
+    Flag("--multi_hot_sizes", ints, None, "data.multi_hot.sizes",
+         "or the same ids stored on disk: `recmill prepare criteo --multi-hot`"),
+    Flag("--multi_hot_distribution_type", str, None, "data.multi_hot.distribution",
+         "if stored on disk: `recmill prepare criteo --multi-hot-distribution`", choices=("uniform", "pareto")),
+    Flag("--multi_hot_size", int, None, ours="`data.multi_hot.sizes`",
+         note="a flag until 2022, whose random ids differ from today's"),
     Flag("--multi_hot_min_table_size", int, None, "data.multi_hot.min_table_size", "a flag until 2022"),
     Flag("--lr_warmup_steps", int, 0, "optim.schedule.warmup_steps", 'with `optim.schedule.name = "mlperf"`'),
     Flag("--lr_decay_start", int, 0, "optim.schedule.decay_start_step"),
     Flag("--lr_decay_steps", int, 0, "optim.schedule.decay_steps"),
-    Flag(
-        "--change_lr",
-        bool,
-        ours='`optim.schedule.name = "step"`',
-        note="a flag until 2022; MLPerf's README still mentions it",
-    ),
-    Flag(
-        "--lr_change_point",
-        float,
-        0.8,
-        ours="`optim.schedule.step_size`",
-        note='as a share like "80%": for one epoch and above 0.5, the rate changes once, as there',
-    ),
+    Flag("--change_lr", bool, ours='`optim.schedule.name = "step"`',
+         note="a flag until 2022; MLPerf's README still mentions it"),
+    Flag("--lr_change_point", float, 0.8, ours="`optim.schedule.step_size`",
+         note='as a share like "80%": for one epoch and above 0.5, the rate changes once, as there'),
     Flag("--lr_after_change_point", float, 0.2, ours="`optim.schedule.gamma`", note="theirs divided by the first rate"),
     Flag("--print_lr", bool, ours=_ALWAYS, note="in every report: `train.log_every_steps`"),
     Flag("--allow_tf32", bool, None, "train.tf32"),
     Flag("--print_sharding_plan", bool, ours=_ALWAYS, note="also written to the run directory"),
     Flag("--print_progress", bool, ours="always on, on a terminal", note=_MLPERF),
-    Flag(
-        "--output_dir",
-        str,
-        ours="`recmill train --run`",
-        note="Polaris; the directory holds results, the metrics of every report and checkpoints",
-    ),
-)
+    Flag("--output_dir", str, ours="`recmill train --run`",
+         note="Polaris; the directory holds results, the metrics of every report and checkpoints"),
+)  # fmt: skip
 
 
 def _plan(given: Given, *, is_mlperf: bool) -> Plan:
@@ -262,6 +168,10 @@ def _dataset(given: Given, config: dict[str, Any]) -> tuple[Step, list[str]]:
     if all(paths):
         raise ConfigError("--in_memory_binary_criteo_path and --synthetic_multi_hot_criteo_path: give one of them.")
     sizes = given["num_embeddings_per_feature"] or [given["num_embeddings"]] * NUM_TABLES
+    if len(sizes) != NUM_TABLES or min(sizes) < 1:
+        raise ConfigError(
+            f"--num_embeddings_per_feature takes {NUM_TABLES} numbers from 1 on, and --num_embeddings one. Correct it."
+        )
     if path := paths[0] or paths[1]:
         arguments = {"path": path, "table_size": sizes, "modulo": True}
         notes = []

@@ -75,11 +75,6 @@ class Step:
     def config_file(self) -> str:
         return f"{Path(self.arguments['run']).name}.toml"
 
-    @property
-    def output(self) -> Path | None:
-        """The dataset that this step makes."""
-        return Path(self.arguments["output"]) if "output" in self.arguments else None
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -182,6 +177,8 @@ class Program:
         if unknown:
             raise self._unknown(unknown[0].partition("=")[0])
         for flag in self.flags:
+            if vars(parsed)[flag.dest] == []:  # argparse makes this of '--'
+                parser.error(f"argument {flag.name}: expected a value")
             if flag.is_refused and vars(parsed)[flag.dest] not in (flag.default, False):
                 raise ConfigError(f"{self.name}: {flag.name} is {flag.ours}.")
         return {**vars(parsed), **{flag.dest: self.variable(flag, environment) for flag in self.variables}}

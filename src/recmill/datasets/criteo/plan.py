@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from recmill.config.options import given_path
 from recmill.config.sizes import parse_bytes
 from recmill.data.click_rows import BLOCK_ROWS
 from recmill.datasets.click_log import ParsedLog
@@ -225,12 +226,13 @@ def plan(options: Options) -> Plan:
 
 def _find_npy_logs(path: Path, sparse_path: str | None) -> list[RawLog]:
     """Return the logs that are npy files, in order; none if there are no such files."""
-    sparse = Path(sparse_path or path)
-    if not path.is_dir() or not sparse.is_dir() or any(_LOG_FILE.fullmatch(file.name) for file in path.iterdir()):
-        return []
+    sparse = path if sparse_path is None else given_path(sparse_path, "--sparse-input")
+    is_raw = path.is_file() or (path.is_dir() and any(_LOG_FILE.fullmatch(file.name) for file in path.iterdir()))
     by_name = {file.name.removesuffix("_sparse.npy"): file for file in sparse.glob("*_sparse.npy")}
     by_name = {name: file for name, file in by_name.items() if _LOG_NAME.fullmatch(name)}
-    if not by_name:
+    if sparse_path is not None and not by_name:
+        raise DataError(f"--sparse-input {sparse}: no day_0_sparse.npy, no train_sparse.npy. Name their directory.")
+    if is_raw or not by_name:
         return []
     logs = []
     for name in _kaggle_names(path, by_name) if "train" in by_name else _day_names(path, by_name):
