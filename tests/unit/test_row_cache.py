@@ -294,7 +294,7 @@ def test_a_budget_counts_every_byte_and_says_how_much_is_missing(tmp_path: Path)
         assert cache.memory_bytes() <= plan.memory_bytes <= 4 << 20
     assert plan_cache(of, 1 << 30).slots == 50_000  # never more than all
     with pytest.raises(
-        ConfigError, match=r"cache_memory_budget_mb: 4 MB for 50,000 rows of width 32 is 5 MB too little"
+        ConfigError, match=r"cache_memory_budget_mb: 4 MB for 50,000 rows of width 32 is 6 MB too little"
     ):
         plan_cache(of, 4 << 20, min_slots=50_000)
     with pytest.raises(ConfigError, match=r"2 MB for 2,000,000 rows .*: 10 MB for the index of all rows"):
@@ -651,6 +651,31 @@ def test_hinted_batches_that_never_come_change_nothing(engine: Engine, tmp_path:
             model.train(rows, keys)
         assert contents(rows.snapshot()) == model.expected()
         rows.hint(2000, np.arange(0, 300, 6))
+
+
+def test_looking_ahead_needs_few_more_rows_than_a_cache_that_knows_the_complete_future(tmp_path: Path) -> None:
+    of, slots = layout(20_000, dim=4), 5000
+    coming = batches(21, 200, of.rows, 500)
+    with RowCache(of, small_plan(slots, 1 << 16), tmp_path) as rows:
+        hinted = 0
+        for number, keys in enumerate(coming):
+            while hinted < len(coming) and rows.hint(hinted, coming[hinted]):
+                hinted += 1
+            rows.pin(keys, number)
+            rows.unpin()
+        seen = rows.counters()
+    # Belady: those rows leave that are needed latest.
+    next_uses, next_use = [], np.full(of.rows, len(coming))
+    for number, keys in reversed([*enumerate(coming)]):
+        next_uses.append(next_use[keys])
+        next_use[keys] = number
+    optimal, cached = 0, np.full(of.rows, -1)
+    for keys in coming:
+        optimal += int(np.count_nonzero(cached[np.unique(keys)] < 0))
+        cached[keys] = next_uses.pop()
+        held = np.flatnonzero(cached >= 0)
+        cached[held[np.argsort(-cached[held])[: max(0, len(held) - slots)]]] = -1
+    assert seen.misses + seen.first_touches < 1.2 * optimal
 
 
 def test_a_file_without_garbage_needs_exactly_its_disk_budget(tmp_path: Path) -> None:

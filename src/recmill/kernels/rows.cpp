@@ -138,8 +138,20 @@ struct Segment {
 };
 
 struct HintedBatch {
-    int64_t batch, first, count, fetched;
+    int64_t batch;
+    uint32_t list;  // rows to load: the number of the first node; 0: none
 };
+
+struct Node {  // of a list of rows
+    uint32_t key, next;
+};
+
+constexpr struct Shares {
+    int64_t of[256];
+    constexpr Shares() : of() {
+        for (int64_t uses = 0; uses < 256; ++uses) of[uses] = 65535 / (uses + 1);
+    }
+} kShares;
 
 constexpr uint32_t kSlotBit = 1u << 31;
 constexpr uint32_t kSideBit = 1u << 31;  // of a ticket: the index of a row that `read` wants; else a slot
@@ -150,6 +162,7 @@ constexpr double kMinLive = 0.7;
 constexpr int64_t kBlock = 256;    // keys handled while the mutex is held
 constexpr int64_t kFetchAhead = 4;  // hinted batches whose rows are loaded; more are only protected
 constexpr int64_t kMaxHorizon = 128;
+constexpr int64_t kPassed = 32, kMaxPassed = 1024;  // slots that are compared to evict one: about, and at most
 constexpr int64_t kHalveEvery = 64;  // batches
 constexpr int64_t kChunkBytes = 256 << 10;
 
@@ -157,7 +170,7 @@ class Cache final : public Receiver {
   public:
     explicit Cache(const Options& options)
         : o_(options), shards_(options.shards, options.shards + options.num_shards),
-          failures_(options.failures, options.failures + options.num_failures), random_(options.seed | 1) {
+          failures_(options.failures, options.failures + options.num_failures) {
         starts_.push_back(0);
         for (const Shard& shard : shards_) starts_.push_back(starts_.back() + shard.rows);
         rows_ = starts_.back();
@@ -171,8 +184,10 @@ class Cache final : public Receiver {
         needed_ = take<uint8_t>(rows_);
         seen_ = take<uint8_t>((rows_ + 7) / 8);
         slots_ = take<Slot>(o_.slots);
+        hand_ = int64_t(random_bits(uint64_t(o_.seed), 0) % uint64_t(o_.slots));
         queue_ = take<uint32_t>(o_.slots);
-        hinted_keys_ = take<uint32_t>(o_.slots);
+        wanted_ = take<uint8_t>(o_.slots);
+        nodes_ = take<Node>(o_.slots);
         for (auto& buffer : buffers_) buffer = take<uint8_t>(o_.segment_bytes);
         compaction_chunk_ = take<uint8_t>(chunk_bytes_);
         snapshot_chunk_ = take<uint8_t>(chunk_bytes_);
@@ -222,12 +237,11 @@ class Cache final : public Receiver {
                 if (problem) break;
                 room = block_ - 1;
             }
-            if (i + 16 < count && uint64_t(keys[i + 16]) < uint64_t(rows_)) {
-                __builtin_prefetch(&places_[keys[i + 16]]);
-                if (protected_rows_) __builtin_prefetch(&needed_[keys[i + 16]]);
+            if (i + 16 < count && uint64_t(keys[i + 16]) < uint64_t(rows_)) __builtin_prefetch(&places_[keys[i + 16]]);
+            if (i + 8 < count && uint64_t(keys[i + 8]) < uint64_t(rows_)) {
+                const int64_t soon = find(uint32_t(keys[i + 8]));
+                soon >= 0 ? __builtin_prefetch(&slots_[soon], 1) : __builtin_prefetch(&needed_[keys[i + 8]], 1);
             }
-            if (i + 8 < count && uint64_t(keys[i + 8]) < uint64_t(rows_))
-                if (const int64_t soon = find(uint32_t(keys[i + 8])); soon >= 0) __builtin_prefetch(&slots_[soon], 1);
             if (uint64_t(keys[i]) >= uint64_t(rows_)) {
                 problem = detail(kBadKey, keys[i], rows_);
                 break;
@@ -254,11 +268,11 @@ class Cache final : public Receiver {
         if (batch >= 0) forget_hints(batch);
         if (pins_ % kHalveEvery == 0)
             for (int64_t s = 0; s < next_free_; ++s) slots_[s].uses /= 2;
-        is_pinning_ = false;
-        fetch_.notify_one();
         const double start = seconds();
         loaded_.wait(lock, [this] { return waiting_ == 0 || problem_; });
         wait_seconds_ += seconds() - start;
+        is_pinning_ = false;
+        fetch_.notify_one();
         return problem ? problem : problem_;
     }
 
@@ -310,35 +324,32 @@ class Cache final : public Receiver {
         if (problem_ || closing_) return 0;
         if (o_.slots >= rows_) return 1;  // nothing is evicted or read
         if (hints_.empty()) {
-            if (protected_rows_) clear_needs();  // rows of batches that never came
+            if (wanted_rows_) clear_needs();  // rows of batches that never came
             if (current_ < batch - 1 || current_ >= batch) current_ = batch - 1;
         }
         const int64_t horizon = o_.lookahead ? std::min(o_.lookahead, kMaxHorizon) : kMaxHorizon;
         if (batch - current_ > horizon) return 0;
-        if (!hints_.empty() && protected_rows_ + last_new_ > o_.slots * 9 / 10) return 0;
+        if (!hints_.empty() && (wanted_rows_ + last_new_ > 2 * o_.slots || used_nodes_ + last_new_ > o_.slots)) return 0;
         const uint8_t mark = mark_of(batch);
-        const int64_t before = protected_rows_;
-        HintedBatch hinted{batch, hint_end_, 0, 0};
+        const int64_t before = wanted_rows_;
+        hints_.push_back({batch, 0});
         for (int64_t i = 0; i < count; ++i) {
             if (uint64_t(keys[i]) >= uint64_t(rows_)) continue;  // pin reports it
-            if (i + 16 < count && uint64_t(keys[i + 16]) < uint64_t(rows_)) {
-                __builtin_prefetch(&places_[keys[i + 16]]);
-                __builtin_prefetch(&needed_[keys[i + 16]], 1);
+            if (i + 16 < count && uint64_t(keys[i + 16]) < uint64_t(rows_)) __builtin_prefetch(&places_[keys[i + 16]]);
+            if (i + 8 < count && uint64_t(keys[i + 8]) < uint64_t(rows_)) {
+                const int64_t soon = find(uint32_t(keys[i + 8]));
+                __builtin_prefetch(soon >= 0 ? &wanted_[soon] : &needed_[keys[i + 8]], 1);
             }
             const uint32_t key = uint32_t(keys[i]);
-            uint8_t& needed = needed_[key];
+            const int64_t slot = find(key);
+            uint8_t& needed = slot >= 0 ? wanted_[slot] : needed_[key];
             if (needed == 0) {
-                ++protected_rows_;
-                if (find(key) < 0 && hinted_total_ < o_.slots) {
-                    hinted_keys_[hint_end_] = key;
-                    hint_end_ = (hint_end_ + 1) % o_.slots;
-                    ++hinted.count, ++hinted_total_;
-                }
+                ++wanted_rows_;
+                if (slot < 0) list(key, hints_.back());
             }
             needed = mark;
         }
-        last_new_ = protected_rows_ - before;
-        hints_.push_back(hinted);
+        last_new_ = wanted_rows_ - before;
         fetch_.notify_one();
         return 1;
     }
@@ -424,8 +435,7 @@ class Cache final : public Receiver {
             while (slot >= 0 && (slots_[slot].flags & kLoading) && !problem_) wait_for_a_load(lock);
             if (slot < 0 && next_free_ < o_.slots) {
                 slot = next_free_++;
-                slots_[slot] = {key, places_[key], 0, 0, 1, 0};
-                places_[key] = kSlotBit | uint32_t(slot);
+                occupy(slot, {key, places_[key], 0, 0, 1, 0});
             }
             if (slot >= 0) {
                 std::memcpy(weights(slot), w, 4 * o_.dim);
@@ -520,6 +530,10 @@ class Cache final : public Receiver {
     float* state(int64_t slot) const { return o_.state + slot * o_.state_columns; }
     int64_t find(uint32_t key) const { return places_[key] & kSlotBit ? int64_t(places_[key] & ~kSlotBit) : -1; }
     static uint8_t mark_of(int64_t batch) { return uint8_t(1 + batch % 255); }
+    int64_t distance_to(uint8_t mark) const {  // batches from the current one
+        const int64_t distance = mark - mark_of(std::max<int64_t>(current_, 0));
+        return distance < 0 ? distance + 255 : distance;
+    }
 
     void fill_first(uint32_t key, float* out) const {
         const auto shard = std::upper_bound(starts_.begin(), starts_.end(), int64_t(key)) - starts_.begin() - 1;
@@ -580,10 +594,7 @@ class Cache final : public Receiver {
         misses_ += (slot.flags & kWasRead) != 0;
         first_touches_ += (slot.flags & kWasFirst) != 0;
         slot.flags &= uint8_t(~(kWasRead | kWasFirst));
-        if (batch >= 0 && protected_rows_ && needed_[slot.key] == mark_of(batch)) {
-            needed_[slot.key] = 0;
-            --protected_rows_;
-        }
+        if (batch >= 0 && wanted_[number] == mark_of(batch)) wanted_[number] = 0, --wanted_rows_;
         if (slot.flags & kLoading) {
             slot.flags |= for_update ? kWaited | kDirtyLater : kWaited;
             ++waiting_;
@@ -623,8 +634,7 @@ class Cache final : public Receiver {
         if (number < 0) return number;
         const uint32_t record = places_[key];
         const uint8_t flags = record ? kWasRead | kLoading : kWasFirst;
-        slots_[number] = {key, record, 0, 0, 0, flags};
-        places_[key] = kSlotBit | uint32_t(number);
+        occupy(number, {key, record, 0, 0, 0, flags});
         if (record) {
             const int64_t size = o_.slots;
             if (is_urgent) queue_head_ = (queue_head_ + size - 1) % size;
@@ -639,44 +649,56 @@ class Cache final : public Receiver {
 
     bool may_leave(const Slot& slot) const { return slot.pin <= released_ && !(slot.flags & kLoading); }
 
+    // A hand goes round the slots and takes the first whose worth reaches a bar. The bar rises and falls so that this is
+    // one of about kPassed.
     int64_t take_slot(bool is_urgent) {
         if (next_free_ < o_.slots) return next_free_++;
-        for (int attempt = 0; attempt < (is_urgent ? 24 : 16); ++attempt)
-            if (const int64_t number = sample_slot(attempt >= 16); number >= 0) return evict(number);
+        for (int64_t passed = 1; passed <= kMaxPassed; ++passed) {
+            const int64_t worth = worth_evicting(next_slot());
+            if (worth && worth >= bar_) {
+                bar_ += passed < kPassed ? bar_ / 64 + 1 : -bar_ / 64;
+                return evict(hand_);
+            }
+            if (passed % kPassed == 0) bar_ -= (bar_ + 31) / 32;
+        }
         if (!is_urgent) return kFull;
         bool is_loading = false;
         for (int64_t i = 0; i < o_.slots; ++i) {
-            hand_ = (hand_ + 1) % o_.slots;
-            if (may_leave(slots_[hand_])) return evict(hand_);
+            if (may_leave(slots_[next_slot()])) return evict(hand_);
             is_loading |= slots_[hand_].pin <= released_ && (slots_[hand_].flags & kLoading);
         }
         return is_loading ? kBusy : kFull;
     }
 
-    // Returns the least used of a few slots that no hint protects, or -1.
-    int64_t sample_slot(bool despite_hints) {
-        constexpr int64_t kSample = 8;  // neighbours: two cache lines
-        random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
-        const int64_t first = int64_t((random_ >> 32) * uint64_t(o_.slots) >> 32) & ~(kSample - 1);
-        const int64_t count = std::min(o_.slots - first, kSample);
-        uint32_t order[kSample];  // uses, and the place in the sample
-        int64_t left = 0;
-        for (int64_t i = 0; i < count; ++i)
-            if (may_leave(slots_[first + i])) order[left++] = uint32_t(slots_[first + i].uses) << 8 | uint32_t(i);
-        for (; left; --left) {  // `needed_` is rarely in the CPU's cache: it is asked for the least used first
-            uint32_t* best = std::min_element(order, order + left);
-            const int64_t number = first + (*best & 255);
-            if (despite_hints || !needed_[slots_[number].key]) return number;
-            *best = order[left - 1];
-        }
-        return -1;
+    int64_t next_slot() { return hand_ = hand_ + 1 < o_.slots ? hand_ + 1 : 0; }
+
+    // Rows that no hinted batch needs come first, the least used of them before the others; then those that are needed
+    // latest. The last batch that needs a row stands for the next one, which is not known; for rows that are used often
+    // it is too late, so it is divided by the uses. 0: not now.
+    int64_t worth_evicting(int64_t number) const {
+        const Slot& slot = slots_[number];
+        if (!may_leave(slot)) return 0;
+        const int64_t distance = distance_to(wanted_[number]);
+        if (!wanted_[number] || distance > kMaxHorizon) return (1 << 16) + kShares.of[slot.uses];
+        if (distance <= kFetchAhead || slot.flags & (kWasRead | kWasFirst)) return 0;
+        return 1 + (distance * kShares.of[slot.uses] >> 8);
     }
 
     int64_t evict(int64_t number) {
         Slot& slot = slots_[number];
         if (slot.flags & kDirty) clean(slot, number);
         places_[slot.key] = slot.record;
+        needed_[slot.key] = wanted_[number];
+        if (const int64_t batch = current_ + distance_to(wanted_[number]); wanted_[number] && !hints_.empty())
+            if (batch >= hints_.front().batch && batch <= hints_.back().batch)
+                list(slot.key, hints_[batch - hints_.front().batch]);
         return number;
+    }
+
+    void occupy(int64_t number, const Slot& slot) {
+        slots_[number] = slot;
+        places_[slot.key] = kSlotBit | uint32_t(number);
+        wanted_[number] = std::exchange(needed_[slot.key], uint8_t(0));
     }
 
     // -- reads --
@@ -1001,10 +1023,10 @@ class Cache final : public Receiver {
             if (ensure_room(lock, block_)) continue;
             HintedBatch* hinted = next_to_fetch();  // again: the mutex may have been released
             bool is_full = false;
-            for (int64_t i = 0; hinted && hinted->fetched < hinted->count && i < block_; ++i, ++hinted->fetched) {
-                const uint32_t key = hinted_keys_[(hinted->first + hinted->fetched) % o_.slots];
+            for (int64_t i = 0; hinted && hinted->list && i < block_ && !is_full; ++i) {
+                const uint32_t key = unlist(*hinted);
                 is_full = find(key) < 0 && admit(key, false) < 0;
-                if (is_full) break;
+                if (is_full) list(key, *hinted);
             }
             wake_reader();
             if (is_full) {
@@ -1019,25 +1041,39 @@ class Cache final : public Receiver {
 
     HintedBatch* next_to_fetch() {
         for (HintedBatch& hinted : hints_)
-            if (hinted.batch <= current_ + kFetchAhead && hinted.fetched < hinted.count) return &hinted;
+            if (hinted.batch <= current_ + kFetchAhead && hinted.list) return &hinted;
         return nullptr;
     }
 
     void forget_hints(int64_t batch) {
-        for (; !hints_.empty() && hints_.front().batch <= batch; hints_.pop_front()) {
-            const HintedBatch& hinted = hints_.front();
-            for (int64_t i = 0; i < hinted.count; ++i) {
-                uint8_t& needed = needed_[hinted_keys_[(hinted.first + i) % o_.slots]];
-                if (needed == mark_of(hinted.batch)) needed = 0, --protected_rows_;
-            }
-            hinted_total_ -= hinted.count;
-        }
+        for (; !hints_.empty() && hints_.front().batch <= batch; hints_.pop_front())
+            while (hints_.front().list)
+                if (uint8_t& needed = needed_[unlist(hints_.front())]; needed == mark_of(hints_.front().batch))
+                    needed = 0, --wanted_rows_;
+    }
+
+    void list(uint32_t key, HintedBatch& hinted) {  // without a node, pin will load the row
+        if (!free_node_ && used_nodes_ == o_.slots - 1) return;
+        const uint32_t node = free_node_ ? free_node_ : uint32_t(used_nodes_ + 1);
+        if (free_node_) free_node_ = nodes_[node].next;
+        ++used_nodes_;
+        nodes_[node] = {key, hinted.list};
+        hinted.list = node;
+    }
+
+    uint32_t unlist(HintedBatch& hinted) {
+        const uint32_t node = std::exchange(hinted.list, nodes_[hinted.list].next);
+        nodes_[node].next = std::exchange(free_node_, node);
+        --used_nodes_;
+        return nodes_[node].key;
     }
 
     void clear_needs() {
         hints_.clear();
         std::memset(needed_, 0, size_t(rows_));
-        protected_rows_ = hinted_total_ = last_new_ = 0;
+        std::memset(wanted_, 0, size_t(o_.slots));
+        wanted_rows_ = used_nodes_ = last_new_ = 0;
+        free_node_ = 0;
     }
 
     // -- snapshots --
@@ -1091,12 +1127,12 @@ class Cache final : public Receiver {
     int64_t last_problem_ = 0, last_error_ = 0, last_a_ = 0, last_b_ = 0;
 
     uint32_t* places_ = nullptr;  // by key: 0, kSlotBit | slot, or record + 1
-    uint8_t* needed_ = nullptr;   // by key: 0, or the mark of the last hinted batch that needs it
+    uint8_t* needed_ = nullptr;   // by key that is not in memory: 0, or the mark of the last hinted batch that needs it
+    uint8_t* wanted_ = nullptr;   // the same by slot
     uint8_t* seen_ = nullptr;     // by key, one bit: it is in the snapshot
     Slot* slots_ = nullptr;
-    int64_t next_free_ = 0, hand_ = 0;
+    int64_t next_free_ = 0, hand_ = 0, bar_ = 1 << 16;
     uint32_t pins_ = 0, released_ = 0;
-    uint64_t random_;
     int64_t waiting_ = 0, watchers_ = 0, resting_ = 0;
 
     uint32_t* queue_ = nullptr;  // slots to load: a ring
@@ -1119,8 +1155,9 @@ class Cache final : public Receiver {
     uint32_t sequence_ = 0, generation_ = 0;
 
     std::deque<HintedBatch> hints_;
-    uint32_t* hinted_keys_ = nullptr;  // rows that were not in memory: a ring
-    int64_t hint_end_ = 0, hinted_total_ = 0, protected_rows_ = 0, last_new_ = 0, current_ = -1;
+    Node* nodes_ = nullptr;  // number 0 is not used
+    uint32_t free_node_ = 0;
+    int64_t used_nodes_ = 0, wanted_rows_ = 0, last_new_ = 0, current_ = -1;
 
     SnapshotState snapshot_ = kNoSnapshot;
     int64_t since_ = 0, cursor_ = 0;

@@ -29,7 +29,7 @@ Engine = Literal["auto", "io_uring", "threads"]
 ENGINES: dict[Engine, int] = {"auto": 0, "io_uring": 1, "threads": 2}
 _POINTS = ["store.read", "store.append", "store.compact", "store.snapshot"]
 # Sizes of rows.cpp.
-_ROW_BYTES, _SLOT_BYTES = 5.125, 24  # besides the values: places, hints, snapshot; slots, queue, hinted keys
+_ROW_BYTES, _SLOT_BYTES = 5.125, 29  # besides the values: places, hints, snapshot; slots, queue, hints, nodes
 _HEADER_BYTES = 12
 _BUFFERS = 2
 _CHUNK_BYTES = 256 << 10
@@ -209,7 +209,7 @@ class RowCache:
     ) -> None:
         """Open the file and start the threads.
 
-        lookahead: how many hinted batches to accept; 0: until their rows are 90 % of the slots. slab: use these arrays
+        lookahead: how many hinted batches to accept; 0: until their rows are twice the slots. slab: use these arrays
         as `weights` and `state`, such as views of FBGEMM's tensors. disk_budget_bytes: 0 is no limit.
         """
         self._handle = None
@@ -292,9 +292,9 @@ class RowCache:
     def hint(self, batch: int, keys: np.ndarray) -> bool:
         """Announce the keys of an upcoming batch. Batches are hinted in order, without gaps, starting at any number.
 
-        Rows of the nearest batches are loaded in the background; rows of all hinted batches are the last to be evicted.
-        Returns False, and does nothing, if there is no room: repeat the call after the next pin. Results never depend
-        on hints.
+        Rows of the nearest batches are loaded in the background. Rows that hinted batches need are the last to be
+        evicted, and of them first those that are needed latest. Returns False, and does nothing, if there is no room:
+        repeat the call after the next pin. Results never depend on hints.
         """
         keys = _as_keys(keys)
         return bool(self._call("rows_hint", batch, _address(keys), len(keys)))
