@@ -17,6 +17,7 @@ __all__ = [
     "history",
     "import_rows",
     "open_run",
+    "plan",
     "plot",
     "prepare",
     "recommend",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from recmill.commands.history import history
     from recmill.commands.import_rows import import_rows
     from recmill.commands.open_run import Run, open_run
+    from recmill.commands.plan import plan
     from recmill.commands.plot import plot
     from recmill.commands.prepare import prepare
     from recmill.commands.recommend import recommend, recommend_all

@@ -323,6 +323,32 @@ def _print_trained(run: str) -> None:
             printed.print_summary(run_report(run), next_command(run))
 
 
+@commands.command("plan", cls=_Command)
+@click.argument("config", required=False, type=click.Path())
+@click.option(
+    "--calibrate",
+    type=click.Path(),
+    metavar="FILE",
+    help="Measure this machine instead, and write a file for --device.",
+)
+@_json
+def plan_command(config: str | None, calibrate: str | None, as_json: bool, **options: Any) -> int:
+    """Plan a run of CONFIG for given machines: memory, speed, time. Exits with 5 if the tables do not fit."""
+    from recmill.commands.plan import calibrate_machine
+
+    if (config is None) == (calibrate is None):
+        raise click.UsageError("Give either CONFIG or --calibrate FILE.")
+    if calibrate is not None:
+        device = calibrate_machine(calibrate)
+        with _after_work():
+            _print(device.model_dump(), as_json, lambda _: printed.print_device(device))
+        return 0
+    assert config is not None
+    report = recmill.plan(config, **options)
+    _print(report.as_dict(), as_json, lambda _: printed.print_plan(report))
+    return 0 if report.fits else 5
+
+
 @commands.command("launch", cls=_Command)
 @click.argument("config", type=click.Path())
 def launch_command(config: str, run: str, dry_run: bool, **options: Any) -> None:

@@ -90,6 +90,21 @@ def test_tables_that_cannot_fit_in_the_memory_of_the_nodes_are_refused(
         launch(config, tmp_path / "run", **arguments)
 
 
+def test_tables_that_fit_together_but_not_on_a_process_are_refused_before_a_job_is_queued(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.75 GB, of which the largest table is 0.64: two processes of a machine of 1 GB can use 0.45 each."""
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho called > $0.called\n", encoding="utf-8")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    profile = tmp_path / "site.toml"
+    profile.write_text('launcher = "slurm"\nmemory_gb = 1\nprocs = 2\n', encoding="utf-8")
+    overrides = ["model.embedding_dim=80000", "model.bottom_mlp=[80000]", "train.global_batch_size=2"]
+    with pytest.raises(ResourceError, match=r"process \d of 2 needs .* but can use 450.0 MB .* It fits with --set "):
+        launch(config, tmp_path / "run", on=str(profile), overrides=overrides)
+    assert not (tmp_path / "run").exists() and not (tmp_path / "sbatch.called").exists()
+
+
 def test_data_that_only_the_nodes_see_is_not_looked_at(config: Path, tmp_path: Path) -> None:
     elsewhere = ["data.path=/nowhere"]
     assert launch(config, tmp_path / "run", on="slurm", overrides=elsewhere, data_elsewhere=True, dry_run=True).text

@@ -47,7 +47,7 @@ T = TypeVar("T")
 _Base = tuple[str, str]  # name of a full checkpoint, and the digest of its manifest
 
 _TIMEOUT = timedelta(hours=6)  # long, because a slow disk is not a hang
-_COPY_MARGIN = 1.1
+COPY_MARGIN = 1.1
 _POLL_SECONDS = 1.0
 _REMOVED = "The run directory was removed or renamed while it was in use: restore it, or choose another --run."
 
@@ -184,7 +184,7 @@ class Saver:
         needed = max(_local_bytes(tensors.values()) - _local_bytes(self._buffers), 0)
         needed += sum(snapshot.bytes for snapshot in rows)
         available = available_memory_bytes() // self.world.local_size
-        (lacking,) = self.world.sum([float(needed * _COPY_MARGIN > available)])
+        (lacking,) = self.world.sum([float(needed * COPY_MARGIN > available)])
         if lacking and self.world.is_main:
             fact = "a copy of the tables needs %.1f GB and %.1f GB are free: training waits for this checkpoint"
             log.warning(fact, needed / 1e9, available / 1e9)

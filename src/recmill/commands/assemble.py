@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from recmill.checkpoints.format import Checkpoint
     from recmill.data.clicks import ClickSource
     from recmill.data.histories import HistorySource
-    from recmill.tables.placement import Catalogue
+    from recmill.data.share import Batching
+    from recmill.tables.placement import Catalogue, Request
     from recmill.tables.sharding import DistributedModelParallel
     from recmill.world import World
 
@@ -154,8 +155,8 @@ def _check_table_names(config: Config, tables: list[TableSpec]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "ClickSource | HistorySource":
-    """Build the source of this rank's batches."""
+def batching_of(config: Config, rank: int, size: int) -> "Batching":
+    """Return how the samples of the config's dataset become batches of this rank."""
     from recmill.data.share import Batching
 
     settings, data = config.settings, config.settings.data
@@ -164,7 +165,7 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
             f"data.remainder = 'torchrec' with {size} processes: train.global_batch_size = "
             f"{settings.train.global_batch_size:,} must be a multiple of {size}. Change one of them."
         )
-    batching = Batching(
+    return Batching(
         order=data.order,
         seed=settings.train.seed,
         train_batch_size=settings.train.global_batch_size,
@@ -175,6 +176,12 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
         drop_last=data.drop_last,
         remainder=data.remainder,
     )
+
+
+def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "ClickSource | HistorySource":
+    """Build the source of this rank's batches."""
+    settings, data = config.settings, config.settings.data
+    batching = batching_of(config, rank, size)
     if isinstance(dataset.description, ClicksDescription):
         from recmill.data.clicks import ClickSource
         from recmill.data.multi_hot import MultiHot
@@ -204,41 +211,15 @@ def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = 
 
     Rows of cached tables are kept in the directory `run`, unless the config names another one.
     """
-    import torch
-
     from recmill.kernels.library import load_library
-    from recmill.tables.libraries import import_all
-    from recmill.tables.placement import Request
     from recmill.tables.sharding import shard
-    from recmill.tables.torchrec_internals import WithoutMetaValues
-    from recmill.training.optim import DENSE_STATE
+    from recmill.tables.stores.row_file import check_row_directory
 
     settings = config.settings
-
-    def build() -> "nn.Module":
-        torch.manual_seed(settings.train.seed)  # so dense layers are the same on every rank and for every world size
-        with WithoutMetaValues():
-            return model_module(config).build(config.model, model_description(config, dataset), torch.device("meta"))
-
-    try:
-        network = build()
-    except NotImplementedError:  # a plug-in computes on device "meta", with what import_libraries left out
-        import_all()
-        network = build()
-    tables = table_specs(config, dataset)
-    request = Request(
-        tables=tables,
-        types={table.name: settings.sharding.type_of(table.name, *table.features) for table in tables},
-        optimizer=settings.optim.tables.name,
-        batch_size_per_rank=-(-settings.train.global_batch_size // world.size)
-        + (settings.data.remainder == "torchrec"),
-        ids_per_row=_ids_per_row(config, dataset, tables),
-        dense_state=DENSE_STATE[settings.optim.dense.name],
-        catalogue=_catalogue(config, dataset),
-        stores=stores_of(config, tables, run, world),
-        forward_precision=settings.sharding.forward_precision,
-        backward_precision=settings.sharding.backward_precision,
-    )
+    network = build_network(config, dataset)
+    request = table_request(config, dataset, world.size, world.device.type, run)
+    if request.stores.in_files:
+        check_row_directory(request.stores.directory)
     kernels = load_library() if settings.train.kernels == "auto" and world.device.type == "cpu" else None
     if request.cached and kernels is None:
         what = "tables.store = 'cached_ssd'" if request.stores.in_files else "tables.dynamic"
@@ -246,13 +227,53 @@ def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = 
     return shard(network, request, settings.optim.tables, world, kernels)
 
 
-def stores_of(config: Config, tables: list[TableSpec], run: Path, world: "World") -> Stores:
-    """Return where the rows of each table live. Raise ConfigError for what this device does not have."""
-    from recmill.tables.stores.row_file import check_row_directory
+def build_network(config: Config, dataset: Dataset) -> "nn.Module":
+    """Build the model with its tables on device 'meta'. Dense layers have their first values."""
+    import torch
 
+    from recmill.tables.libraries import import_all
+    from recmill.tables.torchrec_internals import WithoutMetaValues
+
+    def build() -> "nn.Module":
+        # So that dense layers are the same on every rank and for every world size.
+        torch.manual_seed(config.settings.train.seed)
+        with WithoutMetaValues():
+            return model_module(config).build(config.model, model_description(config, dataset), torch.device("meta"))
+
+    try:
+        return build()
+    except NotImplementedError:  # a plug-in computes on device "meta", with what import_libraries left out
+        import_all()
+        return build()
+
+
+def table_request(config: Config, dataset: Dataset, world_size: int, device_type: str, run: Path = Path()) -> "Request":
+    """Return the tables to place on `world_size` ranks, and what training does with them."""
+    from recmill.tables.placement import Request
+    from recmill.training.optim import DENSE_STATE
+
+    settings = config.settings
+    tables = table_specs(config, dataset)
+    return Request(
+        tables=tables,
+        types={table.name: settings.sharding.type_of(table.name, *table.features) for table in tables},
+        optimizer=settings.optim.tables.name,
+        batch_size_per_rank=-(-settings.train.global_batch_size // world_size)
+        + (settings.data.remainder == "torchrec"),
+        ids_per_row=_ids_per_row(config, dataset, tables),
+        dense_state=DENSE_STATE[settings.optim.dense.name],
+        catalogue=_catalogue(config, dataset),
+        stores=stores_of(config, tables, run, device_type),
+        forward_precision=settings.sharding.forward_precision,
+        backward_precision=settings.sharding.backward_precision,
+    )
+
+
+def stores_of(config: Config, tables: list[TableSpec], run: Path, device_type: str) -> Stores:
+    """Return where the rows of each table live. Raise ConfigError for what this device does not have."""
     section = config.settings.tables
     by_table = {table.name: str(section.store_of(table.name, *table.features)) for table in tables}
-    on_gpu = world.device.type == "cuda"
+    on_gpu = device_type == "cuda"
     if on_gpu and "cached_ssd" in by_table.values():
         raise ConfigError(f"tables.store = 'cached_ssd' on CUDA: {SSD_ON_CUDA}")
     if on_gpu and section.dynamic:
@@ -263,8 +284,6 @@ def stores_of(config: Config, tables: list[TableSpec], run: Path, world: "World"
             "its cache. Set it."
         )
     directory = Path(section.path) if section.path else run
-    if "cached_ssd" in by_table.values():
-        check_row_directory(directory)
     return Stores(
         by_table=by_table,
         budget_bytes=section.cache_memory_budget_mb << 20,

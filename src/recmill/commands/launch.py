@@ -1,5 +1,6 @@
 """`recmill launch`: check a run, write its config and job script to RUN/jobs, and submit the script."""
 
+import importlib.util
 import os
 import socket
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 from recmill.commands import assemble, train
 from recmill.commands.options import flag
+from recmill.commands.plan import check_fits
 from recmill.config import Config, load_config, to_toml
 from recmill.environment import config_variables
 from recmill.errors import ConfigError, ResourceError
@@ -21,6 +23,8 @@ from recmill.jobs.place import Place, check_text, read_place
 from recmill.jobs.records import Record, note_job, read_jobs
 from recmill.jobs.schedulers import SCHEDULERS, check_with_slurm, job_state, started_at, stop_job, submit
 from recmill.jobs.scripts import MPI_SIGNAL, SLURM_SIGNAL, Job, render
+from recmill.planning.devices import Site, read_device
+from recmill.schema import Dataset
 from recmill.tables.spec import OPTIMIZER_STATES, USABLE_SHARE, VALUE_BYTES, TableSpec, state_values
 
 _NEEDED_SIGNAL = {"slurm": SLURM_SIGNAL, "pbs": MPI_SIGNAL, "mpi": MPI_SIGNAL}
@@ -85,9 +89,10 @@ def launch(
             check_text(f"'{name}'", str(text))
     profiles = Path.home() / ".config" / "recmill"
     place = read_place(on, flags, profiles)
-    checked, directory, tables = _check(config, run, overrides, data_elsewhere)
+    checked, directory, dataset = _check(config, run, overrides, data_elsewhere)
     _check_place(place, checked)
-    _check_memory(place, checked, tables)
+    if dataset is not None:
+        _check_memory(place, checked, dataset, is_planned=not dry_run)
     if allow_partial and init_from is None:
         raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
     if init_from is not None and not data_elsewhere:
@@ -125,14 +130,14 @@ def launch(
 
 def _check(
     config: str | Path, run: str | Path, overrides: Sequence[str], data_elsewhere: bool
-) -> tuple[Config, Path, list[TableSpec]]:
+) -> tuple[Config, Path, Dataset | None]:
     loaded = load_config(config, overrides, config_variables())
     if data_elsewhere:
-        return train.with_absolute_path(loaded), Path(run).absolute(), []
+        return train.with_absolute_path(loaded), Path(run).absolute(), None
     checked, directory, dataset, is_finished = train.check_run(loaded, run, "sizes")
     if is_finished:
         raise ConfigError(f"{directory.path} is finished: there is nothing to launch. Choose another --run.")
-    return checked, directory.path, assemble.table_specs(checked, dataset)
+    return checked, directory.path, dataset
 
 
 def _check_place(place: Place, config: Config) -> None:
@@ -151,16 +156,26 @@ def _check_place(place: Place, config: Config) -> None:
         )
 
 
-def _check_memory(place: Place, config: Config, tables: Sequence[TableSpec]) -> None:
+def _check_memory(place: Place, config: Config, dataset: Dataset, *, is_planned: bool) -> None:
     """Raise ResourceError if the tables cannot fit in the memory of the machines, if that is known.
 
-    This counts each row once, with its optimizer's state; training itself plans what each process holds.
+    First each row is counted once, with its optimizer's state, which needs no torch. Then the tables are planned as
+    `recmill plan` does it, unless torch is not installed here.
     """
-    settings = config.settings
     is_here = place.launcher in ("local", "torchrun", "mpi") and place.nodes == 1
     memory = place.memory_gb * 10**9 if place.memory_gb else memory_bytes() if is_here else None
-    if memory is None or settings.train.device == "cuda" or place.gpus:
-        return
+    device = read_device(place.device or "cpu")
+    if device.kind == "cpu":
+        if memory is None or config.settings.train.device == "cuda" or place.gpus:
+            return
+        _check_sum(place, config, assemble.table_specs(config, dataset), memory)
+        device = device.model_copy(update={"memory_gb": memory / 1e9})
+    if is_planned and importlib.util.find_spec("torch"):
+        check_fits(config, dataset, Site(place.nodes, place.procs, device))
+
+
+def _check_sum(place: Place, config: Config, tables: Sequence[TableSpec], memory: int) -> None:
+    settings = config.settings
     state = OPTIMIZER_STATES[settings.optim.tables.name]
     in_memory = [table for table in tables if settings.tables.store_of(table.name, *table.features) != "cached_ssd"]
     values = sum(table.rows * table.dim + state_values(state, table.rows, table.dim) for table in in_memory)

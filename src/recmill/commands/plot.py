@@ -51,18 +51,23 @@ def plot(*runs: str | Path, metric: Sequence[str] = (), x: Axis = "step", output
         if name not in known:
             raise ConfigError(f"--metric: {registry.unknown('metric', name, known)}")
     shown = metric or [name for name in dict.fromkeys(run_report(run).metric for run in runs) if name]
-    figure = _new_figure(1 + len(shown))
+    figure = new_figure(1 + len(shown))
     _draw(figure.axes[0], "training loss", histories, column, "loss")
     for axes, name in zip(figure.axes[1:], shown, strict=True):
         _draw(axes, f"validation {name}", validations, column, name)
+    save_figure(figure, path)
+    return path
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
     with new_file(path.absolute()) as partial:
         # Without a date and with fixed ids, the same runs give the same bytes.
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(partial, format=path.suffix[1:], metadata=metadata)
-    return path
 
 
-def _new_figure(panels: int) -> "Figure":
+def new_figure(panels: int) -> "Figure":
+    """Return a figure with this many panels in a row."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

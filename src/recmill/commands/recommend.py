@@ -304,6 +304,7 @@ class Recommender:
             import torch
 
             from recmill.checkpoints.loading import load
+            from recmill.tables.stores.row_file import check_row_directory
             from recmill.tables.table_lookup import RowsOnDisk
             from recmill.tables.torchrec_internals import WithoutMetaValues
             from recmill.world import World
@@ -312,7 +313,9 @@ class Recommender:
         with quiet_libraries():
             model = assemble.model_module(self._config)
             tables = assemble.table_specs(self._config, self._dataset)
-            stores = assemble.stores_of(self._config, tables, self._run.path, alone)
+            stores = assemble.stores_of(self._config, tables, self._run.path, alone.device.type)
+            if stores.in_files:
+                check_row_directory(stores.directory)
             is_on_disk = bool(stores.in_files) and len(tables) == 1
             with WithoutMetaValues():
                 device = torch.device("meta") if is_on_disk else alone.device

@@ -55,6 +55,7 @@ class Place(Section):
     cpus: PositiveInt | None = key(None, "Cores per process.")
     memory_gb: PositiveInt | None = key(None, "Memory per machine, in GB.")
     gpus: NonNegativeInt = key(0, "GPUs per machine.")
+    device: str | None = key(None, "What a process computes with, as for `recmill plan --device`: checked before.")
     time: str | None = key(None, "Time limit: HH:MM:SS or D-HH:MM:SS.")
     warning_seconds: PositiveInt = key(120, "How long before the time limit a run saves and ends.")
     account: str | None = key(None, "Account or project that is charged.")

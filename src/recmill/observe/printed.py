@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from recmill.observe.progress import human_rate, human_time
+from recmill.observe.progress import human_bytes, human_rate, human_time
 
 Row = Sequence[str]
 Values = Mapping[str, float | int | str]  # metrics by name
@@ -371,6 +371,102 @@ def print_timeline(merged: Any) -> None:
         apart = f"they were {merged.clocks_apart_us:,.0f} us apart"
         _print(f"clocks of {counted(merged.ranks, 'rank')} agree within {merged.clock_error_us:,.0f} us ({apart})")
     _print(f"{merged.output}: {counted(merged.events, 'event')}; open it at https://ui.perfetto.dev")
+
+
+_HELD = {"rows": "rows", "state": "state", "gradients": "gradients", "cache": "cache", "looked_up": "activations"}
+_HELD |= {"ids": "ids"}
+
+
+def print_plan(report: Any) -> None:
+    """Print a `commands.plan.PlanReport`."""
+    site = report.site
+    machines = f"{counted(site.nodes, 'machine')} with {counted(site.procs, 'process')}{' each' * (site.nodes > 1)}"
+    _print(f"{report.config} on {machines}, {report.device}; rows of tables: {report.sizes_from}")
+    _print()
+    held = [name for name in _HELD if any(getattr(table.bytes, name) for table in report.tables)]
+    tables = sorted(report.tables, key=lambda table: -table.bytes.total)
+    rows = [
+        [t.table, f"{t.rows:,}", str(t.dim), t.sharding, t.ranks, *(_mb(getattr(t.bytes, name)) for name in held)]
+        for t in tables
+    ]
+    print_table(["table", "rows", "dim", "sharding", "process", *(f"MB of {_HELD[name]}" for name in held)], rows)
+    _print()
+    dense = "dense" if site.device.kind == "cuda" else "(dense)"
+    header = ["process", *(_HELD[name] for name in held), dense, "NCCL", "(layers)", "total MB", "can use"]
+    rows = [
+        [
+            r.ranks,
+            *(_mb(getattr(r.tables, name)) for name in held),
+            *map(_mb, (r.dense, r.buffers, r.layer_values, r.total, r.usable)),
+            f"{_mb(r.checkpoint_peak)}{', waits' * r.checkpoint_waits}",
+        ]
+        for r in sorted(report.ranks, key=lambda rank: -rank.total)
+    ]
+    print_table([*header, "at a checkpoint"], rows)
+    _print()
+    _print_fit(report)
+    _print_forecast(report)
+    _print()
+    print_device(site.device)
+
+
+def _mb(count: float) -> str:
+    return f"{count / 1e6:,.1f}"
+
+
+def _print_fit(report: Any) -> None:
+    margin = min(rank.margin for rank in report.ranks)
+    if report.fits:
+        _print(f"memory: fits, with {human_bytes(margin)} to spare on the fullest process")
+        return
+    _print(f"memory: DOES NOT FIT, {human_bytes(-margin)} too little on the fullest process")
+    for number, change in enumerate(report.changes):
+        word = "smallest change" if number == 0 else "or"
+        _print(f"  {word}: {change}  (planned again: fits, with {human_bytes(change.margin)} to spare)")
+    if not report.changes:
+        _print("  no single change of sharding, store, machines, optimizer or batch makes it fit")
+
+
+def _print_forecast(report: Any) -> None:
+    step, run, size = report.step, report.run, report.site.size
+    parts = ", ".join(f"{name} {1e3 * spent:.2f}" for name, spent in step.as_dict().items() if name != "total")
+    _print(f"step: {1e3 * step.total:,.2f} ms ({parts})")
+    _print(
+        f"speed: {human_rate(report.samples_per_s)} samples/s, {human_rate(report.samples_per_s / size)} per process"
+    )
+    if run.steps:
+        spent = f"training {human_time(run.training)}, validation {human_time(run.validating)}"
+        _print(f"run: {run.steps:,} steps, {run.hours:,.2f} h ({spent}, checkpoints {human_time(run.saving)})")
+    _print(f"verdict: {run.verdict.text}")
+    if report.cost:
+        _print(f"cost: {report.cost:,.2f}")
+    disk = f"a checkpoint {human_bytes(report.checkpoint_bytes)}, all that are kept {human_bytes(report.disk_bytes)}"
+    _print(f"disk: {disk}{f', dataset {human_bytes(report.dataset_bytes)}' if report.dataset_bytes else ''}")
+    if report.preparation_hours:
+        _print(f"preparation: {report.preparation_hours:.1f} h on two cores, at the rate measured there")
+    if report.scaling:
+        _print()
+        first = report.scaling[0]
+        rows = [
+            [
+                f"{s.ranks:,}",
+                f"{s.nodes:,}",
+                "yes" if s.fits else "no",
+                f"{1e3 * s.step.total:,.2f}",
+                human_rate(s.samples_per_s),
+                f"{100 * s.samples_per_s * first.ranks / (s.ranks * first.samples_per_s):.0f} %",
+                s.verdict.partition(":")[0],
+            ]
+            for s in report.scaling
+        ]
+        print_table(["processes", "machines", "fits", "ms per step", "samples/s", "efficiency", "verdict"], rows)
+
+
+def print_device(device: Any) -> None:
+    """Print the facts about a device from which a forecast is made."""
+    fields = type(device).model_fields
+    rows = [[name, f"{value:g}" if isinstance(value, float) else str(value)] for name, value in device]
+    print_table(["fact", "value", "meaning"], [[*row, fields[row[0]].description] for row in rows])
 
 
 def print_launch(launched: Any, is_dry_run: bool) -> None:

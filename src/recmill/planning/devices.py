@@ -1,0 +1,136 @@
+"""Facts about the devices that a run may be planned for: built-in ones, or a TOML file with measured values."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from recmill import registry
+from recmill.config.problems import validated
+from recmill.config.sections import Section, key
+from recmill.errors import ConfigError
+from recmill.hardware.cpu import num_cores
+from recmill.hardware.memory import memory_bytes
+
+
+class Device(Section):
+    """What a process computes with: a GPU, or its share of the cores of a machine, whose rates are for all of them."""
+
+    kind: Literal["cpu", "cuda"] = key(..., "cpu or cuda.")
+    source: str = key("", "Where the numbers are from.")
+    memory_gb: PositiveFloat = key(..., "Memory of a GPU; cpu: of a machine.")
+    cores: PositiveInt = key(1, "Cores of a machine (cpu).")
+    gemm_gflops: PositiveFloat = key(..., "Matrix products in float32, in GFLOP/s.")
+    tf32_gflops: NonNegativeFloat = key(0.0, "The same with train.tf32; 0: no faster.")
+    half_gflops: NonNegativeFloat = key(0.0, "The same with a train.precision of 16 bits; 0: no faster.")
+    memory_gb_per_s: PositiveFloat = key(..., "Reading and writing the values between layers.")
+    row_gb_per_s: PositiveFloat = key(..., "Reading and updating the values of table rows.")
+    row_ns: NonNegativeFloat = key(0.0, "Each looked-up row, with its update.")
+    row_min_bytes: NonNegativeFloat = key(0.0, "Bytes that are read even of a narrower row.")
+    call_us: NonNegativeFloat = key(0.0, "Each layer and each table.")
+    step_ms: NonNegativeFloat = key(0.0, "Each step, whatever its size.")
+    several: PositiveFloat = key(1.0, "Speed of several processes on the cores, relative to one process (cpu).")
+    link_gb_per_s: PositiveFloat = key(..., "Exchange within a machine: each GPU and direction; cpu: all processes.")
+    link_us: NonNegativeFloat = key(0.0, "Each exchange within a machine.")
+    network_gb_per_s: PositiveFloat = key(..., "Exchange between machines: each GPU and direction; cpu: a machine.")
+    network_us: NonNegativeFloat = key(0.0, "Each message to a process on another machine.")
+    disk_gb_per_s: PositiveFloat = key(..., "Writing checkpoints: a machine.")
+    copy_gb_per_s: PositiveFloat = key(10.0, "Copying rows to host memory for a checkpoint: a process.")
+
+
+@dataclass(frozen=True)
+class Site:
+    """The machines that a run is planned for."""
+
+    nodes: int
+    procs: int  # per machine
+    device: Device
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.procs
+
+
+# Datasheets of NVIDIA (A100 SXM 40 GB, H100 SXM 80 GB: dense rates) and of AWS (p4d, p5: 400 and 3,200 Gbit/s for 8
+# GPUs), times 0.7, a round share that programs reach. Never measured by us, nor chosen to match a published result:
+# the share, the times per call, step and message, and the rate of the disk.
+_REACHED = 0.7
+_GPU: dict[str, Any] = {"call_us": 20.0, "step_ms": 2.0, "link_us": 30.0, "network_us": 10.0, "row_min_bytes": 64.0}
+DEVICES = {
+    "a100-40gb": Device(
+        kind="cuda",
+        source="datasheets x 0.7",
+        memory_gb=40.0,
+        gemm_gflops=_REACHED * 19_500,
+        tf32_gflops=_REACHED * 156_000,
+        half_gflops=_REACHED * 312_000,
+        memory_gb_per_s=_REACHED * 1_555,
+        row_gb_per_s=_REACHED * 1_555,
+        link_gb_per_s=_REACHED * 300,
+        network_gb_per_s=_REACHED * 6.25,
+        disk_gb_per_s=2.0,
+        **_GPU,
+    ),
+    "h100-80gb": Device(
+        kind="cuda",
+        source="datasheets x 0.7",
+        memory_gb=80.0,
+        gemm_gflops=_REACHED * 67_000,
+        tf32_gflops=_REACHED * 494_000,
+        half_gflops=_REACHED * 989_000,
+        memory_gb_per_s=_REACHED * 3_350,
+        row_gb_per_s=_REACHED * 3_350,
+        link_gb_per_s=_REACHED * 450,
+        network_gb_per_s=_REACHED * 50,
+        disk_gb_per_s=2.0,
+        **_GPU,
+    ),
+}
+
+
+# Two cores of a shared AMD EPYC, by `recmill plan --calibrate`; the network and the time of a message are assumed.
+CPU = Device(
+    kind="cpu",
+    source="measured on two cores",
+    memory_gb=1.0,
+    gemm_gflops=205.0,
+    memory_gb_per_s=16.6,
+    row_gb_per_s=42.0,
+    row_ns=7.9,
+    call_us=32.0,
+    step_ms=0.73,
+    several=0.7,
+    link_gb_per_s=1.5,
+    link_us=1100.0,
+    network_gb_per_s=1.25,
+    network_us=50.0,
+    disk_gb_per_s=0.5,
+    cores=2,
+)
+
+
+def read_device(name: str) -> Device:
+    """Return a device by its name, or the one of a TOML file. 'cpu' is this machine, with rates that were measured on
+    two cores of another one, in proportion to its cores."""
+    if name == "cpu":
+        speedup = num_cores() / CPU.cores
+        scaled = ("gemm_gflops", "memory_gb_per_s", "row_gb_per_s", "link_gb_per_s")
+        rates = {name: getattr(CPU, name) * speedup for name in scaled} | {"row_ns": CPU.row_ns / speedup}
+        return CPU.model_copy(update={"memory_gb": memory_bytes() / 1e9, "cores": num_cores(), **rates})
+    if name in DEVICES:
+        return DEVICES[name]
+    if not name.endswith(".toml"):
+        fact = registry.unknown("device", name, ["cpu", *DEVICES])
+        raise ConfigError(f"--device: {fact} Or give a file: recmill plan --calibrate FILE.toml writes one.")
+    try:
+        values = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--device {name}: no such file. Write one: recmill plan --calibrate {name}.") from None
+    except ValueError as error:
+        raise ConfigError(f"--device {name}: not valid TOML: {error}.") from None
+    device, problems = validated(Device, values)
+    if problems:
+        raise ConfigError("\n".join(f"--device {name}: {problem.text}" for problem in problems))
+    return device
