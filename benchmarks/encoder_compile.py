@@ -35,7 +35,7 @@ from turns import Contender, Notes, median_ratio, noted_times, noted_work, run_a
 
 from recmill.kernels.layers import use_kernels
 from recmill.kernels.library import load_library
-from recmill.launch.local import TUNING
+from recmill.launch.processes import TUNING
 from recmill.nn.rows import Rows
 from recmill.nn.transformer import EncoderBlock, TransformerShape
 

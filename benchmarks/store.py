@@ -41,7 +41,7 @@ from turns import Contender, Notes, Work, median_ratio, noted_times, noted_work,
 from recmill import rng
 from recmill.kernels.layers import use_kernels
 from recmill.kernels.library import KernelLibrary, load_library
-from recmill.launch.local import TUNING
+from recmill.launch.processes import TUNING
 from recmill.nn.interactions import DotInteraction
 from recmill.nn.mlp import mlp
 from recmill.tables.stores.disk_probe import measure_disk

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from turns import Contender, Notes, Work, median_ratio, noted_times, noted_work, our_times, run_all, run_anew
 
-from recmill.launch.local import TUNING
+from recmill.launch.processes import TUNING
 
 # Distinct ids of each column of Criteo 1TB as MLPerf counts them, before any cap.
 CARDINALITIES = (

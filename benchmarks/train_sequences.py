@@ -41,7 +41,7 @@ from recmill import prepare
 from recmill.config import load_config
 from recmill.data.opening import open_dataset
 from recmill.errors import UserError
-from recmill.launch.local import TUNING
+from recmill.launch.processes import TUNING
 from recmill.schema import HistoriesDescription
 
 REPOSITORY = Path(__file__).resolve().parent.parent

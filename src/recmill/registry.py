@@ -79,12 +79,18 @@ def own_metrics(names: Iterable[str]) -> dict[str, Any]:
 @cache
 def installed(what: str) -> dict[str, list[str]]:
     """Return the modules of the entry points of installed packages, by name."""
-    from importlib import metadata
-
     found: dict[str, list[str]] = {}
-    for point in metadata.entry_points(group=f"recmill.{what}s"):
+    for point in _entry_points().select(group=f"recmill.{what}s"):
         found.setdefault(point.name, []).append(point.value)
     return found
+
+
+@cache
+def _entry_points() -> Any:
+    """Return the entry points of all installed packages: reading them takes 20 ms."""
+    from importlib import metadata
+
+    return metadata.entry_points()
 
 
 def plugin_files() -> dict[str, str]:

@@ -75,13 +75,16 @@ def test_a_signal_during_a_save_waits_for_it_and_a_second_one_does_not(dlrm: Con
     assert (at["state"], at["reason"], at["step"]) == ("preempted", "SIGTERM", 10)
 
 
-def test_a_signal_before_the_first_step_lets_an_evaluation_end_and_trains_nothing(dlrm: Config, tmp_path: Path) -> None:
-    """It comes while the worker's interpreter is still starting."""
+def test_a_signal_before_the_first_step_lets_an_evaluation_end_and_trains_nothing(
+    dlrm: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the worker still imports torch."""
     config = endless(dlrm)
     config["eval"]["before_training"] = True
     config["train"]["kernels"] = "torch"  # a signal while kernels are compiled ends the run before any evaluation
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = start(config, tmp_path, procs=1)
-    while not children(process.pid):
+    while not [*tmp_path.glob("recmill-launched-*/out-0.txt")]:
         time.sleep(0.001)
     process.send_signal(signal.SIGUSR2)
     output, _ = process.communicate(timeout=180)

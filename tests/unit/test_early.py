@@ -54,6 +54,20 @@ def test_a_second_signal_while_python_ends_does_not_change_the_exit_code_of_a_st
     assert subprocess.run([sys.executable, "-c", text], check=False).returncode == expected
 
 
+@pytest.mark.parametrize(("code", "expected"), [(75, 75), (130, 130), (0, 75)])
+def test_nor_does_one_while_a_command_leaves_without_python_s_end(code: int, expected: int) -> None:
+    text = (
+        "import logging, os\n"
+        "from recmill.launch import early\n"
+        "class Last(logging.Handler):\n"
+        "    def close(self): os.kill(os.getpid(), 15)\n"
+        "last = Last()\n"
+        "early.begin()\n"
+        f"early.leave({code})\n"
+    )
+    assert subprocess.run([sys.executable, "-c", text], check=False, capture_output=True).returncode == expected
+
+
 def run_with(limits: dict[int, int], *arguments: str) -> "subprocess.CompletedProcess[str]":
     def limit() -> None:
         for which, number in limits.items():

@@ -75,6 +75,22 @@ assert torch.roll(matrix, 1).shape == (3, 3)
     )
 
 
+def test_parts_of_torch_that_are_left_out_are_imported_when_they_are_used() -> None:
+    run(
+        BEGIN.format(own=True)
+        + """
+LEFT_OUT = {"torch.utils.data.dataloader", "torch.distributions.normal", "torch.distributed.elastic.agent"}
+assert not LEFT_OUT & sys.modules.keys()
+import torch.utils.data, torch.utils._python_dispatch
+assert not torch.utils._python_dispatch.get_alias_info(torch.ops.aten.add.Tensor).outs[0].is_write  # uses torchgen
+assert [*torch.utils.data.DataLoader([1, 2])][1].tolist() == [2]
+assert torch.distributions.Normal(0.0, 1.0).cdf(torch.zeros(())) == 0.5
+from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAsyncCheckpointExecutor as executor
+assert executor.execute_save
+"""
+    )
+
+
 def test_libraries_that_are_imported_already_stay_as_they_are() -> None:
     run(
         """

@@ -5,7 +5,7 @@ from typing import Any
 
 from recmill.errors import ConfigError
 from recmill.jobs.place import Place
-from recmill.launch.local import TUNING
+from recmill.launch.processes import TUNING
 
 _CONFIG_DIRECTORY = "/etc/recmill"
 _PORT = 29500  # every pod has an address of its own

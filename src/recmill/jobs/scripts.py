@@ -11,7 +11,7 @@ from shlex import join, quote
 
 from recmill.jobs.kubernetes import manifests
 from recmill.jobs.place import Place
-from recmill.launch.local import TUNING
+from recmill.launch.processes import TUNING
 
 SLURM_SIGNAL = "USR2"  # before the time limit, to every task
 MPI_SIGNAL = "USR1"  # Open MPI forwards it to its ranks; on SIGTERM it kills them

@@ -1,5 +1,7 @@
 """What a command does first, before slow imports: handle signals, open standard files that are closed, check limits."""
 
+import contextlib
+import logging
 import os
 import resource
 import signal
@@ -49,10 +51,27 @@ def begin() -> None:
 
 def end_with(code: int) -> NoReturn:
     """Exit. After a stop by a signal, ignore further ones: Python restores their defaults early while it ends."""
+    _ignore_signals_after_stop(code)
+    sys.exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit without tearing the libraries down, which takes 0.3 s with torch, and 0.05 s with Polars.
+
+    After all work is done, gloo may abort otherwise: 'terminate called without an active exception'.
+    """
+    _ignore_signals_after_stop(code)
+    logging.shutdown()
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it
+            file.flush()
+    os._exit(code)
+
+
+def _ignore_signals_after_stop(code: int) -> None:
     if code in _EXIT_CODES.values():
         for number in _EXIT_CODES:
             signal.signal(number, signal.SIG_IGN)
-    sys.exit(code)
 
 
 def restore_default_signals() -> None:

@@ -10,25 +10,26 @@ import logging
 import math
 import os
 import resource
+import select
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from recmill import registry
 from recmill.environment import Node, launched_environment, max_processes, own_node, process_environment
 from recmill.errors import ConfigError, ResourceError, UserError
 from recmill.files.atomic import write_json
-from recmill.hardware.cpu import num_cores, threads_per_process
+from recmill.hardware.cpu import num_cores
+from recmill.launch import processes
 from recmill.launch.failures import LostWorkerError, WorkerError, first_error
-from recmill.launch.signals import FORWARDED, ONE_REQUEST_SECONDS, handled, shown, stop_error
+from recmill.launch.signals import FORWARDED, ONE_REQUEST_SECONDS, blocked, handled, shown, stop_error
 from recmill.launch.watchdog import read_hangs
 from recmill.observe.printed import counted
 
@@ -43,18 +44,6 @@ _END_SECONDS = 10.0  # how long killed workers have to disappear
 # 27 files were open in a worker of one process, 40 of two, 43 of four; data of many files takes more.
 _OPEN_FILES = 48
 _OPEN_FILES_PER_PROCESS = 8
-# Variables that processes read when they start; a user's own values win.
-TUNING = {
-    # glibc returns large blocks to the system at once, so every step pays their page faults again. Keeping them makes
-    # training 1.2 to 1.3 times faster.
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 33),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-    # Threads that wait for each other spin, by default for milliseconds. DLRM with that and with a short spin: 1k and
-    # 40k samples/s while another program takes one of two cores; 70k and 66k while both are free.
-    "GOMP_SPINCOUNT": "2000",
-}
-# The workers of one machine exchange data over loopback; a user's own values win here, too.
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def is_launched_with(procs: int) -> bool:
@@ -66,18 +55,6 @@ def is_launched_with(procs: int) -> bool:
             "Leave --procs out; if nothing was launched here, unset RANK and WORLD_SIZE."
         )
     return own.is_launched
-
-
-def leave(code: int) -> NoReturn:
-    """End a launched process without tearing the libraries down.
-
-    After all work is done, gloo may abort otherwise: 'terminate called without an active exception'.
-    """
-    logging.shutdown()
-    for file in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it
-            file.flush()
-    os._exit(code)
 
 
 def run_job(
@@ -138,13 +115,15 @@ def _run_once(
     with _job_directory() as job:
         write_json(job / "job.json", order)
         try:
-            with _blocked_signals():
+            with blocked():
                 if signals.names:
                     name = signals.names[0]
                     raise stop_error(name, f"{shown(name)} was received before the job had started.")
                 signals.workers = []
                 _start(job, procs, node, attempt, environment, signals.workers)
-            failed = _wait(job, signals, node.rank * procs)
+            signals.forward_again()
+            with _handle(signals.workers) as handles:
+                failed = _wait(job, signals, node.rank * procs, handles)
         finally:
             _end(signals.workers)
         if failed is not None:
@@ -186,16 +165,6 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Let signals wait until all workers exist. Workers inherit the block, and end it when they can handle signals."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _start(
     job: Path,
     procs: int,
@@ -204,9 +173,9 @@ def _start(
     environment: Mapping[str, str],
     workers: list[subprocess.Popen[bytes]],
 ) -> None:
-    common = {**TUNING, **(_LOOPBACK if node.count == 1 else {}), "OMP_NUM_THREADS": str(threads_per_process(procs))}
-    common["KINETO_LOG_LEVEL"] = "99"  # torch's profiler would print when it starts and stops
-    common |= {**environment, **os.environ}
+    if environment:
+        processes.end_ahead()
+    common = {**environment, **processes.variables(procs, is_alone=node.count == 1)}
     with contextlib.ExitStack() as stack:
         descriptor = None
         port = node.port
@@ -220,16 +189,9 @@ def _start(
             is_main = own["RANK"] == "0"
             with (job / f"out-{own['RANK']}.txt").open("wb") as file:
                 output = None if is_main else file  # only rank 0 writes to the terminal
-                worker = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "recmill.launch.worker"],  # -P: no modules of the current directory
-                    env=common | own,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=[descriptor] if is_main and descriptor is not None else [],
-                    start_new_session=True,  # Ctrl-C reaches the workers through us, once
-                )
-                workers.append(worker)
+                store = [descriptor] if is_main and descriptor is not None else []
+                worker = processes.take_ahead(own) if node.count == procs == 1 else None
+                workers.append(worker or processes.start(common | own, output=output, pass_fds=store))
 
 
 class _Signals:
@@ -253,8 +215,14 @@ class _Signals:
         for worker in self.workers:
             worker.send_signal(number)
 
+    def forward_again(self) -> None:
+        """Forward what was received while workers were started: a library's thread may take a blocked signal."""
+        for name in self.names:
+            for worker in self.workers:
+                worker.send_signal(signal.Signals[name])
 
-def _wait(job: Path, signals: _Signals, first_rank: int) -> list[dict[int, int]] | None:
+
+def _wait(job: Path, signals: _Signals, first_rank: int, handles: list[int]) -> list[dict[int, int]] | None:
     """Return None when all workers have succeeded, or their exit codes soon after one failed, hung or ignored a signal.
 
     Exit codes are by rank, without those of workers that still run; each dictionary holds what one poll has found.
@@ -269,13 +237,26 @@ def _wait(job: Path, signals: _Signals, first_rank: int) -> list[dict[int, int]]
         if new := {rank: code for rank, code in enumerate(codes, first_rank) if code and rank not in known}:
             failed.append(new)
         now = time.monotonic()
-        if now > min(deadline, signals.deadline):
+        if now > min(deadline, signals.deadline) or None not in codes:
             return failed
         if failed:
             deadline = min(deadline, now + _GATHER_SECONDS)
         elif read_hangs(job):
             deadline = min(deadline, now + _GATHER_HANGS_SECONDS)
-        time.sleep(_POLL_SECONDS)
+        select.select(handles, [], [], _POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def _handle(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Yield a descriptor that becomes readable when the only worker ends; several that end together are polled."""
+    handles = []
+    with contextlib.suppress(OSError):  # an old kernel, or a sandbox
+        handles = [os.pidfd_open(worker.pid) for worker in workers if len(workers) == 1]
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            os.close(handle)
 
 
 def _end(workers: list[subprocess.Popen[bytes]]) -> None:

@@ -85,9 +85,19 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType
             signal.signal(number, earlier)
 
 
-def stop_with_parent() -> None:
-    """Let the kernel send SIGTERM to this process when its parent dies, so that it saves and leaves."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Let signals wait until the block ends, and then for the processes that were started within it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Let the kernel send a signal to this process when its parent dies: SIGTERM, so that it saves and leaves."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def shown(name: str) -> str:

@@ -52,11 +52,21 @@ _KNOWN: dict[str, dict[str, Any]] = {
     ),
     "torch.distributed.fsdp._init_utils": {"HYBRID_SHARDING_STRATEGIES": ()},
     "torch.distributed.fsdp._shard_utils": {"_create_chunk_sharded_tensor": None},
+    "torch.distributed.checkpoint._async_process_executor": _classes("_ProcessBasedAsyncCheckpointExecutor"),
     "torch.distributed._composable.fsdp": {},
     "torch.distributed._composable.fsdp.fully_shard": _classes("FSDPModule"),
 }
-# torch itself imports these: what operators do on device "meta", in Python, and the export of programs.
-_OF_TORCH: dict[str, dict[str, Any]] = {"torch._meta_registrations": {}, "torch.export": {}}
+# torch itself imports these: what operators do on device "meta", in Python, the export of programs, data loaders, ...
+_OF_TORCH: dict[str, dict[str, Any]] = {
+    "torch._meta_registrations": {},
+    "torch.distributions": {},
+    "torch.export": {},
+    "torch.masked": {},
+    "torch.nn.intrinsic": {},
+    "torch.quantization": _classes("PlaceholderObserver", "QConfig"),  # for TorchRec's type hints
+    "torch.utils.data": {},
+    "torchgen.model": {},
+}
 
 
 class _StandIn(ModuleType):
@@ -140,6 +150,7 @@ def import_libraries(in_own_process: bool) -> None:
     sys.meta_path.insert(0, _SUBMODULES)
     try:
         with _quick_inspection():
+            importlib.import_module("torchgen")  # so that it gets the stand-in of its submodule as an attribute
             if in_own_process and "torch" not in sys.modules:
                 _install_stand_ins(_OF_TORCH)
             import torch.fx.experimental  # noqa: F401
