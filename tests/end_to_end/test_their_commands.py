@@ -22,7 +22,7 @@ from ..processes import free_port
 BIN = Path(sys.executable).parent
 TOOLS = Path(sys.prefix) / "launchers"
 SMALL = "--num_embeddings 50 --dense_arch_layer_sizes 8,4 --embedding_dim 4 --over_arch_layer_sizes 8,1".split()  # noqa: SIM905
-LOCAL_TORCHX = ["torchx", "run", "-s", "local_cwd"]
+LOCAL_TORCHX = ["torchx", "run", "-s", "local_cwd", "-cfg", "log_dir=logs"]
 
 
 def in_place(script: str, directory: Path) -> None:

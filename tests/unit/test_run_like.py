@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import recmill
+from recmill.commands.assemble import build_source
 from recmill.commands.run_like import plan_like, run_like
 from recmill.compat.program import Plan
 from recmill.config import load_config
@@ -185,6 +186,32 @@ def test_ids_are_taken_modulo_and_the_files_of_others_are_left_alone(tmp_path: P
     write_npy_days(tmp_path / "other", 50, 9)
     with pytest.raises(DataError, match="is not a link to"):
         recmill.adopt(tmp_path / "other", output=str(tmp_path / "view"))
+
+
+@pytest.mark.parametrize("rows", [103, 82, 80, 25])
+def test_each_process_gets_the_batches_of_torchrec_s_loader(rows: int, tmp_path: Path) -> None:
+    pytest.importorskip("iopath", reason="TorchRec's reader needs iopath")
+    from torchrec.datasets.criteo import InMemoryBinaryCriteoIterDataPipe
+
+    sizes = [*range(3, 29)]
+    write_npy_days(tmp_path / "npy", rows, 2**40)
+    flags = ["--in_memory_binary_criteo_path", str(tmp_path / "npy"), "--batch_size", "10"]
+    flags += ["--num_embeddings_per_feature", ",".join(map(str, sizes))]
+    plan = plan_like("dlrm_main.py", flags, run=str(tmp_path / "run"), procs=4)
+    recmill.adopt(**plan.steps[0].arguments)
+    config = load_config(trained_config(plan))
+    dataset = open_dataset(config.settings.data.path)
+    for rank in range(4):
+        files = [[str(tmp_path / "npy" / f"day_0_{part}.npy")] for part in ("dense", "sparse", "labels")]
+        theirs = InMemoryBinaryCriteoIterDataPipe("train", *files, batch_size=10, rank=rank, world_size=4, hashes=sizes)
+        ours = build_source(config, dataset, rank, 4).train_batches(0, 0)
+        for expected, found in zip(theirs, ours, strict=True):
+            real = int(found.weight())
+            assert real == len(expected.labels)
+            assert found.dense_BF[:real].tolist() == expected.dense_features.tolist()
+            assert found.labels_B[:real].tolist() == expected.labels.tolist()
+            ids = found.sparse.values().reshape(26, -1)[:, :real]
+            assert ids.tolist() == expected.sparse_features.values().reshape(26, -1).tolist()
 
 
 def test_files_that_are_adopted_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
