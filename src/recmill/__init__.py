@@ -19,6 +19,7 @@ __all__ = [
     "open_run",
     "plan",
     "plot",
+    "predict",
     "prepare",
     "recommend",
     "recommend_all",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from recmill.commands.open_run import Run, open_run
     from recmill.commands.plan import plan
     from recmill.commands.plot import plot
+    from recmill.commands.predict import predict
     from recmill.commands.prepare import prepare
     from recmill.commands.recommend import recommend, recommend_all
     from recmill.commands.report import report

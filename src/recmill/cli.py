@@ -453,6 +453,16 @@ def recommend_command(
         _print(recmill.recommend(run, history, users=users, **options), as_json, printed.print_recommendations)
 
 
+@commands.command("predict", cls=_Command)
+@click.argument("run", type=click.Path())
+@_json
+def predict_command(run: str, input: str, output: str, as_json: bool, **options: Any) -> None:
+    """Score new rows with RUN's click model: the probability of a click for each row of --input."""
+    written = recmill.predict(run, input, output, **options)
+    with _after_work():
+        _print(written, as_json, printed.print_predictions)
+
+
 checkpoint_group = click.Group(
     "checkpoint", help="List, verify or inspect the checkpoints of a run, or read or write a table's rows."
 )

@@ -25,6 +25,7 @@ MODELS = {
 }
 DATASETS = {
     "criteo": "recmill.datasets.criteo.steps",
+    "clicks": "recmill.datasets.own_clicks.steps",
     "movielens": "recmill.datasets.histories.movielens",
     "goodreads": "recmill.datasets.histories.goodreads",
     "histories": "recmill.datasets.histories.own",

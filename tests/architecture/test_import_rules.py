@@ -23,7 +23,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "contracts": {"commands", "config", "data", "datasets", "protocols", "registry", "schema"},
     "data": {"batch", "errors", "files", "hardware", "metrics", "observe", "rng", "schema"},
     "datasets": {
-        "config", "data", "errors", "failpoints", "files", "hardware", "metrics", "observe", "recmill", "rng", "schema",
+        "config", "data", "errors", "failpoints", "files", "hardware", "metrics", "observe", "recmill", "registry",
+        "rng", "schema",
     },
     "environment": {"errors"},
     "errors": set(),
@@ -69,7 +70,7 @@ TORCH_FREE_MODULES = [
     *(f"recmill.commands.{name}" for name in ("adopt", "audit", "checkpoint", "configs", "doctor", "download")),
     *(f"recmill.commands.{name}" for name in ("evaluate", "export_metrics", "history", "plot", "prepare", "recommend")),
     *(f"recmill.commands.{name}" for name in ("check_plugin", "jobs", "launch", "report", "results", "split", "trace")),
-    *(f"recmill.commands.{name}" for name in ("compare", "import_rows", "plan", "run_like", "train")),
+    *(f"recmill.commands.{name}" for name in ("compare", "import_rows", "plan", "predict", "run_like", "train")),
     *("recmill.planning.devices", "recmill.planning.published"),
     *("recmill.checkpoints.format", "recmill.tables.pins", "recmill.tables.spec"),
     *(f"recmill.data.{name}" for name in ("checks", "click_rows", "npy_files", "opening", "parquet_files", "seen")),

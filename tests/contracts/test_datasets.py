@@ -37,10 +37,13 @@ def raw_input(tmp_path_factory: pytest.TempPathFactory) -> None:
         "movies.dat": "".join(f"{i}::Film {i}::Drama\n" for i in range(30)),
         "goodreads_interactions.csv": "user_id,book_id,is_read,rating,is_reviewed\n"
         + "".join(f"{u},{i},1,4,0\n" for u, i in pairs),
+        "clicks.csv": "click,who\n" + "".join(f"{(u * i) % 2},{u}\n" for u, i in pairs),
+        "clicks.toml": "[label]\ncolumn = 'click'\n[[feature]]\ncolumn = 'who'\ntype = 'categorical'\n",
         "own.csv": "who,what\n" + "".join(f"{u},{i}\n" for u, i in pairs),
     }
     for name, text in texts.items():
         (directory / name).write_text(text)
+    SMALL["clicks"] = {"input": directory / "clicks.csv", "schema_file": str(directory / "clicks.toml")}
     SMALL["movielens"] = {"input": directory}
     SMALL["goodreads"] = {"input": directory, "min_interactions": 5}
     SMALL["histories"] = {"input": directory / "own.csv", "user_column": "who", "item_column": "what"}
@@ -63,5 +66,6 @@ def test_its_files_to_read_and_its_rows_are_those_of_its_input(name: str, tmp_pa
     description = open_dataset(tmp_path / "d").description
     if isinstance(description, ClicksDescription):
         rows = sum(part.stop - part.start for parts in description.splits.values() for part in parts)
-        assert rows == (sum(CRITEO_ROWS) if name == "criteo" else description.recipe["rows"])
+        raw_rows = {"criteo": sum(CRITEO_ROWS), "clicks": 400}
+        assert rows == raw_rows.get(name, description.recipe.get("rows"))
         assert not (tmp_path / "d" / "items.npy").exists()

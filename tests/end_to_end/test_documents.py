@@ -224,23 +224,6 @@ def test_audit_prints_what_the_page_of_data_shows(tmp_path: Path) -> None:
     assert_equal(expected, done.stdout + done.stderr)
 
 
-def test_a_click_log_in_csv_is_prepared_as_the_page_of_data_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    random = np.random.default_rng(1)
-    lines = [f"{random.integers(2)},{random.integers(9)}.5,,u{i % 7},{i % 50},c{i % 3}" for i in range(200)]
-    (tmp_path / "clicks.csv").write_text("\n".join(["clicked,price,age,user,item,country", *lines]))
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block_with(DOCS / "data.md", "clicks.csv"), "data.md", "exec"), {})
-    description = adopt("data/my-clicks")
-    assert [feature["rows"] for feature in description["sparse"]] == [7, 50, 3]
-    assert {split: [part["stop"] for part in parts] for split, parts in description["splits"].items()} == {
-        "train": [160],
-        "val": [180],
-        "test": [200],
-    }
-
-
 @pytest.mark.parametrize(
     ("place", "mark"), [("slurm", "#SBATCH"), ("polaris", "#PBS -A"), ("kubernetes", '"apiVersion"')]
 )

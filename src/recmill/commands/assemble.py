@@ -1,7 +1,7 @@
 """Open and build, from a config, the parts that train, evaluate and recommend work with."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,10 +17,14 @@ from recmill.data.opening import Checks, open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
 from recmill.hardware.memory import memory_bytes
+from recmill.launch import early
 from recmill.metrics.binary import Values
+from recmill.observe.log import quiet_libraries
+from recmill.observe.progress import spinner
 from recmill.observe.run_dir import RunDirectory
 from recmill.protocols import Metrics, ModelModule, SequenceModelModule, TaskModule
 from recmill.schema import SPLITS, ClicksDescription, Dataset, Description
+from recmill.tables.libraries import import_libraries
 from recmill.tables.spec import Dynamic, Stores, TableSpec
 
 if TYPE_CHECKING:
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from recmill.checkpoints.format import Checkpoint
     from recmill.data.clicks import ClickSource
     from recmill.data.histories import HistorySource
+    from recmill.data.multi_hot import MultiHot
     from recmill.data.share import Batching
     from recmill.tables.placement import Catalogue, Request
     from recmill.tables.sharding import DistributedModelParallel
@@ -184,26 +189,31 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
     batching = batching_of(config, rank, size)
     if isinstance(dataset.description, ClicksDescription):
         from recmill.data.clicks import ClickSource
-        from recmill.data.multi_hot import MultiHot
 
-        section = data.multi_hot
-        padding = {
-            feature: table.padding_id
-            for table in table_specs(config, dataset)
-            for feature in table.features
-            if table.padding_id is not None
-        }
-        rows = [feature.rows for feature in dataset.description.sparse]
-        multi_hot = None
-        if section.sizes:
-            multi_hot = MultiHot(rows, section.ids_per_row(rows), section.distribution, section.seed)
-        return ClickSource(dataset, batching, multi_hot, dynamic_features(config, dataset), padding)
+        return ClickSource(dataset, batching, *click_rules(config, dataset))
     from recmill.data.histories import HistorySource
 
     protocols: list[str] = list(settings.eval.protocols)
     return HistorySource(
         dataset, batching, window_rules(config), protocols, train_on_validation=data.train_on_validation
     )
+
+
+def click_rules(config: Config, dataset: Dataset) -> tuple["MultiHot | None", Collection[str], dict[str, int]]:
+    """Return how rows of clicks become batches: added ids, features with dynamic tables, and padding ids by feature."""
+    from recmill.data.multi_hot import MultiHot
+
+    section = config.settings.data.multi_hot
+    padding = {
+        feature: table.padding_id
+        for table in table_specs(config, dataset)
+        for feature in table.features
+        if table.padding_id is not None
+    }
+    rows = [feature.rows for feature in dataset.clicks.sparse]
+    sizes = section.ids_per_row(rows) if section.sizes else []
+    multi_hot = MultiHot(rows, sizes, section.distribution, section.seed) if sizes else None
+    return multi_hot, dynamic_features(config, dataset), padding
 
 
 def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = Path()) -> "DistributedModelParallel":
@@ -386,6 +396,38 @@ def not_kept(run: RunDirectory, which: str) -> CheckpointError:
 def named_in_results(step: int) -> Values:
     """Return what names a checkpoint of a run beside its metrics."""
     return {"step": step, "checkpoint": f"checkpoints/{step_path(Path(), step).name}"}
+
+
+def unsharded_network(
+    run: RunDirectory, config: Config, dataset: Dataset, which: str | None, fallback: bool
+) -> "tuple[nn.Module, Path]":
+    """Load a trained network on CPU, for use without training, and return it with the path of its checkpoint."""
+    with spinner("importing torch"):
+        import_libraries(in_own_process=early.is_command)
+        import torch
+
+        from recmill.checkpoints.loading import load
+        from recmill.tables.stores.row_file import check_row_directory
+        from recmill.tables.table_lookup import RowsOnDisk
+        from recmill.tables.torchrec_internals import WithoutMetaValues
+        from recmill.world import World
+
+    alone = World(0, 1, 0, 1, torch.device("cpu"))
+    with quiet_libraries():
+        tables = table_specs(config, dataset)
+        stores = stores_of(config, tables, run.path, alone.device.type)
+        if stores.in_files:
+            check_row_directory(stores.directory)
+        is_on_disk = bool(stores.in_files) and len(tables) == 1 and dataset.description.kind == "histories"
+        with WithoutMetaValues():
+            device = torch.device("meta") if is_on_disk else alone.device
+            network = model_module(config).build(config.model, dataset.description, device)
+        if is_on_disk:  # the table may be larger than memory
+            network.tables = RowsOnDisk(tables[0], stores)
+            network.cached_specs = tables  # type: ignore[assignment]
+        with trained_checkpoint(run, which, config, dataset, alone, fallback) as found:
+            load(found, network)
+    return network.eval(), found.path
 
 
 @contextmanager

@@ -50,6 +50,8 @@ class PrepareOptions(TypedDict, total=False):
     sparse_input: str | None
     on_bad_row: Literal["fail", "skip"]
     max_bad_rows: int | None
+    # clicks
+    schema_file: str
     # histories, movielens, goodreads
     user_column: str
     item_column: str

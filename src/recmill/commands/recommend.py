@@ -20,10 +20,8 @@ from recmill.data.frames import Kind, converted
 from recmill.data.names import Names
 from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.files.atomic import new_file
-from recmill.launch import early
 from recmill.observe.log import quiet_libraries
-from recmill.observe.progress import Progress, spinner
-from recmill.tables.libraries import import_libraries
+from recmill.observe.progress import Progress
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -299,33 +297,7 @@ class Recommender:
 
     @cached_property
     def network(self) -> "nn.Module":
-        with spinner("importing torch"):
-            import_libraries(in_own_process=early.is_command)
-            import torch
-
-            from recmill.checkpoints.loading import load
-            from recmill.tables.stores.row_file import check_row_directory
-            from recmill.tables.table_lookup import RowsOnDisk
-            from recmill.tables.torchrec_internals import WithoutMetaValues
-            from recmill.world import World
-
-        alone = World(0, 1, 0, 1, torch.device("cpu"))
-        with quiet_libraries():
-            model = assemble.model_module(self._config)
-            tables = assemble.table_specs(self._config, self._dataset)
-            stores = assemble.stores_of(self._config, tables, self._run.path, alone.device.type)
-            if stores.in_files:
-                check_row_directory(stores.directory)
-            is_on_disk = bool(stores.in_files) and len(tables) == 1
-            with WithoutMetaValues():
-                device = torch.device("meta") if is_on_disk else alone.device
-                network = model.build(self._config.model, self._dataset.description, device)
-            if is_on_disk:  # the table may be larger than memory
-                network.tables = RowsOnDisk(tables[0], stores)
-                network.cached_specs = tables  # type: ignore[assignment]
-            with assemble.trained_checkpoint(
-                self._run, self._which, self._config, self._dataset, alone, self._fallback
-            ) as found:
-                load(found, network)
-            self._checkpoint = found.path
-        return network.eval()
+        network, self._checkpoint = assemble.unsharded_network(
+            self._run, self._config, self._dataset, self._which, self._fallback
+        )
+        return network

@@ -22,6 +22,7 @@ from recmill.config import Config, differences, fingerprint, key_of, load_config
 from recmill.config.options import given_path
 from recmill.config.sections import Section, Settings, ShardingSection, TrainSection
 from recmill.data.opening import Checks
+from recmill.data.recipes import keep_recipe
 from recmill.environment import (
     config_variables,
     job_id,
@@ -324,6 +325,7 @@ def _train(
             _warn(text)
         run.write_status("running", step=position.step)  # first: this file makes the directory a run directory
         write_text(run.config_file, to_toml(config))
+        keep_recipe(dataset, run.path)
         facts = environment(world.size, str(world.device))
         facts |= {"launcher": process_environment().started_by or None, "job_id": job_id()}
         facts |= {"hosts": by_host(hosts or []), "variables": recorded_variables()}

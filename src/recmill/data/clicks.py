@@ -6,13 +6,11 @@ from itertools import islice, pairwise
 from types import MappingProxyType
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill import rng
 from recmill.batch import CtrBatch
 from recmill.data.checks import ClickChecks
+from recmill.data.click_batches import BatchMaker
 from recmill.data.click_rows import BLOCK_ROWS, Block, ClickRows, DecodeBlock, StoredDay, block_decoder, concatenate
 from recmill.data.multi_hot import MultiHot
 from recmill.data.share import Batching, Share
@@ -20,7 +18,6 @@ from recmill.errors import DataError
 from recmill.schema import MAX_TABLE_ROWS, Dataset
 
 _WINDOW_BLOCKS = 16  # blocks of Parquet that are shuffled together: a million rows
-_NO_ID = -1
 _CACHED_BLOCKS = 36  # a batch reads from up to two windows, which may begin and end within a block
 
 
@@ -126,15 +123,12 @@ class ClickSource:
                 f"{dataset.path}: the ids of {', '.join(huge)} are 64-bit hashes, too many for a table. "
                 "Make their tables dynamic (tables.dynamic), or prepare the dataset with --table-size as well."
             )
-        self._dynamic = [i for i, feature in enumerate(description.sparse) if feature.name in dynamic]
         self._dataset = dataset
         self._batching = batching
         self._features = [feature.name for feature in description.sparse]
         self._multi_hot = multi_hot
-        self._ids_per_row = multi_hot.sizes if multi_hot else description.ids_per_row
-        self._padding = [padding.get(name, _NO_ID) for name in self._features] if padding else None
+        self._maker = BatchMaker(description, multi_hot, dynamic, padding)
         self._permutation = WindowedOrder if description.layout == "parquet" else rng.Permutation
-        self._layouts: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
         self._decode = block_decoder(description, _CACHED_BLOCKS)
         self._train = SplitRows(dataset, "train", self._decode)
         self.samples_per_epoch = batching.num_used("train", len(self._train))
@@ -151,11 +145,7 @@ class ClickSource:
         Blocks of Parquet files are decoded once for this and for training, unless it is more than a window ahead.
         """
         _, rows = next(self._train_shares(replace(self._batching, rank=0, size=1), epoch, batch))
-        ends = np.cumsum([len(rows) * ids for ids in self._ids_per_row])
-        by_feature = np.split(self._values(self._train.take(rows).ids), ends[:-1])
-        if self._padding:
-            by_feature = [ids[ids != padding] for ids, padding in zip(by_feature, self._padding, strict=True)]
-        return dict(zip(self._features, by_feature, strict=True))
+        return self._maker.ids(self._train.take(rows))
 
     def _train_shares(self, batching: Batching, epoch: int, first: int) -> Iterator[tuple[Share, np.ndarray]]:
         """Yield a rank's share of each batch, and the row at each of its positions."""
@@ -202,70 +192,4 @@ class ClickSource:
         return self._batching.num_batches(split, self._batching.num_used(split, rows))
 
     def _batch(self, rows: SplitRows, share: Share, numbers: np.ndarray) -> CtrBatch:
-        found = rows.take(numbers)
-        count = len(found)
-        values, bags = self._values(found.ids), [count] * len(self._features)
-        if self._dynamic and share.num_real < count:
-            values, bags = self._without_fillers(values, count, share.num_real)
-        lengths, offsets = self._layout(count, tuple(bags))
-        # else TorchRec sums lengths at every step
-        length_per_key = [n * ids for n, ids in zip(bags, self._ids_per_row, strict=True)]
-        if self._padding:
-            is_id = torch.from_numpy(values != np.repeat(self._padding, length_per_key))
-            values = values[is_id.numpy()]
-            offsets = F.pad(is_id.cumsum(0, dtype=torch.int32), (1, 0))[offsets.long()]
-            lengths = offsets.diff()
-            length_per_key = lengths.view(-1, count).sum(1).tolist()
-        sparse = KeyedJaggedTensor(
-            keys=self._features,
-            values=torch.from_numpy(values),
-            lengths=lengths,
-            offsets=offsets,
-            stride=count,
-            length_per_key=length_per_key,
-        )
-        dense = found.dense if found.dense.flags.writeable else found.dense.copy()
-        labels = found.labels.astype(np.float32)
-        return CtrBatch(torch.from_numpy(dense), sparse, torch.from_numpy(labels), torch.from_numpy(share.weights()))
-
-    def _values(self, stored: np.ndarray) -> np.ndarray:
-        """Return all ids of a batch as int64, feature after feature."""
-        count = len(stored)
-        values = np.empty(sum(self._ids_per_row) * count, dtype=np.int64)
-        if max(self._ids_per_row) == 1:
-            values.reshape(-1, count)[:] = stored.T
-            return self._with_keys(values, count)
-        multi_hot = self._multi_hot
-        for feature, (end, size) in enumerate(zip(np.cumsum(self._ids_per_row), self._ids_per_row, strict=True)):
-            ids = multi_hot.of(feature, stored[:, feature]) if multi_hot else stored[:, end - size : end]
-            values[(end - size) * count : end * count].reshape(count, size)[:] = ids
-        return self._with_keys(values, count)
-
-    def _with_keys(self, values: np.ndarray, count: int) -> np.ndarray:
-        """Replace the ids of dynamic tables in `values` with keys. Of 64-bit hashes, 62 bits are used."""
-        ends = np.cumsum(self._ids_per_row) * count
-        for feature in self._dynamic:
-            own = values[ends[feature] - self._ids_per_row[feature] * count : ends[feature]]
-            is_hash = self._dataset.clicks.sparse[feature].rows > rng.NUM_KEYS
-            own[:] = rng.keys_of_ids(own.view(np.uint64) >> np.uint64(2) if is_hash else own)
-        return values
-
-    def _without_fillers(self, values: np.ndarray, count: int, num_real: int) -> tuple[np.ndarray, list[int]]:
-        """Leave out the ids of fillers in dynamic tables, which would count them. Return ids, and bags by feature."""
-        bags = [num_real if feature in self._dynamic else count for feature in range(len(self._features))]
-        parts = np.split(values, np.cumsum(self._ids_per_row)[:-1] * count)
-        kept = [part[: n * ids] for part, n, ids in zip(parts, bags, self._ids_per_row, strict=True)]
-        return np.concatenate(kept), bags
-
-    def _layout(self, count: int, bags: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (lengths, offsets) of a batch of `count` rows, of which the first `bags` of each feature have ids.
-
-        They are kept, because making them takes longer than the ids.
-        """
-        if (count, bags) not in self._layouts:
-            lengths = np.zeros((len(bags), count), dtype=np.int32)
-            for of_feature, num_bags, ids in zip(lengths, bags, self._ids_per_row, strict=True):
-                of_feature[:num_bags] = ids
-            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-            self._layouts[count, bags] = torch.from_numpy(lengths.reshape(-1)), torch.from_numpy(offsets)
-        return self._layouts[count, bags]
+        return self._maker.batch(rows.take(numbers), share.num_real, share.weights())

@@ -1,6 +1,7 @@
 """MLPs of linear layers, each followed by ReLU, and how their weights are initialized."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -36,7 +37,9 @@ def linear(in_features: int, out_features: int, init: Init = "torch", padding: i
 
     `dlrm` initializes as the original DLRM and OneFlow's, `torch` as nn.Linear and TorchRec's DLRM.
     """
-    layer = nn.Linear(in_features, out_features)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # a dataset without dense features
+        layer = nn.Linear(in_features, out_features)
     if init == "dlrm":
         nn.init.normal_(layer.weight, std=math.sqrt(2 / (in_features + out_features)))
         nn.init.normal_(layer.bias, std=math.sqrt(1 / out_features))

@@ -172,6 +172,22 @@ def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> 
         _print(f"step {values['step']:,}: {values['checkpoint']}")
 
 
+def print_predictions(written: dict[str, Any]) -> None:
+    """Print what `recmill predict` wrote, how its rows differ from those of training, and metrics, if it had labels."""
+    by_feature: dict[str, dict[str, tuple[float, float]]] = {}
+    for found in written["features"]:
+        by_feature.setdefault(found["feature"], {})[found["kind"]] = found["here"], found["training"]
+    kinds = [kind for kind in ("missing", "unseen", "clipped") if any(kind in found for found in by_feature.values())]
+    rows = [
+        [feature, *(f"{100 * found[k][0]:.1f} / {100 * found[k][1]:.1f}" if k in found else "" for k in kinds)]
+        for feature, found in by_feature.items()
+    ]
+    print_table(["% here / in training", *kinds], rows)
+    if "metrics" in written:
+        print_values("rows with labels", written["metrics"], {})
+    _print(f"{written['rows']:,} rows scored: {written['output']}")
+
+
 def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
     """Print one column per `commands.results.RunReport`, with the differences of its metrics to the first run's."""
     names = distinct(dict.fromkeys(name for report in reports for name in report.values))

@@ -26,9 +26,9 @@ from recmill.observe.progress import Progress
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["integer", "number", "text", "date"]
+Kind = Literal["integer", "number", "text", "date", "any"]  # any: text that may be empty
 
-_TYPES = {"integer": pl.Int64(), "number": pl.Float64(), "text": pl.String(), "date": pl.String()}
+_TYPES = {"integer": pl.Int64(), "number": pl.Float64(), "text": pl.String(), "date": pl.String(), "any": pl.String()}
 _FACTS = {"integer": "is not a whole number", "number": "is not a number", "text": "is empty", "date": "is not a date"}
 _PARSED = _TYPES | {"date": pl.Int64()}
 _NAMED_BAD_ROWS = 10
@@ -101,6 +101,10 @@ class Table:
             raise DataError(f"{self.path}: all of its {done:,} rows are bad; the first: {self.bad_rows.first[0]}")
         if not done:
             raise DataError(f"{self.path}: no rows. Get the file again.")
+
+    def header(self) -> list[str]:
+        """Return the fields of the first row."""
+        return (self._split(next(self._texts(), b"\n").splitlines(keepends=True)[0]) or [[]])[0]
 
     def first_value(self, column: str) -> str:
         """Return the value in the first row after the header, or an empty string."""
@@ -181,7 +185,10 @@ class Table:
             frame = frame.with_columns(pl.col(dates).str.to_datetime(strict=False, time_unit="us").dt.epoch("us"))
         except pl.exceptions.PolarsError:
             return None
-        is_good = not any(frame.null_count().row(0)) and all(frame[name].is_finite().all() for name in numbers)
+        full = [field.name for field in positions if field.kind != "any"]
+        is_good = not any(frame.select(full).null_count().row(0) if full else ()) and all(
+            frame[name].is_finite().all() for name in numbers
+        )
         return frame if is_good else None
 
     def _has_num_columns(self, text: bytes, num_columns: int) -> bool:
@@ -247,5 +254,7 @@ def _is_good(value: str, kind: Kind) -> bool:
                 return bool(datetime.fromisoformat(value))
             case "text":
                 return bool(value)
+            case "any":
+                return True
     except ValueError:
         return False

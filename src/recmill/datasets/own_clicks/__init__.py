@@ -1,0 +1,1 @@
+"""Click logs with columns of any kind, by a schema."""

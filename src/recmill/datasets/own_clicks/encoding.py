@@ -1,0 +1,250 @@
+"""From raw rows to what a network reads, by a recipe: one function for preparation, prediction and serving.
+
+A recipe is the schema with what preparation learned from the training rows. It is data, never code.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from recmill.data.click_rows import ClickRows
+from recmill.data.recipes import RECIPE_FILE, vocabulary_file
+from recmill.datasets.own_clicks.schema import (
+    FIRST_VALUE,
+    MISSING,
+    UNSEEN,
+    AnyFeature,
+    BucketFeature,
+    CategoricalFeature,
+    ClicksSchema,
+    CrossFeature,
+    NumericFeature,
+    TableFeature,
+)
+from recmill.datasets.own_clicks.values import RawRows, labels, numbers, texts, times
+from recmill.errors import DataError
+from recmill.schema import SparseFeature
+
+NO_LABEL = -1
+_PARTS = {"hour": 24, "weekday": 7, "is_weekend": 2, "day": 31, "month": 12}
+_JOINT = "\x1f"  # between the values of a cross
+_DAY = 86_400_000_000
+
+
+class Learned(BaseModel):
+    """What was learned of one feature; which fields it has depends on its type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rows: int = 0  # of its table
+    low: float | None = None  # numbers are clipped to low..high
+    high: float | None = None
+    fill: float = 0.0  # for missing numbers
+    shift: float = 0.0  # of standard and minmax: (x - shift) / scale
+    scale: float = 1.0
+    boundaries: list[float] = []
+    ids_per_row: int = 1
+
+
+class Recipe(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    log: ClicksSchema
+    learned: dict[str, Learned]  # by feature
+    tally: dict[str, dict[str, int]] = {}  # of the training rows: see Tally
+
+
+@dataclass
+class Tally:
+    """How many rows were encoded, and by feature how many had no value, an unseen or rare one, or a clipped one."""
+
+    rows: int = 0
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def add(self, feature: str, **found: np.ndarray) -> None:
+        self.counts.setdefault(feature, Counter()).update({name: int(is_so.sum()) for name, is_so in found.items()})
+
+    def to_json(self) -> dict[str, dict[str, int]]:
+        return {"": {"rows": self.rows}, **{name: dict(counts) for name, counts in self.counts.items()}}
+
+
+def load_recipe(directory: Path) -> Recipe:
+    """Read recipe.json in `directory`, whose vocabularies are beside it."""
+    path = directory / RECIPE_FILE
+    try:
+        return Recipe.model_validate_json(path.read_bytes(), strict=False)
+    except FileNotFoundError:
+        raise DataError(f"{directory}: no {RECIPE_FILE}, so new rows cannot be encoded. Prepare it again.") from None
+    except ValidationError as error:
+        raise DataError(f"{path}: corrupt ({error.errors()[0]['msg']}). Prepare the dataset again.") from None
+
+
+def owner(feature: TableFeature) -> str:
+    """Return the feature whose vocabulary and table this one uses."""
+    return (feature.share_table if isinstance(feature, CategoricalFeature) else "") or feature.name
+
+
+class Encoder:
+    """Turns raw rows into dense values and ids, and counts what it met."""
+
+    def __init__(self, recipe: Recipe, directory: Path) -> None:
+        self.recipe = recipe
+        self.tally = Tally()
+        self._directory = directory
+        self._vocabularies: dict[str, pl.Enum] = {}
+
+    def encode(self, rows: RawRows, with_labels: bool = True) -> ClickRows:
+        """Return the rows in their order; without labels, all labels are NO_LABEL."""
+        log = self.recipe.log
+        self.tally.rows += len(rows)
+        dense = [values for feature in log.numeric for values in self._numbers(rows, feature)]
+        ids = [self._ids(rows, feature) for feature in log.tables]
+        return ClickRows(
+            np.stack(dense, axis=1).astype(np.float32) if dense else np.empty((len(rows), 0), np.float32),
+            np.concatenate(ids, axis=1),
+            labels(rows, log) if with_labels else np.full(len(rows), NO_LABEL, np.int32),
+        )
+
+    def sparse_features(self) -> list[SparseFeature]:
+        """Return the features with tables, as dataset.json describes them."""
+        made = []
+        learned = self.recipe.learned
+        with_bags = {owner(f) for f in self.recipe.log.tables if learned[f.name].ids_per_row > 1}
+        for feature in self.recipe.log.tables:
+            is_bag = learned[feature.name].ids_per_row > 1
+            made.append(
+                SparseFeature(
+                    name=feature.name,
+                    rows=learned[owner(feature)].rows,
+                    share_table=None if owner(feature) == feature.name else owner(feature),
+                    padding_id=MISSING if owner(feature) in with_bags else None,
+                    pooling=feature.pooling if is_bag and isinstance(feature, CategoricalFeature) else None,
+                )
+            )
+        return made
+
+    def _numbers(self, rows: RawRows, feature: NumericFeature) -> list[np.ndarray]:
+        learned = self.recipe.learned[feature.name]
+        given = numbers(rows, feature.column, self.recipe.log.input.missing)
+        is_missing = np.isnan(given)
+        clipped = given if learned.low is None else np.clip(given, learned.low, learned.high)
+        self.tally.add(feature.name, missing=is_missing, clipped=(clipped != given) & ~is_missing)
+        values = transformed(np.where(is_missing, learned.fill, clipped), feature, learned)
+        return [values, is_missing.astype(np.float64)] if feature.flag_missing else [values]
+
+    def _ids(self, rows: RawRows, feature: TableFeature) -> np.ndarray:
+        """Return int64 [rows, ids per row]."""
+        if isinstance(feature, CategoricalFeature):
+            given = texts(rows, feature.column, self.recipe.log.input.missing)
+            return self._looked_up(given, feature)
+        if isinstance(feature, CrossFeature):
+            parts = [texts(rows, column, self.recipe.log.input.missing) for column in feature.columns]
+            joined = pl.DataFrame({str(i): part for i, part in enumerate(parts)}).select(
+                pl.concat_str(pl.all(), separator=_JOINT)
+            )
+            given = joined.to_series()
+            ids = hashed(given, feature.name, feature.table_size)
+            self.tally.add(feature.name, missing=ids == MISSING)
+            return ids[:, None]
+        if isinstance(feature, BucketFeature):
+            values = numbers(rows, feature.column, self.recipe.log.input.missing)
+            boundaries = np.array(self.recipe.learned[feature.name].boundaries)
+            ids = np.where(np.isnan(values), MISSING, 1 + np.searchsorted(boundaries, values, side="right"))
+            self.tally.add(feature.name, missing=ids == MISSING)
+            return ids[:, None].astype(np.int64)
+        return 1 + time_parts(times(rows, self.recipe.log), feature.part)[:, None]
+
+    def _looked_up(self, given: pl.Series, feature: CategoricalFeature) -> np.ndarray:
+        if feature.separator and given.dtype == pl.String:
+            missing = self.recipe.log.input.missing
+            given = given.str.split(feature.separator).list.eval(pl.element().filter(~pl.element().is_in(missing)))
+        if given.dtype == pl.String:
+            ids = self._ids_of(given, feature)
+            self.tally.add(feature.name, missing=ids == MISSING, unseen=ids == UNSEEN)
+            return ids[:, None]
+        size = self.recipe.learned[feature.name].ids_per_row
+        lengths = given.list.len().fill_null(0).cast(pl.Int64).to_numpy()
+        kept = given.list.head(size)
+        numbers_kept = np.minimum(lengths, size)
+        flat = self._ids_of(kept.filter(pl.Series(numbers_kept > 0)).explode(), feature)
+        row_of = np.repeat(np.arange(len(given)), numbers_kept)
+        place = np.arange(len(flat)) - np.repeat(np.cumsum(numbers_kept) - numbers_kept, numbers_kept)
+        ids = np.full((len(given), size), MISSING, np.int64)
+        ids[row_of, place] = flat
+        self.tally.add(feature.name, missing=lengths == 0, unseen=(ids == UNSEEN).any(axis=1), clipped=lengths > size)
+        return ids
+
+    def _ids_of(self, given: pl.Series, feature: CategoricalFeature) -> np.ndarray:
+        learned = self.recipe.learned[owner(feature)]
+        if self._of_hashes(feature):
+            return hashed(given, owner(feature), learned.rows)
+        codes = given.cast(self._vocabulary(owner(feature)), strict=False).to_physical().cast(pl.Int64)
+        ids = codes.fill_null(UNSEEN - FIRST_VALUE).to_numpy() + FIRST_VALUE
+        return np.where(given.is_null().to_numpy(), MISSING, ids)
+
+    def _of_hashes(self, feature: CategoricalFeature) -> bool:
+        of_table = next(f for f in self.recipe.log.tables if f.name == owner(feature))
+        return isinstance(of_table, CategoricalFeature) and of_table.ids == "hash"
+
+    def _vocabulary(self, name: str) -> pl.Enum:
+        if name not in self._vocabularies:
+            frame = pl.read_parquet(self._directory / vocabulary_file(name)).filter(pl.col("id") >= FIRST_VALUE)
+            self._vocabularies[name] = pl.Enum(frame.sort("id")["value"])
+        return self._vocabularies[name]
+
+
+def transformed(values: np.ndarray, feature: NumericFeature, learned: Learned) -> np.ndarray:
+    """Apply the transform of a numeric feature to numbers without gaps."""
+    if feature.transform == "log1p":
+        return np.asarray(np.copysign(np.log1p(np.abs(values)), values))
+    if feature.transform == "sqrt":
+        return np.asarray(np.copysign(np.sqrt(np.abs(values)), values))
+    return (values - learned.shift) / learned.scale
+
+
+def hashed(given: pl.Series, name: str, table_rows: int) -> np.ndarray:
+    """Return an id of FIRST_VALUE..table_rows - 1 for each text, by its hash, and MISSING for null."""
+    distinct = given.unique().drop_nulls()
+    space, seed = table_rows - FIRST_VALUE, xxhash.xxh3_64_intdigest(name.encode())
+    ids = [FIRST_VALUE + xxhash.xxh3_64_intdigest(value.encode(), seed=seed) % space for value in distinct]
+    found = pl.DataFrame({"value": given}).join(
+        pl.DataFrame({"value": distinct, "id": pl.Series(ids, dtype=pl.Int64)}),
+        on="value",
+        how="left",
+        maintain_order="left",
+    )
+    return found["id"].fill_null(MISSING).to_numpy()
+
+
+def time_parts(microseconds: np.ndarray, part: str) -> np.ndarray:
+    """Return a part of each time, in UTC, from 0 on: Monday, January and the first of a month are 0."""
+    when = pl.Series(microseconds).cast(pl.Datetime("us")).dt
+    weekday = (microseconds // _DAY + 3) % 7  # 1970 began on a Thursday
+    found: Any
+    match part:
+        case "hour":
+            found = when.hour().to_numpy()
+        case "day":
+            found = when.day().to_numpy() - 1
+        case "month":
+            found = when.month().to_numpy() - 1
+        case "weekday":
+            found = weekday
+        case _:
+            found = weekday >= 5
+    return np.asarray(found, dtype=np.int64)
+
+
+def fixed_rows(feature: AnyFeature) -> int:
+    """Return the rows of a table whose size is not learned; 0 for others."""
+    if isinstance(feature, CategoricalFeature):
+        return feature.table_size if feature.ids == "hash" and not feature.share_table else 0
+    if isinstance(feature, CrossFeature):
+        return feature.table_size
+    return _PARTS[feature.part] + 1 if feature.type == "time" else 0

@@ -1,0 +1,267 @@
+"""The schema of an own click log: a TOML file that says how to read its rows and which features to make of them.
+
+It is as strict as a run config: an unknown key is an error that names the one that was meant.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from recmill.config.load import read_toml
+from recmill.config.problems import Problem, report, validated
+from recmill.config.sections import Section, key
+from recmill.errors import ConfigError
+from recmill.registry import unknown
+
+MISSING, UNSEEN, FIRST_VALUE = 0, 1, 2  # ids: no value; rare or not in the training rows; the most frequent value
+_CONDITION = re.compile(r"(>=|<=|>|<|==|!=)\s*(-?\d+(?:\.\d+)?)", re.ASCII)
+_BUCKETS = re.compile(r"quantiles:(\d{1,5})", re.ASCII)
+
+
+class InputSection(Section):
+    separator: str = key(",", "Between the fields of a text: one ASCII character, like '\\t', or '::'.")
+    columns: list[str] = key([], "The names of a text's columns, if its first row does not name them.")
+    missing: list[str] = key(["", "NULL", "\\N", "NaN"], "Texts that stand for no value.")
+
+    def contradictions(self) -> list[str]:
+        is_known = self.separator == "::" or (len(self.separator) == 1 and self.separator.isascii())
+        return [] if is_known else [f"input.separator is '{self.separator}': give one ASCII character, or '::'."]
+
+
+class LabelSection(Section):
+    column: str = key(..., "The column that says whether a row was clicked.")
+    positive: list[str] | str = key([], "Its values that mean a click, or a condition like '> 3'. Default: 1 and true.")
+    drop: str = key("", "Leave out rows whose label meets this condition, like '== 3'.")
+
+    def contradictions(self) -> list[str]:
+        given = {"positive": self.positive, "drop": self.drop}
+        return [
+            f"label.{name} is '{text}': give a condition like '> 3', with one of >=, <=, >, <, ==, != and a number."
+            for name, text in given.items()
+            if isinstance(text, str) and text and not _CONDITION.fullmatch(text)
+        ]
+
+
+class TimeSection(Section):
+    column: str = key(..., "The column that says when a row was recorded.")
+    format: str = key("iso", "'iso', 's', 'ms' or 'us' since 1970, or a format like '%y%m%d%H'.")
+
+
+class SplitSection(Section):
+    by: Literal["time", "rows", "random", "column", "files"] = key(
+        "rows", "What decides: time, the order of rows, chance, a column, or the file."
+    )
+    val: Annotated[float, Field(gt=0, lt=1)] | list[str] = key(0.1, "Share, or values of the column, or files.")
+    test: Annotated[float, Field(gt=0, lt=1)] | list[str] = key(0.1, "Likewise.")
+    val_from: str = key("", "by = 'time': when validation begins, as an ISO date; instead of shares.")
+    test_from: str = key("", "Likewise for the test.")
+    seed: int = key(1, "by = 'random': the seed.", ge=0, lt=2**63)
+    group: str = key("", "by = 'random': rows with the same value in this column stay together.")
+    column: str = key("", "by = 'column': the column.")
+
+    def contradictions(self) -> list[str]:
+        problems = []
+        takes_names = self.by in ("column", "files")
+        for name in ("val", "test"):
+            if isinstance(getattr(self, name), list) != takes_names:
+                form = "a list of names" if takes_names else "a share like 0.1"
+                problems.append(f"split.{name}: with split.by = '{self.by}' it is {form}.")
+        if isinstance(self.val, float) and isinstance(self.test, float) and self.val + self.test >= 1:
+            problems.append(f"split.val + split.test is {self.val + self.test:g}: nothing is left to train on.")
+        if bool(self.val_from) != bool(self.test_from):
+            problems.append("split.val_from and split.test_from go together: one of them is missing.")
+        if bool(self.column) != (self.by == "column"):
+            problems.append("split.column and split.by = 'column' go together: one of them is missing.")
+        for name, value, by in (("val_from", self.val_from, "time"), ("group", self.group, "random")):
+            if value and self.by != by:
+                problems.append(f"split.{name} needs split.by = '{by}', it is '{self.by}'.")
+        return problems
+
+
+class Feature(Section):
+    name: str = key("", "The feature's name; default: the column.")
+
+
+class CategoricalFeature(Feature):
+    type: Literal["categorical"] = key(..., "Each value has a row of a table.")
+    column: str = key(..., "The column of its values.")
+    ids: Literal["vocabulary", "hash"] = key(
+        "vocabulary", "Rows for the values of training, or by a hash of any value."
+    )
+    min_frequency: PositiveInt = key(2, "Values that occur less often in training share the row of unseen ones.")
+    table_size: int = key(0, "Most rows of the table: the most frequent values; needed for hashes. 0: all.", ge=0)
+    separator: str = key("", "Several values in one text, separated by this; lists of Parquet need none.")
+    pooling: Literal["sum", "mean"] = key("mean", "How the vectors of several values are combined.")
+    max_values: PositiveInt = key(16, "Of several values, only the first so many are used.", le=1000)
+    share_table: str = key("", "Another categorical feature, whose values and table this one uses.")
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.column]
+
+
+class CrossFeature(Feature):
+    type: Literal["cross"] = key(..., "The values of several columns together, by a hash.")
+    columns: list[str] = key(..., "The columns.", min_length=2)
+    table_size: int = key(..., "The rows of its table.", ge=3)
+
+
+class BucketFeature(Feature):
+    type: Literal["bucket"] = key(..., "Numbers between two boundaries have one row of a table.")
+    column: str = key(..., "A column of numbers.")
+    boundaries: list[float] | str = key("quantiles:10", "The boundaries, or 'quantiles:N': N buckets of equal size.")
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.column]
+
+    @property
+    def num_quantiles(self) -> int:
+        match = _BUCKETS.fullmatch(self.boundaries) if isinstance(self.boundaries, str) else None
+        return int(match[1]) if match else 0
+
+    def contradictions(self) -> list[str]:
+        if isinstance(self.boundaries, list) and self.boundaries != sorted(set(self.boundaries)):
+            return [f"boundaries {self.boundaries} of '{self.name}': give numbers that grow."]
+        if isinstance(self.boundaries, str) and not 2 <= self.num_quantiles <= 10_000:
+            return [f"boundaries '{self.boundaries}' of '{self.name}': give numbers, or 'quantiles:N', N = 2 to 10000."]
+        return []
+
+
+class TimeFeature(Feature):
+    type: Literal["time"] = key(..., "A part of the column of [time] has a row of a table.")
+    part: Literal["hour", "weekday", "is_weekend", "day", "month"] = key(..., "Which part.")
+
+    @property
+    def columns(self) -> list[str]:
+        return []
+
+
+class NumericFeature(Feature):
+    type: Literal["numeric"] = key(..., "A number that the network reads.")
+    column: str = key(..., "A column of numbers.")
+    transform: Literal["none", "log1p", "sqrt", "standard", "minmax"] = key(
+        "standard", "log1p and sqrt keep the sign. standard and minmax are learned from the training rows."
+    )
+    clip: list[float] = key([], "Quantiles of the training rows beyond which values are clipped, like [0.001, 0.999].")
+    missing: Literal["zero", "mean", "median"] = key(
+        "median", "What stands for a missing number, before the transform."
+    )
+    flag_missing: bool = key(False, "Add a second number that is 1 where the value is missing, else 0.")
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.column]
+
+    def contradictions(self) -> list[str]:
+        is_good = not self.clip or (len(self.clip) == 2 and 0 <= self.clip[0] < self.clip[1] <= 1)
+        return [] if is_good else [f"clip {self.clip} of '{self.name}': give two quantiles, like [0.001, 0.999]."]
+
+
+TableFeature = CategoricalFeature | CrossFeature | BucketFeature | TimeFeature
+AnyFeature = TableFeature | NumericFeature
+_TYPES: dict[str, type[Feature]] = {
+    "categorical": CategoricalFeature,
+    "cross": CrossFeature,
+    "bucket": BucketFeature,
+    "time": TimeFeature,
+    "numeric": NumericFeature,
+}
+
+
+class ClicksSchema(Section):
+    format: Literal[1] = key(1, "The version of this file's format.")
+    input: InputSection = key(InputSection(), "How to read the files.")
+    label: LabelSection = key(..., "What to predict.")
+    time: TimeSection | None = key(None, "When a row was recorded.")
+    split: SplitSection = key(SplitSection(), "Which rows are for training, validation and test.")
+    feature: list[Annotated[AnyFeature, Field(discriminator="type")]] = key([], "The features, in order.")
+
+    @property
+    def numeric(self) -> list[NumericFeature]:
+        return [feature for feature in self.feature if isinstance(feature, NumericFeature)]
+
+    @property
+    def tables(self) -> list[TableFeature]:
+        return [feature for feature in self.feature if not isinstance(feature, NumericFeature)]
+
+    @property
+    def dense_names(self) -> list[str]:
+        """The numbers that the network reads: those of the features, each with its flag behind it."""
+        return [name for f in self.numeric for name in [f.name, *([f"{f.name} is missing"] if f.flag_missing else [])]]
+
+    def feature_columns(self) -> list[str]:
+        """Return the columns that the features are made of."""
+        of_time = [self.time.column] if self.time and any(isinstance(f, TimeFeature) for f in self.feature) else []
+        return list(dict.fromkeys([*of_time, *(column for f in self.feature for column in f.columns)]))
+
+    def columns(self) -> list[str]:
+        """Return all columns that preparation reads."""
+        others = [self.label.column, self.time.column if self.time else "", self.split.column, self.split.group]
+        return list(dict.fromkeys(column for column in [*others, *self.feature_columns()] if column))
+
+
+def load_schema(path: Path) -> ClicksSchema:
+    """Read and check the file, and name features after their columns. All problems are reported at once."""
+    values = read_toml(path)
+    listed = values.get("feature", [])
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        raise ConfigError(f"{path}: 'feature' is a list: begin each feature with [[feature]].")
+    common = {name: value for name, value in values.items() if name != "feature"}
+    schema, problems = validated(ClicksSchema, common, siblings=["feature"])
+    features: list[Any] = []
+    for entry in listed:
+        named = {"name": entry.get("column", ""), **entry}
+        made, found = _checked_feature(named)
+        problems += found
+        features += [made] if made else []
+    if not problems:
+        schema = schema.model_copy(update={"feature": features})
+        problems = [Problem(text, ()) for text in _contradictions(schema)]
+    if problems:
+        raise ConfigError(report(str(path), problems, {}))
+    return schema
+
+
+def _checked_feature(values: Mapping[str, Any]) -> tuple[Feature | None, list[Problem]]:
+    where = f"feature.{values.get('name') or '?'}."
+    kind = values.get("type")
+    if kind not in _TYPES:
+        return None, [Problem(f"'{where}type': {unknown('value', str(kind), _TYPES)}", (f"{where}type",))]
+    return validated(_TYPES[kind], values, prefix=where)
+
+
+def _contradictions(schema: ClicksSchema) -> Iterator[str]:
+    sections = [schema.input, schema.label, schema.split, *schema.feature]
+    yield from (text for section in sections for text in section.contradictions())
+    names = [*schema.dense_names, *(feature.name for feature in schema.tables)]
+    for name in sorted({name for name in names if names.count(name) > 1 or not name or "." in name or "/" in name}):
+        yield f"feature '{name}': the name occurs twice, is empty, or has a dot or slash. Give it another 'name'."
+    if not schema.feature:
+        yield "it has no feature. Add a [[feature]] for each column to use."
+    if not schema.tables:
+        yield "all its features are numeric. The models here need at least one table: make one of them a 'bucket'."
+    if schema.time is None and (schema.split.by == "time" or any(isinstance(f, TimeFeature) for f in schema.feature)):
+        yield "split.by = 'time' and features of type 'time' need [time] with a column."
+    if schema.label.column in schema.feature_columns():
+        yield f"'{schema.label.column}' is the label, so it cannot be a feature. Remove that feature."
+    owners = {f.name: f for f in schema.feature if isinstance(f, CategoricalFeature) and not f.share_table}
+    for feature in schema.feature:
+        if not isinstance(feature, CategoricalFeature):
+            continue
+        if feature.share_table and feature.share_table not in owners:
+            yield f"feature.{feature.name}.share_table: '{feature.share_table}' is no categorical feature with a table."
+        if feature.ids == "hash" and feature.table_size < FIRST_VALUE + 1:
+            yield f"feature.{feature.name}.ids = 'hash' needs table_size, 3 or more."
+        if 0 < feature.table_size < FIRST_VALUE + 1:
+            yield f"feature.{feature.name}.table_size is {feature.table_size}: give 3 or more, or 0 for all values."
+
+
+def condition(text: str) -> tuple[str, float]:
+    """Return the operator and the number of a condition like '> 3'."""
+    match = _CONDITION.fullmatch(text)
+    assert match
+    return match[1], float(match[2])

@@ -1,0 +1,87 @@
+"""Which rows are for training, validation and test."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from recmill import rng
+from recmill.datasets.own_clicks.schema import ClicksSchema
+from recmill.datasets.own_clicks.values import DROPPED, RawRows, iso_time, labels, texts, times
+from recmill.errors import DataError
+from recmill.schema import SPLITS
+
+_TRAIN, _VAL, _TEST = range(len(SPLITS))
+_NOT_USED = len(SPLITS)
+
+
+def split_rules(log: ClicksSchema, blocks: Iterable[tuple[int, RawRows]]) -> dict[str, Any]:
+    """Return what has to be known of all rows before they can be split: where validation and test begin."""
+    split = log.split
+    if split.by == "time" and split.val_from:
+        starts = [iso_time(split.val_from, "split.val_from"), iso_time(split.test_from, "split.test_from")]
+        if starts[0] >= starts[1]:
+            raise DataError(f"split.val_from {split.val_from} is not before split.test_from {split.test_from}.")
+        return {"starts": starts}
+    if split.by not in ("time", "rows"):
+        return {}
+    assert isinstance(split.val, float) and isinstance(split.test, float)
+    if split.by == "rows":
+        total = sum(len(rows) for _, rows in blocks)
+        return {"starts": [int(total * (1 - split.val - split.test)), int(total * (1 - split.test))]}
+    ordered = np.sort(np.concatenate([times(rows, log) for _, rows in blocks]))
+    starts = [int(ordered[int(len(ordered) * share)]) for share in (1 - split.val - split.test, 1 - split.test)]
+    if not ordered[0] < starts[0] < starts[1]:
+        assert log.time
+        fact = f"column {log.time.column}: too many rows have the same time for split.by = 'time'"
+        raise DataError(f"{fact}. Use finer times, larger shares, or another split.by.")
+    return {"starts": starts}
+
+
+class Splits:
+    """The split of each row. It depends on the schema and the row alone, not on blocks."""
+
+    def __init__(self, log: ClicksSchema, rules: dict[str, Any]) -> None:
+        self._log = log
+        self._starts: list[int] = rules.get("starts", [])
+
+    def of(self, before: int, rows: RawRows) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of each row's split, len(SPLITS) for rows that are not used, and whether it is a click.
+
+        `before`: how many rows are before these in all files together.
+        """
+        found = labels(rows, self._log)
+        which = np.where(found == DROPPED, _NOT_USED, self._split(before, rows))
+        return which, found == 1
+
+    def _split(self, before: int, rows: RawRows) -> np.ndarray:
+        split = self._log.split
+        numbers = before + np.arange(len(rows))
+        match split.by:
+            case "rows":
+                return np.searchsorted(self._starts, numbers, side="right")
+            case "time":
+                return np.searchsorted(self._starts, times(rows, self._log), side="right")
+            case "files":
+                return np.full(len(rows), self._named(Path(rows.file).name))
+            case "column":
+                values = texts(rows, split.column, self._log.input.missing).fill_null("").to_list()
+                return np.array([self._named(value) for value in values])
+        drawn = rng.uniform(rng.stream_key(split.seed, "split"), self._counters(rows, numbers))
+        assert isinstance(split.val, float) and isinstance(split.test, float)
+        return np.searchsorted([1 - split.val - split.test, 1 - split.test], drawn, side="right")
+
+    def _counters(self, rows: RawRows, numbers: np.ndarray) -> np.ndarray:
+        """Return what chance depends on: the number of a row, or its group."""
+        if not self._log.split.group:
+            return numbers
+        groups = texts(rows, self._log.split.group, self._log.input.missing)
+        known = {value: xxhash.xxh3_64_intdigest((value or "").encode()) for value in groups.unique().to_list()}
+        return np.array([known[value] for value in groups.to_list()], np.uint64)
+
+    def _named(self, name: str) -> int:
+        split = self._log.split
+        assert isinstance(split.val, list) and isinstance(split.test, list)
+        return _VAL if name in split.val else _TEST if name in split.test else _TRAIN

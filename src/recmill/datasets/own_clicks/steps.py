@@ -1,0 +1,196 @@
+"""A click log of your own: any columns, by a schema (see docs/own-data.md).
+
+Vocabularies, quantiles and means are learned from the training rows alone. The recipe is stored with the dataset and
+with every run that is trained on it, so that `recmill predict` encodes new rows in the same way.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from recmill.config.sections import Section, key
+from recmill.data.recipes import RECIPE_FILE, vocabulary_file
+from recmill.datasets.compressed import expansion, forecast_rows, sample_digest
+from recmill.datasets.own_clicks.encoding import Encoder, Recipe
+from recmill.datasets.own_clicks.learning import Learner
+from recmill.datasets.own_clicks.reading import check_columns, found_files, read
+from recmill.datasets.own_clicks.schema import ClicksSchema, load_schema
+from recmill.datasets.own_clicks.splitting import Splits, split_rules
+from recmill.datasets.own_clicks.values import RawRows
+from recmill.datasets.own_clicks.writing import DayWriter
+from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
+from recmill.errors import DataError
+from recmill.files.atomic import write_text
+from recmill.observe.progress import Progress
+from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange
+
+__all__ = ["Options", "plan", "write"]
+
+_NOT_USED = len(SPLITS)
+
+
+class Options(Section):
+    input: str = key(..., "A file, or a pattern in quotes like 'logs/*.csv.gz'; files are read in the order of names.")
+    schema_file: str = key(
+        ..., "The schema: a TOML file. See docs/own-data.md.", json_schema_extra={"flags": ["--schema"]}
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    log: ClicksSchema
+    files: list[Path]
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        files = {path.name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}" for path in self.files}
+        return {"schema": self.log.model_dump(mode="json"), "files": files}
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns] for path in self.files}
+
+
+def plan(options: Options) -> Plan:
+    log = load_schema(Path(options.schema_file))
+    files = found_files(options.input)
+    names = [file.name for file in files]
+    if len(set(names)) < len(names):
+        raise DataError(f"--input {options.input}: two files have the same name. Rename one of them.")
+    check_columns(files, log.input, log.columns())
+    return Plan(log, files)
+
+
+def write(plan: Plan, work: Work) -> Description:
+    size = sum(int(path.stat().st_size * expansion(path)) for path in plan.files)
+    check_disk(work, 2 * size, sum(map(forecast_rows, plan.files)))
+    blocks = _Blocks(plan, work)
+    rules = work.part("split", lambda: split_rules(plan.log, blocks))
+    splits = Splits(plan.log, rules)
+    counts = work.part("count", lambda: _counted(splits, blocks))
+    _check_classes(counts)
+    recipe = work.part("learn", lambda: _learned(plan.log, splits, blocks, counts["rows"][0], work.data))
+    encoder = Encoder(Recipe.model_validate(recipe, strict=False), work.data)
+    tally = work.part("write", lambda: _written(work.data, encoder, splits, blocks, counts["rows"]))
+    write_text(work.data / RECIPE_FILE, encoder.recipe.model_copy(update={"tally": tally}).model_dump_json(indent=1))
+    return _sealed(plan, work.data, encoder, counts)
+
+
+class _Blocks:
+    """The needed columns of all rows, kept as Arrow files, so that text is parsed once."""
+
+    def __init__(self, plan: Plan, work: Work) -> None:
+        self._scratch = work.scratch
+        self._files = plan.files
+        self._kept: list[tuple[str, str, int, int]] = []  # file, Arrow file, first row, rows
+        for index, file in enumerate(plan.files):
+            kept = work.part(f"read-{index}", partial(self._keep, index, file, plan.log))
+            self._kept += [(str(file), *block) for block in kept]
+        self.rows = sum(block[3] for block in self._kept)
+
+    def _keep(self, index: int, file: Path, log: ClicksSchema) -> list[tuple[str, int, int]]:
+        kept: list[tuple[str, int, int]] = []
+        for rows in read(file, log.input, log.columns()):
+            name = f"rows-{index}-{len(kept)}.arrow"
+            rows.frame.write_ipc(self._scratch / name)
+            kept.append((name, rows.first, len(rows)))
+        return kept
+
+    def __iter__(self) -> Iterator[tuple[int, RawRows]]:
+        """Yield (number of the first row in all files together, rows)."""
+        before = 0
+        for file, name, first, rows in self._kept:
+            yield before, RawRows(pl.read_ipc(self._scratch / name), file, first)
+            before += rows
+
+    def with_progress(self, what: str) -> Iterator[tuple[int, RawRows]]:
+        with Progress(what, self.rows, "rows") as progress:
+            for before, rows in self:
+                yield before, rows
+                progress.advance(len(rows))
+
+
+def _counted(splits: Splits, blocks: _Blocks) -> dict[str, list[int]]:
+    """Return the rows and the clicks of each split, and the rows that are not used."""
+    rows, clicks = np.zeros(_NOT_USED + 1, np.int64), np.zeros(_NOT_USED + 1, np.int64)
+    for before, block in blocks.with_progress("splitting"):
+        which, is_click = splits.of(before, block)
+        rows += np.bincount(which, minlength=_NOT_USED + 1)
+        clicks += np.bincount(which, weights=is_click, minlength=_NOT_USED + 1).astype(np.int64)
+    return {"rows": rows.tolist(), "clicks": clicks.tolist()}
+
+
+def _check_classes(counts: dict[str, list[int]]) -> None:
+    for split, rows, clicks in zip(SPLITS, counts["rows"], counts["clicks"], strict=False):
+        if not rows:
+            raise DataError(f"no row is for {split}. Change [split] of the schema.")
+        if clicks in (0, rows):
+            fact = f"{clicks:,} of the {rows:,} rows for {split} are clicks, so nothing can be learned or measured"
+            raise DataError(f"{fact}. Check label.positive and [split] of the schema.")
+
+
+def _learned(log: ClicksSchema, splits: Splits, blocks: _Blocks, training_rows: int, data: Path) -> dict[str, Any]:
+    learner = Learner(log, training_rows)
+    for before, block in blocks.with_progress("learning"):
+        is_training = splits.of(before, block)[0] == SPLITS.index("train")
+        learner.see(RawRows(block.frame.filter(pl.Series(is_training)), block.file, block.first))
+    return Recipe(log=log, learned=learner.learn(data)).model_dump(mode="json")
+
+
+def _written(data: Path, encoder: Encoder, splits: Splits, blocks: _Blocks, rows: list[int]) -> dict[str, Any]:
+    """Write the files of each split, and return what the training rows held."""
+    sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in encoder.recipe.log.tables]
+    largest = max(feature.rows for feature in encoder.sparse_features())
+    id_type = np.int32 if largest < 2**31 else np.int64
+    others = Encoder(encoder.recipe, data)
+    writers = [DayWriter(data, split, count, sizes, id_type) for split, count in zip(SPLITS, rows, strict=False)]
+    for before, block in blocks.with_progress("writing"):
+        which, _ = splits.of(before, block)
+        for number, writer in enumerate(writers):
+            is_own = which == number
+            if is_own.any():
+                chosen = RawRows(block.frame.filter(pl.Series(is_own)), block.file, block.first)
+                writer.append((encoder if number == 0 else others).encode(chosen))
+    for writer in writers:
+        writer.close()
+    return encoder.tally.to_json()
+
+
+def _sealed(plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int]]) -> Description:
+    sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in plan.log.tables]
+    multi_hot = sizes if max(sizes) > 1 else []
+    notes = [f"{counts['rows'][_NOT_USED]:,} rows left out by label.drop"] if counts["rows"][_NOT_USED] else []
+    vocabularies = [name for f in plan.log.tables if (data / (name := vocabulary_file(f.name))).exists()]
+    small = [
+        f.name
+        for f in plan.log.tables
+        if (data / vocabulary_file(f.name)).exists() and encoder.recipe.learned[f.name].rows == 2
+    ]
+    notes += [f"{name}: every value is rarer than min_frequency, so its table knows none" for name in small]
+
+    def describe(files: dict[str, FileInfo]) -> Description:
+        return ClicksDescription(
+            name="clicks",
+            made_by=MADE_BY,
+            recipe=plan.recipe,
+            files=files,
+            notes=notes,
+            dense=plan.log.dense_names,
+            sparse=encoder.sparse_features(),
+            multi_hot=multi_hot,
+            splits={
+                split: [RowRange(day=split, start=0, stop=rows)]
+                for split, rows in zip(SPLITS, counts["rows"], strict=False)
+            },
+        )
+
+    ids = "sparse_multi_hot.npz" if multi_hot else "sparse.npy"
+    parts = ("dense.npy", ids, "labels.npy")
+    rows_of = {f"{split}_{part}": rows for split, rows in zip(SPLITS, counts["rows"], strict=False) for part in parts}
+    rows_of |= {name: pl.scan_parquet(data / name).select(pl.len()).collect().item() for name in vocabularies}
+    return seal(data, describe, rows_of | {RECIPE_FILE: 1})

@@ -1,0 +1,140 @@
+"""Columns of raw rows as texts, numbers, times and labels, whether they come from text files or from Parquet."""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from recmill.datasets.own_clicks.schema import ClicksSchema, condition
+from recmill.errors import DataError
+
+_COMPARE: dict[str, Any] = {
+    ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+_UNITS = {"s": 1_000_000, "ms": 1000, "us": 1}
+_CLICK, _NO_CLICK = ["1", "true"], ["0", "false", "-1"]
+DROPPED = -1
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """Consecutive rows of a file, with the columns that are needed. `first` is the number of its first row, from 1."""
+
+    frame: pl.DataFrame
+    file: str
+    first: int
+
+    def __len__(self) -> int:
+        return self.frame.height
+
+    def error(self, row: int, column: str, fact: str, remedy: str) -> DataError:
+        return DataError(f"{self.file}: row {self.first + row:,}, column {column}: {fact}. {remedy}")
+
+
+def texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
+    """Return the column as text or lists of texts, null where there is no value. 1 and "1" are the same value."""
+    values = rows.frame[column]
+    dtype = values.dtype
+    inner = dtype.inner if isinstance(dtype, pl.List) else dtype
+    if inner.is_float() or inner.is_nested() or inner == pl.Binary:
+        remedy = "Make it whole numbers or text, or a numeric or bucket feature."
+        raise DataError(f"{rows.file}: column {column} holds {dtype}, which has no values to look up. {remedy}")
+    if isinstance(dtype, pl.List):
+        kept = pl.element().filter(~pl.element().is_in(missing) & pl.element().is_not_null())
+        return values.cast(pl.List(pl.String)).list.eval(kept)
+    as_text = values.cast(pl.String)
+    return as_text.set(as_text.is_in(missing), None)
+
+
+def numbers(rows: RawRows, column: str, missing: list[str]) -> np.ndarray:
+    """Return the column as float64, NaN where there is no value."""
+    values = rows.frame[column]
+    if values.dtype.is_numeric():
+        found = values.cast(pl.Float64)
+    elif values.dtype in (pl.String, pl.Boolean):
+        as_text = texts(rows, column, missing)
+        found = (values if values.dtype == pl.Boolean else as_text.str.strip_chars()).cast(pl.Float64, strict=False)
+        if (is_bad := found.is_null() & as_text.is_not_null()).any():
+            row = int(is_bad.arg_true()[0])
+            remedy = "Correct it, name it in input.missing, or make the feature categorical."
+            raise rows.error(row, column, f"{as_text[row][:80]!r} is not a number", remedy)
+    else:
+        raise DataError(f"{rows.file}: column {column} holds {values.dtype}, not numbers. Make it no numeric feature.")
+    array = found.fill_null(np.nan).to_numpy()
+    if (is_infinite := np.isinf(array)).any():
+        raise rows.error(int(is_infinite.argmax()), column, "an infinite number", "Correct it.")
+    return array
+
+
+def times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
+    """Return the column of [time] as microseconds since 1970."""
+    assert schema.time
+    column, form = schema.time.column, schema.time.format
+    values = rows.frame[column]
+    if isinstance(values.dtype, pl.Date | pl.Datetime):
+        parsed = values.cast(pl.Datetime("us")).dt.epoch("us")
+    elif form in _UNITS:
+        parsed = values.cast(pl.String).str.strip_chars().cast(pl.Int64, strict=False) * _UNITS[form]
+    else:
+        parsed = _parsed_times(values.cast(pl.String), form)
+    if parsed.null_count():
+        row = int(parsed.is_null().arg_true()[0])
+        fact = f"{values[row]!r} is no time of the format '{form}'"
+        raise rows.error(row, column, fact, "Correct it, or change time.format.")
+    return parsed.to_numpy()
+
+
+def _parsed_times(values: pl.Series, form: str) -> pl.Series:
+    if form == "iso":
+        return _iso(values)
+    if "%H" in form and "%M" not in form:  # a parser of hours wants minutes, too
+        values, form = values + " 00", f"{form} %M"
+    dtype = pl.Datetime("us") if "%H" in form else pl.Date()
+    return values.str.strptime(dtype, form, strict=False).cast(pl.Datetime("us")).dt.epoch("us")
+
+
+def _iso(values: pl.Series) -> pl.Series:
+    try:
+        return values.str.to_datetime(strict=False, time_unit="us").dt.epoch("us")
+    except pl.exceptions.ComputeError:  # not even the first one is a date
+        return pl.Series([None] * len(values), dtype=pl.Int64)
+
+
+def iso_time(text: str, key: str) -> int:
+    """Return a date or time of the schema as microseconds since 1970."""
+    parsed = _iso(pl.Series([text]))[0]
+    if parsed is None:
+        raise DataError(f"{key} is '{text}', which is no ISO date. Write it like 2014-10-29.")
+    return int(parsed)
+
+
+def labels(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
+    """Return 1 for a click, 0 for none, and DROPPED for rows that label.drop leaves out: int32."""
+    section = schema.label
+    given = texts(rows, section.column, schema.input.missing)
+    if given.null_count():
+        raise rows.error(int(given.is_null().arg_true()[0]), section.column, "no label", "Remove such rows.")
+    is_dropped = np.zeros(len(rows), bool)
+    if isinstance(section.positive, str) or section.drop:
+        as_numbers = numbers(rows, section.column, schema.input.missing)
+        is_dropped = _meets(as_numbers, section.drop) if section.drop else is_dropped
+    if isinstance(section.positive, str):
+        is_click = _meets(as_numbers, section.positive)
+    elif section.positive:
+        is_click = given.is_in(section.positive).to_numpy()
+    else:
+        lower = given.str.to_lowercase()
+        is_click = lower.is_in(_CLICK).to_numpy()
+        is_bad = ~(is_dropped | lower.is_in(_CLICK + _NO_CLICK).to_numpy())
+        if is_bad.any():
+            row = int(is_bad.argmax())
+            remedy = "Name the values that mean a click in label.positive."
+            raise rows.error(row, section.column, f"label {given[row][:80]!r} is neither 0 nor 1", remedy)
+    return np.where(is_dropped, DROPPED, is_click).astype(np.int32)
+
+
+def _meets(values: np.ndarray, text: str) -> np.ndarray:
+    compare, number = condition(text)
+    return np.asarray(_COMPARE[compare](values, number))

@@ -1,0 +1,52 @@
+"""Write the files of one split, block by block."""
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from recmill.data.click_rows import ClickRows
+from recmill.datasets.writing import NpyWriter
+
+
+class DayWriter:
+    """Writes dense values, ids and labels of a known number of rows; several ids per feature as an npz."""
+
+    def __init__(self, directory: Path, name: str, rows: int, sizes: list[int], id_type: type) -> None:
+        self._directory, self._name, self._rows = directory, name, rows
+        self._id_type = id_type
+        self._sizes = sizes
+        self._is_bag = max(sizes) > 1
+        self._labels = NpyWriter(directory / f"{name}_labels.npy", np.int32, (rows, 1))
+        self._dense: NpyWriter | None = None
+        self._ids = [NpyWriter(path, id_type, (rows, width)) for path, width in self._id_files()]
+
+    def _id_files(self) -> list[tuple[Path, int]]:
+        if not self._is_bag:
+            return [(self._directory / f"{self._name}_sparse.npy", len(self._sizes))]
+        return [(self._directory / f".{self._name}_ids_{i}.npy", size) for i, size in enumerate(self._sizes)]
+
+    def append(self, block: ClickRows) -> None:
+        if self._dense is None:
+            path = self._directory / f"{self._name}_dense.npy"
+            self._dense = NpyWriter(path, np.float32, (self._rows, block.dense.shape[1]))
+        self._dense.append(block.dense)
+        self._labels.append(block.labels[:, None])
+        ends = np.cumsum(self._sizes)[:-1].tolist() if self._is_bag else []
+        for writer, ids in zip(self._ids, np.split(block.ids, ends, axis=1), strict=True):
+            writer.append(ids)
+
+    def close(self) -> None:
+        assert self._dense
+        for writer in (self._dense, self._labels, *self._ids):
+            writer.__exit__(None)
+        if not self._is_bag:
+            return
+        npz = self._directory / f"{self._name}_sparse_multi_hot.npz"
+        with zipfile.ZipFile(npz, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            for index, (path, _) in enumerate(self._id_files()):
+                info = zipfile.ZipInfo(f"{index}.npy", date_time=(1980, 1, 1, 0, 0, 0))
+                with archive.open(info, "w", force_zip64=True) as member, path.open("rb") as file:
+                    shutil.copyfileobj(file, member, 1 << 20)
+                path.unlink()

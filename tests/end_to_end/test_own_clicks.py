@@ -1,0 +1,121 @@
+"""From an own click log to scores of new rows."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from click.testing import CliRunner
+
+import recmill
+from recmill.cli import commands
+from recmill.errors import ConfigError, DataError
+
+SCHEMA = """
+[label]
+column = "click"
+
+[split]
+by = "files"
+val = ["2.csv"]
+test = ["3.csv"]
+
+[[feature]]
+column = "site"
+type = "categorical"
+
+[[feature]]
+column = "tags"
+type = "categorical"
+separator = "|"
+"""
+
+
+def write_log(path: Path, rows: int, seed: int) -> None:
+    """Write a log without any number, where 'a' among the tags makes a click likely."""
+    draw = random.Random(seed)
+    lines = ["site,tags,click"]
+    for _ in range(rows):
+        tags = draw.sample("abcd", draw.randint(0, 3))
+        clicks = draw.random() < (0.8 if "a" in tags else 0.2)
+        lines.append(f"s{draw.randint(1, 9)},{'|'.join(tags)},{int(clicks)}")
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with logs 1.csv to 3.csv and a run that was trained on them; the dataset is moved away."""
+    folder = tmp_path_factory.mktemp("own")
+    for number in (1, 2, 3):
+        write_log(folder / f"{number}.csv", 600, number)
+    (folder / "clicks.toml").write_text(SCHEMA)
+    recmill.prepare("clicks", folder / "data", input=f"{folder}/?.csv", schema_file=str(folder / "clicks.toml"))
+    config = recmill.config.load_config("own/dlrm").as_dict()
+    config["data"]["path"] = str(folder / "data")
+    config["train"]["num_epochs"] = 6
+    recmill.train(config, folder / "run")
+    shutil.move(folder / "data", folder / "away")
+    return folder
+
+
+def test_scores_of_the_test_rows_give_the_metrics_of_the_run_without_the_dataset(trained: Path) -> None:
+    result = CliRunner().invoke(
+        commands,
+        f"predict {trained}/run --input {trained}/3.csv --output {trained}/new/scores.csv --keep click,site --logit "
+        "--json",
+        catch_exceptions=False,
+    )
+    printed = json.loads(result.stdout)
+    tested = json.loads((trained / "run" / "results.json").read_text())
+    assert printed["rows"] == 600
+    for name in ("auroc", "logloss", "calibration"):
+        assert printed["metrics"][name] == pytest.approx(tested["test"][name], abs=1e-6)
+    assert printed["metrics"]["auroc"] > 0.75, "it has learned what 'a' means"
+    scores = pl.read_csv(trained / "new" / "scores.csv", schema_overrides={"click": pl.String})
+    log = pl.read_csv(trained / "3.csv", infer_schema=False)
+    assert scores.select("click", "site").equals(log.select("click", "site")), "all rows, in their order"
+    assert np.allclose(scores["score"], 1 / (1 + np.exp(-scores["logit"].to_numpy())), atol=1e-6)
+
+
+def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
+    new = pl.DataFrame({"tags": [["a", "x"], [], None], "extra": [1, 2, 3], "site": ["s1", "s77", None]})
+    new.write_parquet(trained / "new.parquet")
+    found = recmill.predict(trained / "run", trained / "new.parquet", trained / "scores.parquet", keep=["extra"])
+    assert "metrics" not in found, "there are no labels"
+    scores = pl.read_parquet(trained / "scores.parquet")
+    assert scores["extra"].to_list() == [1, 2, 3]
+    assert scores["score"].is_between(0, 1).all()
+    shares = {(row["feature"], row["kind"]): row["here"] for row in found["features"]}
+    assert shares["site", "unseen"] == shares["site", "missing"] == shares["tags", "unseen"] == pytest.approx(1 / 3)
+    assert shares["tags", "missing"] == pytest.approx(2 / 3)
+    assert any("site: 33.3 % of the values are unseen, 0.0 %" in message for message in caplog.messages)
+
+
+def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tmp_path: Path) -> None:
+    def refused(kind: type[Exception], text: str, **changes: object) -> None:
+        with pytest.raises(kind, match=text):
+            recmill.predict(**{"run": trained / "run", "input": source, "output": tmp_path / "s.csv", **changes})  # type: ignore[arg-type]
+        assert not list(tmp_path.glob("*s.csv*")), "nothing is left"
+
+    source = tmp_path / "new.csv"
+    source.write_text("site,tags\ns1,a\ns2\n")
+    refused(DataError, "row 2: expected 2 fields, got 1")
+    source.write_text("site\ns1\n")
+    refused(DataError, "no column 'tags'; it has site")
+    source.write_text("site,tags,click\ns1,a,maybe\n")
+    refused(DataError, "row 1, column click: label 'maybe' is neither 0 nor 1")
+    source.write_text("site,tags\n")
+    refused(DataError, "no rows")
+    source.write_text("site,tags\ns1,a\n")
+    refused(ConfigError, "end it with .parquet or .csv", output=tmp_path / "s.txt")
+    refused(DataError, "no column 'nobody'", keep=["nobody"])
+    refused(DataError, "no such file", input=tmp_path / "absent.csv")
+    copy = tmp_path / "run"
+    shutil.copytree(trained / "run", copy)
+    (copy / "recipe" / "recipe.json").write_text('{"log": 3}')
+    refused(DataError, "recipe.json: corrupt", run=copy)
+    shutil.rmtree(copy / "recipe")
+    refused(ConfigError, "trained on a dataset without a recipe", run=copy)

@@ -1,0 +1,374 @@
+"""Schemas, recipes and the encoding of own click logs, against values worked out by hand."""
+
+import functools
+import gzip
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import recmill
+from recmill import failpoints
+from recmill.data.click_rows import StoredDay
+from recmill.data.opening import open_dataset
+from recmill.datasets.own_clicks.encoding import Encoder, hashed, load_recipe, time_parts
+from recmill.datasets.own_clicks.reading import read
+from recmill.datasets.own_clicks.schema import load_schema
+from recmill.errors import ConfigError, DataError
+from recmill.schema import SPLITS
+
+from .. import schema_page
+
+Prepare = Callable[..., Path]
+
+
+def rows_of(text: str) -> str:
+    """Return CSV text, from lines that are indented for reading."""
+    return "".join(line.strip() + "\n" for line in text.strip().splitlines())
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Prepare:
+    """Prepare a log by a schema, and return the directory of the dataset."""
+
+    def prepare(log: str | pl.DataFrame, **schema: Any) -> Path:
+        number = len(list(tmp_path.iterdir()))
+        source = tmp_path / (f"log{number}.csv" if isinstance(log, str) else f"log{number}.parquet")
+        if isinstance(log, str):
+            source.write_text(log, encoding="utf-8")
+        else:
+            log.write_parquet(source)
+        file = tmp_path / f"schema{number}.toml"
+        file.write_bytes(tomli_w.dumps({"label": {"column": "click"}, **schema}).encode())
+        output = tmp_path / f"data{number}"
+        recmill.prepare("clicks", output, input=str(source), schema_file=str(file))
+        return output
+
+    return prepare
+
+
+def arrays(path: Path, split: str = "train") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return dense values, ids and labels of a split."""
+    found = StoredDay(open_dataset(path, "digests"), split).take(slice(None))
+    return found.dense, found.ids, found.labels
+
+
+BY_FOLD = {"by": "column", "column": "fold", "val": ["v"], "test": ["t"]}
+# Two rows with both labels for val and test, whose values training must not learn from.
+HELD_OUT = """
+    0,v,zebra,900
+    1,v,zebra,900
+    0,t,zebra,900
+    1,t,a,900
+"""
+
+
+def test_ids_are_0_for_missing_1_for_rare_or_unseen_then_by_frequency_in_training_rows_alone(prepared: Prepare) -> None:
+    log = rows_of(
+        "click,fold,site,price\n1,,b,1\n0,,a,2\n1,,a,3\n0,,b,4\n1,,,5\n0,,once,6\n1,,c,7\n0,,c,8\n1,,c,9" + HELD_OUT
+    )
+    path = prepared(log, split=BY_FOLD, feature=[{"column": "site", "type": "categorical"}])
+    assert arrays(path)[1][:, 0].tolist() == [4, 3, 3, 4, 0, 1, 2, 2, 2], "c occurs most; a is before b by its bytes"
+    assert arrays(path, "val")[1][:, 0].tolist() == [1, 1]
+    assert arrays(path, "test")[1][:, 0].tolist() == [1, 3]
+    vocabulary = pl.read_parquet(path / "vocabulary_site.parquet")
+    assert vocabulary.rows() == [(None, 0, 0), (None, 1, 1), ("c", 2, 3), ("a", 3, 2), ("b", 4, 2)]
+    assert open_dataset(path).clicks.sparse[0].rows == 5
+
+
+def test_numbers_are_clipped_filled_and_transformed_by_what_training_rows_say(prepared: Prepare) -> None:
+    log = rows_of("click,fold,site,price\n1,,a,1\n0,,a,2\n1,,a,NULL\n0,,a,6" + HELD_OUT)
+    features = [
+        {"column": "site", "type": "categorical", "min_frequency": 1},
+        {"name": "log", "column": "price", "type": "numeric", "transform": "log1p", "flag_missing": True},
+        {"name": "std", "column": "price", "type": "numeric", "transform": "standard", "missing": "mean"},
+        {"name": "mm", "column": "price", "type": "numeric", "transform": "minmax", "clip": [0.0, 0.5]},
+    ]
+    path = prepared(log, split=BY_FOLD, feature=features)
+    assert open_dataset(path).clicks.dense == ["log", "log is missing", "std", "mm"]
+    deviation = math.sqrt(14 / 3)  # of 1, 2, 6, whose mean is 3 and whose median is 2
+    expected = [
+        [math.log(2), 0, -2 / deviation, 0],
+        [math.log(3), 0, -1 / deviation, 1],
+        [math.log(3), 1, 0, 1],
+        [math.log(7), 0, 3 / deviation, 1],
+    ]
+    assert arrays(path)[0] == pytest.approx(np.array(expected))
+    assert arrays(path, "val")[0][0] == pytest.approx([math.log(901), 0, 897 / deviation, 1])
+
+
+def test_several_values_buckets_crosses_and_times(prepared: Prepare) -> None:
+    log = rows_of(
+        """
+        click,fold,hour,tags,price
+        1,,2024-02-29 23:00:00,x|y|x|z,1
+        0,,2024-03-02 00:30:00,,5
+        1,,2024-03-04 05:00:00,y,20
+        0,v,2024-03-04 05:00:00,q|y,4
+        1,v,2024-03-04 05:00:00,|,
+        0,t,2024-03-04 05:00:00,y,100
+        1,t,2024-03-04 05:00:00,y,100
+        """
+    )
+    features = [
+        {"column": "tags", "type": "categorical", "separator": "|", "min_frequency": 1, "max_values": 3},
+        {"name": "bucket", "column": "price", "type": "bucket", "boundaries": [5.0, 10.0]},
+        {"name": "day", "type": "time", "part": "weekday"},
+        {"name": "weekend", "type": "time", "part": "is_weekend"},
+        {"name": "both", "type": "cross", "columns": ["price", "tags"], "table_size": 100},
+    ]
+    path = prepared(log, split=BY_FOLD, time={"column": "hour"}, feature=features)
+    x, y = 2, 3  # both occur twice among the first three values of a row
+    ids = arrays(path)[1]
+    assert ids[:, :3].tolist() == [[x, y, x], [0, 0, 0], [y, 0, 0]]
+    assert ids[:, 3:6].tolist() == [[1, 4, 1], [2, 6, 2], [3, 1, 1]], "Thursday, Saturday, Monday"
+    assert (ids[:, 6] == 0).tolist() == [False, True, False], "a cross with a missing value is missing"
+    assert arrays(path, "val")[1][:, :4].tolist() == [[1, y, 0, 1], [0, 0, 0, 0]]
+    tags = open_dataset(path).clicks.sparse[0]
+    assert (tags.padding_id, tags.pooling) == (0, "mean"), "what fills a row up is no id"
+
+
+def test_a_list_may_share_the_table_of_another_feature(prepared: Prepare) -> None:
+    frame = pl.DataFrame(
+        {
+            "click": [1, 0, 1, 0, 1, 0, 1],
+            "fold": ["", "", "", "v", "v", "t", "t"],
+            "item": [7, 8, 7, 7, 7, 7, 7],
+            "clicked": [[8, 7], [], None, [9], [7], [8], [7]],
+        }
+    )
+    features = [
+        {"column": "item", "type": "categorical", "min_frequency": 1},
+        {"column": "clicked", "type": "categorical", "share_table": "item"},
+    ]
+    path = prepared(frame, split=BY_FOLD, feature=features)
+    seven, eight = 2, 3  # three and two times, in both columns together
+    assert arrays(path)[1].tolist() == [[seven, eight, seven], [eight, 0, 0], [seven, 0, 0]]
+    assert arrays(path, "val")[1].tolist() == [[seven, 1, 0], [seven, seven, 0]]
+    assert [(f.rows, f.share_table) for f in open_dataset(path).clicks.sparse] == [(4, None), (4, "item")]
+
+
+@pytest.mark.parametrize("label", [{}, {"positive": ["yes"]}, {"positive": "> 3", "drop": "== 3"}])
+def test_labels_are_values_or_conditions(prepared: Prepare, label: dict[str, Any]) -> None:
+    given: dict[str, list[Any]] = {
+        "": ["1", "0", "TRUE", "-1", "false"],
+        "yes": ["yes", "no", "yes", "?", "no"],
+        ">": [5, 1, 4, 2, 3],
+    }
+    values = given["" if not label else "yes" if label["positive"] == ["yes"] else ">"]
+    table = "click,fold,site\n" + "".join(f"{value},,a\n" for value in values)
+    ends = "".join(f"{value},{fold},a\n" for fold in "vt" for value in values[:2])
+    features = [{"column": "site", "type": "categorical"}]
+    path = prepared(table + ends, label={"column": "click", **label}, split=BY_FOLD, feature=features)
+    assert arrays(path)[2].tolist() == ([1, 0, 1, 0] if label.get("drop") else [1, 0, 1, 0, 0])
+
+
+def sizes_of(path: Path) -> list[int]:
+    return [open_dataset(path).clicks.splits[split][0].stop for split in SPLITS]
+
+
+def test_splits_by_time_rows_chance_and_groups(prepared: Prepare) -> None:
+    lines = [f"{i % 2},{i // 8},u{i % 40 // 2},a" for i in range(400)]
+    log = "click,day,user,site\n" + "\n".join(lines) + "\n"
+    features = [{"column": "user", "type": "categorical"}]
+
+    def split(**rules: Any) -> Path:
+        return prepared(log, split=rules, time={"column": "day", "format": "s"}, feature=features)
+
+    assert sizes_of(split(by="rows", val=0.25, test=0.125)) == [250, 100, 50]
+    assert sizes_of(split(by="time", val=0.25, test=0.125)) == [248, 96, 56], "rows of one time stay together"
+    second = {"val_from": "1970-01-01 00:00:20", "test_from": "1970-01-01 00:00:45"}
+    assert sizes_of(split(by="time", **second)) == [160, 200, 40]
+    drawn = split(by="random", seed=3, val=0.2, test=0.2)
+    assert sum(sizes_of(drawn)) == 400
+    assert sizes_of(drawn) != sizes_of(split(by="random", seed=4, val=0.2, test=0.2))
+    grouped = split(by="random", seed=3, group="user", val=0.2, test=0.2)
+    users = {name: set(arrays(grouped, name)[1][:, 0].tolist()) - {1} for name in SPLITS}
+    assert len(users["train"]) == sizes_of(grouped)[0] / 20
+    assert not users["val"] and not users["test"], "training has learned no user of theirs"
+
+
+def test_hashes_are_those_of_xxhash_and_depend_on_the_feature() -> None:
+    import xxhash
+
+    values = pl.Series(["a", None, "b", "a"])
+    seed = xxhash.xxh3_64_intdigest(b"site")
+    a, b = (2 + xxhash.xxh3_64_intdigest(value, seed=seed) % 98 for value in (b"a", b"b"))
+    assert hashed(values, "site", 100).tolist() == [a, 0, b, a]
+    assert hashed(values, "other", 100).tolist() != [a, 0, b, a]
+
+
+def test_parts_of_times_are_those_of_the_calendar() -> None:
+    import calendar
+    import datetime
+
+    moments = [datetime.datetime(2024, month, 28, month, tzinfo=datetime.UTC) for month in range(1, 13)]
+    moments.append(datetime.datetime(1969, 7, 20, 20, tzinfo=datetime.UTC))
+    microseconds = np.array([int(moment.timestamp()) * 1_000_000 for moment in moments])
+    assert time_parts(microseconds, "hour").tolist() == [moment.hour for moment in moments]
+    assert time_parts(microseconds, "month").tolist() == [moment.month - 1 for moment in moments]
+    assert time_parts(microseconds, "day").tolist() == [moment.day - 1 for moment in moments]
+    weekdays = [calendar.weekday(moment.year, moment.month, moment.day) for moment in moments]
+    assert time_parts(microseconds, "weekday").tolist() == weekdays
+    assert time_parts(microseconds, "is_weekend").tolist() == [day >= 5 for day in weekdays]
+
+
+def test_text_and_parquet_whole_numbers_and_their_text_compressed_or_not_give_the_same_bytes(
+    prepared: Prepare, tmp_path: Path
+) -> None:
+    numbers = np.random.default_rng(1).integers(0, 9, (300, 2))
+    frame = pl.DataFrame({"click": numbers[:, 0] % 2, "site": numbers[:, 1], "price": numbers[:, 0] / 4})
+    features = [{"column": "site", "type": "categorical"}, {"column": "price", "type": "numeric"}]
+    as_csv, as_parquet = (prepared(log, feature=features) for log in (frame.write_csv(), frame))
+    packed = tmp_path / "packed.csv.gz"
+    packed.write_bytes(gzip.compress(frame.write_csv(separator=";").encode()))
+    schema = tmp_path / "semicolon.toml"
+    schema.write_bytes(
+        tomli_w.dumps({"input": {"separator": ";"}, "label": {"column": "click"}, "feature": features}).encode()
+    )
+    recmill.prepare("clicks", tmp_path / "packed", input=str(packed), schema_file=str(schema))
+    for split in SPLITS:
+        for other in (as_parquet, tmp_path / "packed"):
+            for one, two in zip(arrays(as_csv, split), arrays(other, split), strict=True):
+                assert one.tobytes() == two.tobytes()
+
+
+VALUES = st.sampled_from(["", "NULL", "a", "b", "ä", "0", "00", " a", "1|2", "2|1|2", "|"])
+LOGS = st.lists(st.tuples(VALUES, st.sampled_from(["", "1", "-2.5", "1e3", " 7 "]), st.booleans()), min_size=8)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(log=LOGS, size=st.integers(1, 4), transform=st.sampled_from(["none", "sqrt", "minmax"]), flag=st.booleans())
+def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
+    prepared: Prepare, log: list[tuple[str, str, bool]], size: int, transform: str, flag: bool
+) -> None:
+    held_out = [("a", "1", False), ("a", "1", False), ("a", "1", True), ("a", "1", True)]
+    folds = [""] * len(log) + ["v", "t", "v", "t"]
+    every = zip([*log, *held_out], folds, strict=True)
+    lines = [f"{int(click)},{fold},{text},{number}" for (text, number, click), fold in every]
+    lines += ["0,,a,1", "1,,a,1"]
+    features = [
+        {"column": "text", "type": "categorical", "table_size": 2 + size},
+        {"name": "bag", "column": "text", "type": "categorical", "separator": "|", "max_values": size},
+        {"name": "hash", "column": "text", "type": "categorical", "ids": "hash", "table_size": 50},
+        {"name": "cross", "type": "cross", "columns": ["text", "number"], "table_size": 50},
+        {"name": "bucket", "column": "number", "type": "bucket", "boundaries": "quantiles:3"},
+        {"column": "number", "type": "numeric", "transform": transform, "flag_missing": flag, "clip": [0.1, 0.9]},
+    ]
+    text = "click,fold,text,number\n" + "\n".join(lines) + "\n"
+    path = prepared(text, split=BY_FOLD, feature=features)
+    recipe = load_recipe(path)
+    source = path.parent / "again.csv"
+    for split, fold in zip(SPLITS, ("", "v", "t"), strict=True):
+        own = [line for line in lines if line.split(",")[1] == fold]
+        source.write_text("click,fold,text,number\n" + "\n".join(own) + "\n", encoding="utf-8")
+        encoder = Encoder(recipe, path)
+        (rows,) = read(source, recipe.log.input, recipe.log.columns())
+        encoded = encoder.encode(rows)
+        dense, ids, labels = arrays(path, split)
+        assert encoded.dense.tobytes() == np.ascontiguousarray(dense).tobytes()
+        assert encoded.ids.tolist() == ids.tolist()
+        assert encoded.labels.tolist() == labels.tolist()
+
+
+GOOD = "click,fold,site,price\n" + "1,,a,1\n0,,a,2\n" * 3 + "0,v,a,1\n1,v,a,1\n0,t,a,1\n1,t,a,1\n"
+SITE = {"column": "site", "type": "categorical"}
+PRICE = {"column": "price", "type": "numeric"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "schema", "expected"),
+    [
+        ("1,,a,1", "2,,a,1", {}, "row 1, column click: label '2' is neither 0 nor 1. Name the values"),
+        ("1,,a,1", ",,a,1", {}, "row 1, column click: no label. Remove such rows."),
+        ("0,,a,2", "0,,a,2;3", {}, "row 2, column price: '2;3' is not a number. Correct it"),
+        ("0,,a,2", "0,,a,inf", {}, "row 2, column price: an infinite number. Correct it."),
+        ("0,,a,2", "0,,a", {}, "row 2: expected 4 fields, got 3"),
+        ("0,v", "1,v", {}, "2 of the 2 rows for val are clicks"),
+        ("1,t", "1,", {"split": {**BY_FOLD, "test": ["nobody"]}}, "no row is for test. Change [split]"),
+        ("", "", {"label": {"column": "klick"}}, "no column 'klick'; it has click, fold, site, price"),
+        ("", "", {"time": {"column": "price"}, "split": {"by": "time"}}, "'1' is no time of the format 'iso'"),
+        ("1,,a,1", "1,,a,\xff", {}, "cannot be read"),
+    ],
+)
+def test_bad_rows_are_named_and_leave_nothing(
+    prepared: Prepare, tmp_path: Path, old: str, new: str, schema: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        prepared(GOOD.replace(old, new, 1) if old else GOOD, **{"split": BY_FOLD, "feature": [SITE, PRICE], **schema})
+    if "\xff" not in new:
+        assert expected in str(caught.value)
+    assert not [path.name for path in tmp_path.iterdir() if "data" in path.name]
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"feature": []}, "it has no feature. Add a [[feature]]"),
+        ({"feature": [PRICE]}, "all its features are numeric"),
+        ({"feature": [{**SITE, "min_freqency": 3}]}, "Did you mean 'feature.site.min_frequency'"),
+        ({"feature": [{"column": "site", "type": "categorial"}]}, "Did you mean 'categorical'"),
+        ({"feature": [SITE, SITE]}, "feature 'site': the name occurs twice"),
+        ({"feature": [{**SITE, "ids": "hash"}]}, "feature.site.ids = 'hash' needs table_size"),
+        ({"feature": [{**SITE, "share_table": "price"}]}, "'price' is no categorical feature with a table"),
+        ({"feature": [{"column": "click", "type": "categorical"}]}, "'click' is the label"),
+        ({"split": {"by": "column"}}, "split.column and split.by = 'column' go together"),
+        ({"split": {"val": 0.6, "test": 0.5}}, "nothing is left to train on"),
+        ({"split": {"by": "time"}}, "need [time] with a column"),
+        ({"label": {"column": "click", "positive": "about 3"}}, "give a condition like '> 3'"),
+        ({"input": {"separator": ";;"}}, "give one ASCII character, or '::'"),
+        ({"feature": [SITE, {**PRICE, "clip": [0.9, 0.1]}]}, "give two quantiles"),
+        ({"feature": [SITE, {"name": "b", "column": "price", "type": "bucket", "boundaries": [2.0, 1.0]}]}, "grow"),
+        ({"lable": {}}, "lable"),
+    ],
+)
+def test_a_wrong_schema_is_one_error_that_names_the_key(
+    prepared: Prepare, schema: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepared(GOOD, **{"feature": [SITE], **schema})
+    assert expected in str(caught.value)
+
+
+def test_interrupted_work_is_resumed_and_the_bytes_are_the_same(
+    prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prepared(GOOD, split=BY_FOLD, feature=[SITE, PRICE])
+    monkeypatch.setenv("RECMILL_FAIL", "prepare.written:nospace")
+    monkeypatch.setattr(failpoints, "active_failures", functools.cache(failpoints.active_failures.__wrapped__))
+    before = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(OSError, match="No space left"):
+        prepared(GOOD, split=BY_FOLD, feature=[SITE, PRICE])
+    left = [path for path in tmp_path.iterdir() if path.name not in before and path.name.endswith(".unfinished")]
+    assert left, "finished parts are kept"
+    monkeypatch.delenv("RECMILL_FAIL")
+    failpoints.active_failures.cache_clear()
+    name = left[0].name.removeprefix(".").removesuffix(".unfinished")
+    number = name.removeprefix("data")
+    source, schema = str(tmp_path / f"log{number}.csv"), str(tmp_path / f"schema{number}.toml")
+    recmill.prepare("clicks", tmp_path / name, input=source, schema_file=schema)
+    described = [json.loads((path / "dataset.json").read_text())["files"] for path in (whole, tmp_path / name)]
+    assert described[0] == described[1]
+
+
+def test_a_schema_can_be_read_again_from_the_recipe(prepared: Prepare, tmp_path: Path) -> None:
+    path = prepared(GOOD, split=BY_FOLD, feature=[SITE, PRICE])
+    (file,) = tmp_path.glob("schema*.toml")
+    assert load_recipe(path).log == load_schema(file)
+
+
+def test_the_page_lists_every_key_and_its_example_is_a_schema(tmp_path: Path) -> None:
+    text = schema_page.PAGE.read_text(encoding="utf-8")
+    assert text == schema_page.page(text), "run python -m tests.schema_page"
+    example = text.split("```toml\n")[1].split("```")[0]
+    (tmp_path / "clicks.toml").write_text(example, encoding="utf-8")
+    schema = load_schema(tmp_path / "clicks.toml")
+    assert schema.columns() == ["click", "hour", "site_id", "genres", "price", "user_id"]
