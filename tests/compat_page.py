@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from recmill.compat import bert4rec_main, criteo_scripts, dlrm_main, tdfo
+from recmill.compat import bert4rec_main, criteo_scripts, dlrm_main, oneflow, tdfo
 from recmill.compat.program import Flag
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -20,6 +20,8 @@ PAGES: dict[str, dict[str, Sequence[Flag]]] = {
         "argument of `1_split_dataset.sh`": criteo_scripts.SPLIT_FLAGS,
         "variable of `2_preprocess_dataset.sh`": criteo_scripts.PREPROCESS_VARIABLES,
         "variable of `3_train.sh`": criteo_scripts.TRAIN_VARIABLES,
+        "flag of `dlrm_train_eval.py`": oneflow.FLAGS,
+        "flag of `criteo1t_parquet.py`": oneflow.PARQUET_FLAGS,
     },
     "sequences.md": {"flag of `bert4rec_main.py`": bert4rec_main.FLAGS, "key of `config.toml`": tdfo.KEYS},
 }

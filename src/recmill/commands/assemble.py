@@ -12,7 +12,7 @@ from recmill import registry
 from recmill.checkpoints.format import best_path, committed, lost_error, step_of, step_path
 from recmill.config import Config, fingerprint, load_config
 from recmill.config.options import given_path
-from recmill.config.sections import ALL_TABLES, DYNAMIC_ON_CUDA, SSD_ON_CUDA
+from recmill.config.sections import ALL_TABLES, DYNAMIC_ON_CUDA, SSD_ON_CUDA, DynamicTable
 from recmill.data.opening import Checks, open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -62,7 +62,9 @@ def table_specs(config: Config, dataset: Dataset) -> list[TableSpec]:
     specs = model_module(config).tables(config.model, model_description(config, dataset))
     rules = [section.dynamic_of(spec.name, *spec.features) for spec in specs]
     return [
-        replace(spec, rows=found.max_rows, dynamic=Dynamic(**found.model_dump())) if found else spec
+        replace(spec, rows=found.max_rows, dynamic=Dynamic(**found.model_dump(exclude={"init_rows"})))
+        if found
+        else spec
         for spec, found in zip(specs, rules, strict=True)
     ]
 
@@ -70,23 +72,26 @@ def table_specs(config: Config, dataset: Dataset) -> list[TableSpec]:
 def model_description(config: Config, dataset: Dataset) -> Description:
     """Return the description from which the model is made.
 
-    Dynamic tables count as having at most 2^20 rows, which determines their first values: max_rows may change.
+    Dynamic tables count as having init_rows or at most 2^20 rows, which determines their first values: max_rows may
+    change.
     """
     description = dataset.description
     if description.kind != "clicks" or not config.settings.tables.dynamic:
         return description
-    names = dynamic_features(config, dataset)
+    rules = dynamic_features(config, dataset)
     sparse = [
-        f.model_copy(update={"rows": min(f.rows, _NOMINAL_ROWS)}) if f.name in names else f for f in description.sparse
+        f.model_copy(update={"rows": rules[f.name].init_rows or min(f.rows, _NOMINAL_ROWS)}) if f.name in rules else f
+        for f in description.sparse
     ]
     return description.model_copy(update={"sparse": sparse})
 
 
-def dynamic_features(config: Config, dataset: Dataset) -> set[str]:
-    """Return the features whose tables are dynamic."""
+def dynamic_features(config: Config, dataset: Dataset) -> dict[str, DynamicTable]:
+    """Return the features whose tables are dynamic, with the rules of their table."""
     section = config.settings.tables
     specs = model_module(config).tables(config.model, dataset.description) if section.dynamic else []
-    return {name for spec in specs if section.dynamic_of(spec.name, *spec.features) for name in spec.features}
+    found = {name: section.dynamic_of(spec.name, *spec.features) for spec in specs for name in spec.features}
+    return {name: rules for name, rules in found.items() if rules}
 
 
 def open_matching_dataset(config: Config, verify: Checks = "sizes") -> Dataset:

@@ -35,6 +35,8 @@ PROGRAMS = {
     "bert4rec_main.py": "bert4rec_main:PROGRAM",
     "tdfo/preprocessing.py": "tdfo:PREPROCESSING",
     "tdfo/train.py": "tdfo:TRAIN",
+    "dlrm_train_eval.py": "oneflow:TRAIN",
+    "criteo1t_parquet.py": "oneflow:PARQUET",
 }
 
 

@@ -137,6 +137,9 @@ class DynamicTable(Section):
     expire_after_steps: NonNegativeInt = key(
         0, "Forget an id that did not occur for this many steps; 0: never.", lt=2**62
     )
+    init_rows: NonNegativeInt = key(
+        0, "Rows start as in a table of this size; 0: as in one for all ids, but of at most 2^20 rows."
+    )
 
 
 ALL_TABLES = "all"

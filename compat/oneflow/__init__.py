@@ -1,0 +1,1 @@
+"""Stands in for the launcher of OneFlow, and for nothing else: `python -m oneflow.distributed.launch`."""
