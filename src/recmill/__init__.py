@@ -14,6 +14,7 @@ __all__ = [
     "download",
     "evaluate",
     "export_rows",
+    "guess_schema",
     "history",
     "import_rows",
     "open_run",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from recmill.commands.recommend import recommend, recommend_all
     from recmill.commands.report import report
     from recmill.commands.results import results
+    from recmill.commands.schema import guess_schema
     from recmill.commands.split import split
     from recmill.commands.train import train
 
@@ -57,7 +59,12 @@ else:  # a type checker reports an unknown name
         if name in __all__:
             import importlib
 
-            modules = {"Run": "open_run", "export_rows": "checkpoint", "recommend_all": "recommend"}
+            modules = {
+                "Run": "open_run",
+                "export_rows": "checkpoint",
+                "guess_schema": "schema",
+                "recommend_all": "recommend",
+            }
             return getattr(importlib.import_module(f"recmill.commands.{modules.get(name, name)}"), name)
         raise AttributeError(f"module 'recmill' has no attribute '{name}'")
 

@@ -453,6 +453,13 @@ def recommend_command(
         _print(recmill.recommend(run, history, users=users, **options), as_json, printed.print_recommendations)
 
 
+@commands.command("schema", cls=_Command)
+@_json
+def schema_command(input: str, as_json: bool, **options: Any) -> None:
+    """Guess what the columns of a click log are, and write a schema to edit, for `recmill prepare clicks`."""
+    _print(recmill.guess_schema(input, **options), as_json, printed.print_schema)
+
+
 @commands.command("predict", cls=_Command)
 @click.argument("run", type=click.Path())
 @_json

@@ -70,7 +70,10 @@ TORCH_FREE_MODULES = [
     *(f"recmill.commands.{name}" for name in ("adopt", "audit", "checkpoint", "configs", "doctor", "download")),
     *(f"recmill.commands.{name}" for name in ("evaluate", "export_metrics", "history", "plot", "prepare", "recommend")),
     *(f"recmill.commands.{name}" for name in ("check_plugin", "jobs", "launch", "report", "results", "split", "trace")),
-    *(f"recmill.commands.{name}" for name in ("compare", "import_rows", "plan", "predict", "run_like", "train")),
+    *(
+        f"recmill.commands.{name}"
+        for name in ("compare", "import_rows", "plan", "predict", "run_like", "schema", "train")
+    ),
     *("recmill.planning.devices", "recmill.planning.published"),
     *("recmill.checkpoints.format", "recmill.tables.pins", "recmill.tables.spec"),
     *(f"recmill.data.{name}" for name in ("checks", "click_rows", "npy_files", "opening", "parquet_files", "seen")),

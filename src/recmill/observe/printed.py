@@ -172,6 +172,16 @@ def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> 
         _print(f"step {values['step']:,}: {values['checkpoint']}")
 
 
+def print_schema(guessed: dict[str, Any]) -> None:
+    """Print each column with what it was taken for and why, then where the schema is, or the schema itself."""
+    print_table(["column", "guess", "why"], [list(row.values()) for row in guessed["columns"]])
+    if guessed["output"]:
+        _print(f"check {guessed['output']}, then: recmill prepare clicks --schema {guessed['output']} --input ...")
+        return
+    for line in ["", *guessed["schema"].splitlines()]:
+        _print(line)
+
+
 def print_predictions(written: dict[str, Any]) -> None:
     """Print what `recmill predict` wrote, how its rows differ from those of training, and metrics, if it had labels."""
     by_feature: dict[str, dict[str, tuple[float, float]]] = {}

@@ -1,0 +1,36 @@
+"""`recmill schema`: guess what the columns of a click log are, and write a schema to edit."""
+
+from pathlib import Path
+from typing import Any
+
+from recmill.commands.keywords import checked_keywords
+from recmill.commands.options import flag, new_path
+from recmill.config.sections import Section
+from recmill.files.atomic import write_text
+
+
+class Options(Section):
+    input: str = flag(..., "The log: a file, or a pattern in quotes, like 'logs/*.csv'.")
+    label: str | None = flag(None, "The column that says whether a row was clicked.")
+    output: str | None = flag(None, "The file to write, like clicks.toml.  [default: the schema is only printed]")
+
+
+@checked_keywords
+def guess_schema(input: str | Path, label: str | None = None, output: str | Path | None = None) -> dict[str, Any]:
+    """Return {"schema": the text of the schema, "columns": [{"column", "guess", "why"}, ...]}; write it to `output`.
+
+    The guesses are made from the first rows of each file, 40,000 in all. The label is never guessed.
+    """
+    from recmill.datasets.own_clicks.guessing import as_toml, guess
+    from recmill.datasets.own_clicks.reading import found_files
+
+    path = new_path(output, "--output") if output is not None else None
+    section, guesses = guess(found_files(str(input)), label)
+    assert label
+    text = as_toml(section, label, guesses)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+    rows = [{"column": label, "guess": "label", "why": "as --label says"}]
+    rows += [{"column": found.column, "guess": found.kind, "why": found.why} for found in guesses]
+    return {"schema": text, "columns": rows, "output": str(path) if path else None}

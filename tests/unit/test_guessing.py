@@ -1,0 +1,134 @@
+"""`recmill schema`: what it takes columns for, on logs whose columns are known."""
+
+import random
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import recmill
+from recmill.datasets.own_clicks.schema import load_schema
+from recmill.errors import ConfigError, DataError
+
+ROWS = 2000
+
+
+def guessed(frame: pl.DataFrame, tmp_path: Path, separator: str = ",", label: str | None = "click") -> dict[str, str]:
+    """Return the guess of each column of a CSV; the schema that is written can be loaded."""
+    source = tmp_path / f"log{len(list(tmp_path.iterdir()))}.csv"
+    frame.write_csv(source, separator=separator)
+    output = source.with_suffix(".toml")
+    found = recmill.guess_schema(source, label, output)
+    schema = load_schema(output)
+    assert schema.input.separator == separator
+    recmill.prepare("clicks", source.with_suffix(""), input=str(source), schema_file=str(output))
+    return {row["column"]: row["guess"] for row in found["columns"]}
+
+
+def drawn(seed: int = 1) -> pl.DataFrame:
+    """Return a log shaped like Avazu's: a row id, hex ids, whole numbers, `hour` as YYMMDDHH."""
+    draw = random.Random(seed)
+    sites, devices = ([f"{draw.getrandbits(32):08x}" for _ in range(count)] for count in (40, 300))
+    rows = range(ROWS)
+    columns = {
+        "id": [str(10**18 + draw.getrandbits(50)) for _ in rows],
+        "click": [int(draw.random() < 0.2) for _ in rows],
+        "hour": [f"1410{21 + row * 10 // ROWS}{row * 240 // ROWS % 24:02d}" for row in rows],
+        "C1": [draw.choice([1005, 1002, 1010]) for _ in rows],
+        "banner_pos": [draw.choice([0, 1, 7]) for _ in rows],
+    }
+    for name in ("site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"):
+        columns[name] = [draw.choice(sites) for _ in rows]
+    for name in ("device_id", "device_ip", "device_model"):
+        columns[name] = [draw.choice(devices) for _ in rows]
+    columns |= {f"C{number}": [draw.choice([-1, 320, 50, 1722, number]) for _ in rows] for number in range(14, 22)}
+    return pl.DataFrame(columns)
+
+
+def test_a_log_like_avazus_needs_nothing_but_its_label(tmp_path: Path) -> None:
+    found = guessed(drawn(), tmp_path)
+    assert {name for name, guess in found.items() if guess == "left out"} == {"id"}
+    assert (found["click"], found["hour"]) == ("label", "time")
+    others = found.keys() - {"id", "click", "hour"}
+    assert {found[name] for name in others} == {"categorical"}
+    schema = load_schema(next(tmp_path.glob("*.toml")))
+    assert (schema.time and schema.time.format, schema.split.by) == ("%y%m%d%H", "time")
+
+
+def test_numbers_several_values_and_epochs_are_recognized_with_any_separator(tmp_path: Path) -> None:
+    draw = random.Random(2)
+    frame = pl.DataFrame(
+        {
+            "click": [draw.choice(["yes", "no"]) == "yes" for _ in range(ROWS)],
+            "price": [round(draw.lognormvariate(1, 2), 2) for _ in range(ROWS)],
+            "age": [draw.randint(18, 80) for _ in range(ROWS)],
+            "zip_code": [f"{draw.randint(0, 300):05d}" for _ in range(ROWS)],
+            "genres": ["|".join(draw.sample(["Drama", "War", "Crime"], draw.randint(1, 3))) for _ in range(ROWS)],
+            "words": [" ".join(draw.choices(["the", "a", "of", "in", "and", "by"], k=6)) for _ in range(ROWS)],
+            "country": ["NL"] * ROWS,
+            "time": [1_700_000_000 + row for row in range(ROWS)],
+        }
+    )  # fmt: skip
+    expected = {
+        "click": "label",
+        "price": "numeric",
+        "age": "numeric",
+        "zip_code": "categorical",
+        "genres": "categorical",
+        "words": "categorical",
+        "country": "left out",
+        "time": "time",
+    }
+    assert guessed(frame, tmp_path, ";") == expected
+    assert guessed(frame, tmp_path, "\t") == expected
+    schema = load_schema(sorted(tmp_path.glob("*.toml"))[0])
+    features = {feature.name: feature for feature in schema.feature}
+    assert features["price"].transform == "log1p", "skewed"  # type: ignore[union-attr]
+    assert features["age"].transform == "standard"  # type: ignore[union-attr]
+    assert features["genres"].separator == "|"  # type: ignore[union-attr]
+    assert features["words"].separator == " "  # type: ignore[union-attr]
+
+
+def test_columns_that_know_the_label_are_left_out_whether_numbers_or_names(tmp_path: Path) -> None:
+    frame = drawn().with_columns(
+        dwell_seconds=pl.when(pl.col("click") == 1).then(pl.int_range(ROWS) / 7 + 1).otherwise(0.0),
+        outcome=pl.when(pl.col("click") == 1).then(pl.lit("seen")).otherwise(pl.lit("skipped")),
+        hint=pl.when(pl.int_range(ROWS) % 3 == 0).then(pl.lit("x")).otherwise(pl.col("click").cast(pl.String)),
+    )
+    found = guessed(frame, tmp_path)
+    assert (found["dwell_seconds"], found["outcome"]) == ("left out", "left out")
+    assert found["hint"] == "categorical", "it only helps"
+
+
+def test_the_label_is_never_guessed_but_likely_ones_are_named(tmp_path: Path) -> None:
+    drawn().write_csv(tmp_path / "log.csv")
+    with pytest.raises(ConfigError, match=r"--label is missing: .* Likely: click\."):
+        recmill.guess_schema(tmp_path / "log.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a b\nc\n", "none of ',', "),
+        ("1,2,3\n4,5,6\n", "its first row is '1,2,3', which looks like data"),
+        ("x,y\n1,2\n", "no column 'click'; it has x, y. Correct --label."),
+        ("click,y\n", "no rows"),
+    ],
+)
+def test_what_cannot_be_guessed_is_an_error_and_no_file(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "log.csv").write_text(text)
+    with pytest.raises(DataError, match=expected.replace("(", r"\(")):
+        recmill.guess_schema(tmp_path / "log.csv", "click", tmp_path / "out.toml")
+    assert not (tmp_path / "out.toml").exists()
+
+
+def test_lists_and_dates_of_parquet_are_recognized(tmp_path: Path) -> None:
+    frame = drawn().select(
+        "click",
+        when=pl.datetime_range(pl.datetime(2024, 1, 1), pl.datetime(2024, 3, 1), eager=False, interval="1h").head(1)
+        .repeat_by(ROWS).explode() + pl.duration(hours=pl.int_range(ROWS)),
+        items=pl.concat_list(pl.col("C14"), pl.col("C15")),
+    )  # fmt: skip
+    frame.write_parquet(tmp_path / "log.parquet")
+    found = recmill.guess_schema(tmp_path / "log.parquet", "click")
+    assert [row["guess"] for row in found["columns"]] == ["label", "time", "categorical"]
