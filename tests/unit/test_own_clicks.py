@@ -156,6 +156,19 @@ def test_a_list_may_share_the_table_of_another_feature(prepared: Prepare) -> Non
     assert [(f.rows, f.share_table) for f in open_dataset(path).clicks.sparse] == [(4, None), (4, "item")]
 
 
+@pytest.mark.parametrize("place", ["label", "split", "cross"])
+def test_a_list_where_one_value_is_needed_is_an_error(prepared: Prepare, place: str) -> None:
+    frame = pl.DataFrame({"click": [1, 0] * 20, "site": ["a"] * 40, "several": [["a", "b"]] * 40})
+    features = [{"column": "site", "type": "categorical"}]
+    schema: dict[str, Any] = {
+        "label": {"label": {"column": "several"}},
+        "split": {"split": {"by": "column", "column": "several", "val": ["a"], "test": ["b"]}},
+        "cross": {"feature": [{"name": "x", "type": "cross", "columns": ["site", "several"], "table_size": 9}]},
+    }[place]
+    with pytest.raises(DataError, match="column several holds lists, where one value is needed"):
+        prepared(frame, **{"feature": features, **schema})
+
+
 @pytest.mark.parametrize("label", [{}, {"positive": ["yes"]}, {"positive": "> 3", "drop": "== 3"}])
 def test_labels_are_values_or_conditions(prepared: Prepare, label: dict[str, Any]) -> None:
     given: dict[str, list[Any]] = {

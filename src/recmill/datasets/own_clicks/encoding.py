@@ -27,7 +27,7 @@ from recmill.datasets.own_clicks.schema import (
     NumericFeature,
     TableFeature,
 )
-from recmill.datasets.own_clicks.values import RawRows, labels, numbers, texts, times
+from recmill.datasets.own_clicks.values import RawRows, labels, numbers, single_texts, texts, times
 from recmill.errors import DataError
 from recmill.schema import SparseFeature
 
@@ -144,7 +144,7 @@ class Encoder:
             given = texts(rows, feature.column, self.recipe.log.input.missing)
             return self._looked_up(given, feature)
         if isinstance(feature, CrossFeature):
-            parts = [texts(rows, column, self.recipe.log.input.missing) for column in feature.columns]
+            parts = [single_texts(rows, column, self.recipe.log.input.missing) for column in feature.columns]
             joined = pl.DataFrame({str(i): part for i, part in enumerate(parts)}).select(
                 pl.concat_str(pl.all(), separator=_JOINT)
             )

@@ -9,7 +9,7 @@ import xxhash
 
 from recmill import rng
 from recmill.datasets.own_clicks.schema import ClicksSchema
-from recmill.datasets.own_clicks.values import DROPPED, RawRows, iso_time, labels, texts, times
+from recmill.datasets.own_clicks.values import DROPPED, RawRows, iso_time, labels, single_texts, times
 from recmill.errors import DataError
 from recmill.schema import SPLITS
 
@@ -67,7 +67,7 @@ class Splits:
             case "files":
                 return np.full(len(rows), self._named(Path(rows.file).name))
             case "column":
-                values = texts(rows, split.column, self._log.input.missing).fill_null("").to_list()
+                values = single_texts(rows, split.column, self._log.input.missing).fill_null("").to_list()
                 return np.array([self._named(value) for value in values])
         drawn = rng.uniform(rng.stream_key(split.seed, "split"), self._counters(rows, numbers))
         assert isinstance(split.val, float) and isinstance(split.test, float)
@@ -77,7 +77,7 @@ class Splits:
         """Return what chance depends on: the number of a row, or its group."""
         if not self._log.split.group:
             return numbers
-        groups = texts(rows, self._log.split.group, self._log.input.missing)
+        groups = single_texts(rows, self._log.split.group, self._log.input.missing)
         known = {value: xxhash.xxh3_64_intdigest((value or "").encode()) for value in groups.unique().to_list()}
         return np.array([known[value] for value in groups.to_list()], np.uint64)
 

@@ -48,6 +48,15 @@ def texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
     return as_text.set(as_text.is_in(missing), None)
 
 
+def single_texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
+    """Return the column as text, null where there is no value; lists are an error."""
+    given = texts(rows, column, missing)
+    if isinstance(given.dtype, pl.List):
+        remedy = "Use it in a categorical feature of its own."
+        raise DataError(f"{rows.file}: column {column} holds lists, where one value is needed. {remedy}")
+    return given
+
+
 def numbers(rows: RawRows, column: str, missing: list[str]) -> np.ndarray:
     """Return the column as float64, NaN where there is no value."""
     values = rows.frame[column]
@@ -113,7 +122,7 @@ def iso_time(text: str, key: str) -> int:
 def labels(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     """Return 1 for a click, 0 for none, and DROPPED for rows that label.drop leaves out: int32."""
     section = schema.label
-    given = texts(rows, section.column, schema.input.missing)
+    given = single_texts(rows, section.column, schema.input.missing)
     if given.null_count():
         raise rows.error(int(given.is_null().arg_true()[0]), section.column, "no label", "Remove such rows.")
     is_dropped = np.zeros(len(rows), bool)
