@@ -241,6 +241,13 @@ def test_a_dry_run_prints_the_script_that_the_page_of_launching_shows(place: str
     assert [line for line in sample[gap:] if line != "..." and line not in rest] == []
 
 
+def test_plan_prints_the_changes_that_the_page_of_planning_shows(tmp_path: Path) -> None:
+    (command,) = [words for words in commands(DOCS / "planning.md") if "--memory-gb" in words and "25" in words]
+    done = run(command, tmp_path)
+    assert done.returncode == 5, done.stderr
+    assert_printed(block_with(DOCS / "planning.md", "DOES NOT FIT"), done.stdout)
+
+
 def test_version_prints_the_packages_that_the_page_of_installing_shows() -> None:
     sample = block_with(DOCS / "installing.md", "\ntorch 2")
     printed = run(["recmill", "--version"], REPO).stdout

@@ -186,6 +186,39 @@ def test_a_step_takes_the_time_that_the_facts_say() -> None:
     assert shared.exchange == pytest.approx(2 * 1e9 / 4e9 + 1e-3)
 
 
+def test_a_gpu_waits_for_the_host_only_if_it_has_less_to_do() -> None:
+    """Products of 2 and of 20 ms, and 7.2 ms of the host."""
+    config = load_config(small())
+    device = DEVICES["a100-40gb"].model_copy(update={"gemm_gflops": 1000.0})
+    machines = command.plan_case(config, described(read_sizes("10,20"), "clicks", "x"), Site(1, 1, device)).machines
+    short, long = (
+        step_time(
+            Work(flops=flops, values=0.0, calls=3, lookups=0.0, row_values=0.0), device, machines, config.settings.train
+        )
+        for flops in (2e9, 20e9)
+    )
+    assert (short.products, short.total) == pytest.approx((2e-3, 7.2e-3))
+    assert (long.products, long.total) == pytest.approx((20e-3, 20e-3))
+
+
+def test_machines_add_up_the_sums_of_table_row_wise_tables_before_they_send_them() -> None:
+    """Two machines of two: a table of 8 columns is on both processes of one machine, which exchange sums first."""
+    dataset = described(read_sizes("1000"), "clicks", "x")
+    row_wise, within = (
+        step_work(
+            command.plan_case(load_config(small(sharding={"default": kind})), dataset, Site(2, 2, read_device("cpu")))
+        )
+        for kind in ("row_wise", "table_row_wise")
+    )
+    sums = 16 * 8 * 4  # of 16 samples, for one process
+    values = 13 * 16 + 16 + 16 * 8 + 8 + 9 * 16 + 16 + 16 + 1
+    gradients = 2 * 4 * values * 3 / 4
+    ids = 16 * 8
+    assert row_wise.network_bytes == pytest.approx(2 / 3 * (2 * 4 * sums + ids) + gradients)
+    assert within.network_bytes == pytest.approx(2 / 3 * (2 * 3 * sums / 2 + 3 * ids / 2) + gradients)
+    assert within.link_bytes == pytest.approx(1 / 3 * (2 * 3 * sums / 2 + 3 * ids / 2) + 2 * 4 * sums / 2)
+
+
 def replace_facts(**facts: float) -> Any:
     known = {"step_ms": 0.0, "several": 0.5, "link_gb_per_s": 4.0, "link_us": 1000.0}
     return read_device("cpu").model_copy(update=known | facts)
@@ -229,6 +262,19 @@ def test_calibrated_facts_are_those_of_the_machine_that_was_measured(tmp_path: P
     file = tmp_path / "facts.toml"
     file.write_text(tomli_w.dumps(found.model_dump()), encoding="utf-8")
     assert read_device(str(file)) == found
+
+
+def test_this_machine_can_be_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_ROUNDS", 1)
+    monkeypatch.setattr(command, "_TURNS", 2)
+    file = tmp_path / "facts.toml"
+    device = command.calibrate_machine(file)
+    assert read_device(str(file)) == device
+    assert device.gemm_gflops > 0.1 and device.disk_gb_per_s > 0 and device.link_gb_per_s > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["facts.toml"]
+    assert plan(small(), rows="1000,2000", device=str(file)).step.total > 0
+    with pytest.raises(ConfigError, match=r"is no directory\. Make it, or choose another"):
+        command.calibrate_machine(tmp_path / "missing" / "facts.toml")
 
 
 @pytest.mark.parametrize(
@@ -286,6 +332,7 @@ def test_the_command_prints_and_exits_by_whether_it_fits(run_cli: RunCli, tmp_pa
     sizes = [line.split()[0] for line in done.stdout.splitlines() if "-bound" in line][1:]
     assert sizes == ["1", "2", "4", "8", "16", "32", "64"]  # up to a sample each
     assert plotted.read_text(encoding="utf-8").startswith("<?xml")
+    assert run_cli("plan").returncode == 2
     done = run_cli("plan", str(config), "--rows", "100000000,200", "--memory-gb", "2", "--json")
     assert done.returncode == 5
     found = json.loads(done.stdout)

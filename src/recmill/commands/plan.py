@@ -297,8 +297,8 @@ def _run_time(config: Config, dataset: Dataset, site: Site, step: "StepTime", sa
     copy = num_bytes / (1e9 * site.device.copy_gb_per_s * site.size)
     hints = Hints(settings.data.prefetch, settings.checkpoint.background)
     validated = times[1] * used["val"] + used["test"]
-    rate = settings.train.global_batch_size / step.total
-    return run_time(step, steps.total, times[0] * (write if waits else copy), validated / rate, hints)
+    seconds = validated / settings.train.global_batch_size * (step.total - step.overhead)  # their batches are large
+    return run_time(step, steps.total, times[0] * (write if waits else copy), seconds, hints)
 
 
 def _scaling(config: Config, dataset: Dataset, site: Site) -> list[Scale]:
@@ -349,7 +349,8 @@ def calibrate_machine(path: str | Path) -> Device:
         raise ConfigError(f"--calibrate {path}: {file.parent} is no directory. Make it, or choose another.")
     procs = max(2, num_cores())
     # The steps of one process and of several in turns, so that another program slows both down.
-    rounds = [run_job("plan", {"device": "cpu"}, procs=count) for _ in range(_ROUNDS) for count in (1, procs)]
+    order = {"device": "cpu", "turns": _TURNS}
+    rounds = [run_job("plan", dict(order), procs=count) for _ in range(_ROUNDS) for count in (1, procs)]
     import_libraries(in_own_process=False)
     from recmill.planning.calibrate import device_from
     from recmill.planning.work import Work
@@ -364,8 +365,8 @@ def calibrate_machine(path: str | Path) -> Device:
     return device
 
 
-def work(world: "World") -> dict[str, Any]:
-    """Measure the fastest step of each reference model, in turns. All ranks take part."""
+def work(world: "World", turns: int) -> dict[str, Any]:
+    """Measure the fastest step of each reference model, in turns; the first is a warm-up. All ranks take part."""
     from recmill.planning.calibrate import REFERENCES, copy_seconds
     from recmill.planning.work import step_work
 
@@ -378,7 +379,7 @@ def work(world: "World") -> dict[str, Any]:
         steps.append(_reference_step(config, dataset, world))
         works.append(asdict(step_work(plan_case(config, dataset, site))))
     fastest = [float("inf")] * len(steps)
-    for turn in range(_TURNS):
+    for turn in range(turns):
         for number, step in enumerate(steps):
             world.sum([0.0])  # all ranks begin together
             start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Forecast the time of a step from the work of the busiest rank and the facts about its device."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from recmill.config.sections import TrainSection
 from recmill.observe.verdict import Hints, RankTimes, Verdict, verdict
@@ -18,13 +18,13 @@ _VALIDATION_SPEED = 2.5  # times the samples per second of training: forward alo
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a step, which add up: nothing is assumed to overlap."""
+    """The seconds of a step, which add up."""
 
     products: float  # of matrices
     values: float  # moving the inputs and outputs of layers
     lookups: float
     exchange: float
-    overhead: float
+    overhead: float  # on GPUs: how long they wait for the host, which starts their kernels meanwhile
 
     @property
     def compute(self) -> float:
@@ -49,13 +49,15 @@ def step_time(work: Work, device: Device, machines: Machines, train: TrainSectio
     exchange = work.link_bytes * procs / (1e9 * device.link_gb_per_s) + 1e-6 * work.collectives * device.link_us
     exchange += work.network_bytes * procs / (1e9 * device.network_gb_per_s)
     exchange += 1e-6 * work.collectives * peers * device.network_us
-    return StepTime(
+    overhead = (1e-3 * device.step_ms + 1e-6 * work.calls * device.call_us) * max(1.0, procs / device.cores)
+    step = StepTime(
         products=work.flops / (1e9 * _gflops(device, train)) * slower,
         values=VALUE_BYTES * LAYER_PASSES * work.values / (1e9 * device.memory_gb_per_s) * slower,
         lookups=(ROW_PASSES * row_bytes / (1e9 * device.row_gb_per_s) + 1e-9 * work.lookups * device.row_ns) * slower,
         exchange=exchange,
-        overhead=(1e-3 * device.step_ms + 1e-6 * work.calls * device.call_us) * max(1.0, procs / device.cores),
+        overhead=overhead,
     )
+    return replace(step, overhead=max(0.0, 2 * overhead - step.total)) if device.kind == "cuda" else step
 
 
 def _gflops(device: Device, train: TrainSection) -> float:

@@ -70,6 +70,9 @@ class _Tables:
     row_values: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     ids: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     vectors: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # and as much for their gradients
+    added: dict[int, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # within a machine, before they are sent
     replicated: int = 0  # bytes of tables that every rank holds
     kinds: set[str] = field(default_factory=set)  # each has exchanges of its own
 
@@ -86,6 +89,7 @@ def step_work(case: Case) -> Work:
         count * max((size - 1) * max(of.values(), default=0.0), sum(of.values()))
         for count, of in ((1, tables.ids), (passes, tables.vectors))
     )
+    added = passes * max(tables.added.values(), default=0.0)
     far = (size - machines.local_size) / max(size - 1, 1)  # share of the peers on other machines
     has_others = size > 1
     return Work(
@@ -94,7 +98,7 @@ def step_work(case: Case) -> Work:
         calls=layers + len(case.request.tables),
         lookups=max(tables.lookups.values()),
         row_values=max(tables.row_values.values()),
-        link_bytes=has_others * (busiest * (1 - far) + gradients * (far == 0)),
+        link_bytes=has_others * (busiest * (1 - far) + gradients * (far == 0)) + added,
         network_bytes=busiest * far + gradients * (far > 0),
         collectives=has_others * (4 * len(tables.kinds) + 1),  # lengths, ids, sums, gradients; dense gradients
     )
@@ -137,13 +141,16 @@ def _table_work(case: Case) -> _Tables:
                 ids += request.catalogue.items
         vectors = ids if is_sequence else batch * len(table.features)  # that a rank receives
         parts = {"row_wise": size, **dict.fromkeys(("table_row_wise", "grid_shard"), machines.local_size)}.get(kind, 1)
+        adds_first = kind in ("table_row_wise", "grid_shard") and size > machines.local_size
         senders = 1 if kind == "data_parallel" else size
         for rank, _, columns in shards_of(sharding, table):
             found.lookups[rank] += senders * ids / parts
             found.row_values[rank] += senders * ids / parts * columns
             if kind != "data_parallel":
                 found.ids[rank] += ID_BYTES * ids / parts
-                found.vectors[rank] += VALUE_BYTES * vectors * columns / (parts if is_sequence else 1)
+                of_vectors = VALUE_BYTES * vectors * columns
+                found.vectors[rank] += of_vectors / (parts if is_sequence or adds_first else 1)
+                found.added[rank] += of_vectors * size * (parts - 1) / parts if adds_first else 0.0
         if kind == "data_parallel":
             found.replicated += VALUE_BYTES * table.rows * table.dim
     return found
