@@ -44,7 +44,10 @@ def test_without_flags_dlrm_main_trains_on_10_random_batches_with_its_own_defaul
     config = trained_config(plan)
     assert config["train"] == {"num_epochs": 1, "global_batch_size": 2 * 32, "tf32": False}
     assert config["eval"] == {"global_batch_size": 2 * 32}
-    assert config["optim"] == {"dense": {"name": "sgd", "lr": 15.0}, "tables": {"name": "sgd", "lr": 15.0}}
+    assert config["optim"] == {"dense": {"name": "sgd", "lr": 1.0}, "tables": {"name": "sgd", "lr": 1.0}}
+    assert any("because 15 makes the loss diverge" in note for note in plan.notes)
+    on_files = dlrm("--in_memory_binary_criteo_path", "/npy")
+    assert (on_files["optim"]["dense"]["lr"], on_files["optim"]["tables"]["lr"]) == (15.0, 15.0)
     assert config["model"] == {
         "name": "dlrm",
         "embedding_dim": 64,
@@ -76,7 +79,8 @@ def test_the_command_of_the_seed_s_results_means_the_same_run() -> None:
 def test_every_flag_of_dlrm_main_reaches_its_key() -> None:
     flags = [
         "--epochs 3 --batch_size 10 --test_batch_size 20 --limit_train_batches 4 --limit_val_batches 5",
-        "--limit_test_batches 6 --drop_last_training_batch --seed 7 --allow_tf32 --adagrad --eps 1e-6",
+        "--limit_test_batches 6 --drop_last_training_batch --learning_rate 15.5 --seed 7 --allow_tf32",
+        "--adagrad --eps 1e-6",
         "--interaction_type dcn --dcn_num_layers 2 --dcn_low_rank_dim 9 --validation_freq_within_epoch 2",
         "--lr_warmup_steps 1 --lr_decay_start 2 --lr_decay_steps 3 --shuffle_batches --num_embeddings 50",
         "--multi_hot_sizes 3 --multi_hot_distribution_type pareto --collect_multi_hot_freqs_stats",
@@ -85,7 +89,7 @@ def test_every_flag_of_dlrm_main_reaches_its_key() -> None:
     config = dlrm(*" ".join(flags).split(), procs=2)
     assert config["train"] == {"num_epochs": 3, "global_batch_size": 20, "seed": 7, "tf32": True}
     assert config["eval"] == {"global_batch_size": 40, "every_steps": 2, "each_epoch": True}
-    optimizer = {"name": "adagrad", "lr": 15.0, "eps": 1e-6}
+    optimizer = {"name": "adagrad", "lr": 15.5, "eps": 1e-6}
     schedule = {"name": "mlperf", "warmup_steps": 1, "decay_start_step": 2, "decay_steps": 3}
     assert config["optim"] == {"dense": optimizer, "tables": optimizer, "schedule": schedule}
     assert {"name", "num_cross_layers", "cross_rank"} <= config["model"].keys()
@@ -106,8 +110,9 @@ def test_the_projection_and_the_flags_of_2022_are_understood() -> None:
     sizes = ("--interaction_branch1_layer_sizes", "128,64", "--interaction_branch2_layer_sizes", "32,192")
     model = dlrm("--interaction_type", "projection", *sizes)["model"]
     assert (model["name"], model["branch1_mlp"], model["branch2_mlp"]) == ("projection", [128, 64], [32, 192])
-    config = dlrm("--change_lr", "--lr_change_point", "0.65", "--lr_after_change_point", "3", "--multi_hot_size", "4")
-    assert config["optim"]["schedule"] == {"name": "step", "step_size": "65%", "gamma": 0.2}
+    rate = ("--learning_rate", "12", "--multi_hot_size", "4")
+    config = dlrm("--change_lr", "--lr_change_point", "0.65", "--lr_after_change_point", "3", *rate)
+    assert config["optim"]["schedule"] == {"name": "step", "step_size": "65%", "gamma": 0.25}
     assert config["data"]["multi_hot"]["sizes"] == [4]
     assert "an --lr_change_point between 0.5 and 1" in problem("--change_lr", "--lr_change_point", "0.4")
 

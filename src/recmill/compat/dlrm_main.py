@@ -12,6 +12,7 @@ from recmill.errors import ConfigError
 
 NUM_TABLES = 26
 _RANDOM_BATCHES = 10  # per epoch, of the random dataset
+_RATE, _RANDOM_RATE = 15.0, 1.0  # with 15, random labels made the loss diverge in some runs, theirs and ours
 _MODELS = {"original": "dlrm", "dcn": "dcnv2", "projection": "projection"}
 _OWN_KEYS = {"dcnv2": ("num_cross_layers", "cross_rank"), "projection": ("branch1_mlp", "branch2_mlp"), "dlrm": ()}
 _ALWAYS = "always on"
@@ -53,7 +54,8 @@ FLAGS = (
     Flag("--in_memory_binary_criteo_path", str, ours="`data.path`", note="after `recmill adopt`"),
     Flag("--synthetic_multi_hot_criteo_path", str, ours="`data.path`",
          note="after `recmill adopt`, or from `recmill prepare criteo --multi-hot`"),
-    Flag("--learning_rate", float, 15.0, "optim.dense.lr, optim.tables.lr", "one rate for both there"),
+    Flag("--learning_rate", float, _RATE, "optim.dense.lr, optim.tables.lr",
+         "one rate for both there; random data: 1, not their default"),
     Flag("--eps", float, 1e-8, "optim.dense.eps, optim.tables.eps", "with `--adagrad`; a constant in MLPerf's code"),
     Flag("--adagrad", bool, ours='`optim.dense.name = "adagrad"`, `optim.tables.name = "adagrad"`',
          note="without it: `sgd` for both"),
@@ -123,6 +125,8 @@ def _set_optimizer(given: Given, config: dict[str, Any]) -> None:
         optim[part]["name"] = "adagrad" if given["adagrad"] else "sgd"
         if not given["adagrad"]:
             del optim[part]["eps"]
+        if not _path(given) and given["learning_rate"] == _RATE:
+            optim[part]["lr"] = _RANDOM_RATE
     schedule = optim.pop("schedule")
     if not schedule["decay_steps"]:
         del schedule["decay_start_step"], schedule["decay_steps"]
@@ -136,7 +140,7 @@ def _set_optimizer(given: Given, config: dict[str, Any]) -> None:
             "--lr_warmup_steps or --lr_decay_steps. Otherwise use optim.schedule of a run config."
         )
     share = f"{100 * given['lr_change_point']:g}%"
-    gamma = given["lr_after_change_point"] / given["learning_rate"]
+    gamma = given["lr_after_change_point"] / optim["dense"]["lr"]
     optim["schedule"] = {"name": "step", "step_size": share, "gamma": gamma}
 
 
@@ -162,17 +166,22 @@ def _set_data(given: Given, config: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _dataset(given: Given, config: dict[str, Any]) -> tuple[Step, list[str]]:
-    """Return the step that makes the dataset, and notes. Without a path the data is random."""
+def _path(given: Given) -> str | None:
+    """Return the directory of npy files; None: the data is random."""
     paths = [given["in_memory_binary_criteo_path"], given["synthetic_multi_hot_criteo_path"]]
     if all(paths):
         raise ConfigError("--in_memory_binary_criteo_path and --synthetic_multi_hot_criteo_path: give one of them.")
+    return paths[0] or paths[1]
+
+
+def _dataset(given: Given, config: dict[str, Any]) -> tuple[Step, list[str]]:
+    """Return the step that makes the dataset, and notes. Without a path the data is random."""
     sizes = given["num_embeddings_per_feature"] or [given["num_embeddings"]] * NUM_TABLES
     if len(sizes) != NUM_TABLES or min(sizes) < 1:
         raise ConfigError(
             f"--num_embeddings_per_feature takes {NUM_TABLES} numbers from 1 on, and --num_embeddings one. Correct it."
         )
-    if path := paths[0] or paths[1]:
+    if path := _path(given):
         arguments = {"path": path, "table_size": sizes, "modulo": True}
         notes = []
         if "kaggle" in given["dataset_name"]:
@@ -188,9 +197,10 @@ def _dataset(given: Given, config: dict[str, Any]) -> tuple[Step, list[str]]:
     rows = 2 * max(data["limit_train_batches"] * train["global_batch_size"], held_out)
     arguments = {"rows": rows, "days": 2, "tables": sizes, "seed": given["seed"] or 1}
     output = given.new_directory("data", arguments)
-    return Step("prepare", {"name": "random-clicks", "output": output, **arguments}), [
-        "random data: theirs has the same 10 batches in every process; here all rows of an epoch are different"
-    ]
+    notes = ["random data: theirs has the same 10 batches in every process; here all rows of an epoch are different"]
+    if config["optim"]["dense"]["lr"] == _RANDOM_RATE != given["learning_rate"]:
+        notes.append(f"random data: --learning_rate is {_RANDOM_RATE:g}, because {_RATE:g} makes the loss diverge")
+    return Step("prepare", {"name": "random-clicks", "output": output, **arguments}), notes
 
 
 TORCHREC = Program("dlrm_main.py", FLAGS, partial(_plan, is_mlperf=False))
