@@ -14,7 +14,7 @@ from recmill.commands import assemble
 from recmill.commands.run_like import plan_like
 from recmill.compat.program import Plan
 from recmill.config import load_config
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, DataError
 
 from ..conftest import REPO
 from ..criteo_raw import write_days
@@ -119,6 +119,12 @@ def test_mistakes_are_named() -> None:
     assert "--num_test_examples is not offered: the first half of the last day" in problem(
         *words, program="criteo1t_parquet.py"
     )
+
+
+def test_files_of_their_own_tool_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    with pytest.raises(DataError, match="has a directory 'train', as OneFlow's own tool writes it"):
+        plan_like("dlrm_train_eval.py", ["--data_dir", str(tmp_path), "--persistent_path", "p"])
 
 
 def test_the_flags_of_criteo1t_parquet_are_options_of_prepare() -> None:

@@ -1,10 +1,11 @@
 """OneFlow's DLRM: `dlrm_train_eval.py`, and `tools/criteo1t_parquet.py`, which makes its data."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from recmill.compat.program import Flag, Given, Plan, Program, Step, ints
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, DataError
 
 _TABLE_SIZES = [39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10]
 _TABLE_SIZES += [2208, 11938, 155, 4, 976, 14, 39979771, 25641295, 39664984, 585935, 12972, 108, 36]
@@ -15,7 +16,7 @@ _BOTH_RATES = "optim.dense.lr, optim.tables.lr"
 
 FLAGS = (
     Flag("--data_dir", str, None, "data.path", "what `compat/tools/criteo1t_parquet.py` or `recmill prepare criteo` "
-         "wrote", is_required=True),
+         "wrote. The directories that their own tool writes are refused", is_required=True),
     Flag("--persistent_path", str, None, "tables.path", "only with the store `cached_ssd`, and only temporary: rows "
          "persist in the checkpoints of `recmill train --run`", is_required=True),
     Flag("--table_size_array", ints, _TABLE_SIZES,
@@ -67,6 +68,11 @@ FLAGS = (
 
 
 def _plan_training(given: Given) -> Plan:
+    if (Path(given["data_dir"]) / "train").is_dir():
+        raise DataError(
+            f"--data_dir {given['data_dir']} has a directory 'train', as OneFlow's own tool writes it. Make the data "
+            "again from the raw logs, with compat/tools/criteo1t_parquet.py in the place of that tool."
+        )
     given = replace(given, run=given.run or given["model_save_dir"])
     config: dict[str, Any] = given.config()
     padding = 1 if given["disable_interaction_padding"] or given["disable_dense_input_padding"] else 8
