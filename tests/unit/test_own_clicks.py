@@ -160,13 +160,13 @@ def test_a_list_may_share_the_table_of_another_feature(prepared: Prepare) -> Non
 def test_a_list_where_one_value_is_needed_is_an_error(prepared: Prepare, place: str) -> None:
     frame = pl.DataFrame({"click": [1, 0] * 20, "site": ["a"] * 40, "several": [["a", "b"]] * 40})
     features = [{"column": "site", "type": "categorical"}]
-    schema: dict[str, Any] = {
+    changes: dict[str, dict[str, Any]] = {
         "label": {"label": {"column": "several"}},
         "split": {"split": {"by": "column", "column": "several", "val": ["a"], "test": ["b"]}},
         "cross": {"feature": [{"name": "x", "type": "cross", "columns": ["site", "several"], "table_size": 9}]},
-    }[place]
+    }
     with pytest.raises(DataError, match="column several holds lists, where one value is needed"):
-        prepared(frame, **{"feature": features, **schema})
+        prepared(frame, **{"feature": features, **changes[place]})
 
 
 @pytest.mark.parametrize("label", [{}, {"positive": ["yes"]}, {"positive": "> 3", "drop": "== 3"}])
