@@ -1,7 +1,7 @@
 """Record what commands print in a real terminal, as the SVG files of docs/terminal: `make captures`.
 
-tmux is the terminal. Each capture is the text and colours that tmux shows, drawn by rich: 80 columns are
-dark, 120 light.
+tmux is the terminal, 80 and 120 columns wide. Each capture is the text and colours that tmux shows, drawn by rich, with
+the colours of a light and of a dark terminal: a browser chooses those that its user prefers.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from rich.text import Text
 
 REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-THEMES = {"dark": DIMMED_MONOKAI, "light": DEFAULT_TERMINAL_THEME}
 BAR = re.compile(r"training [^\w]*\d+/\d+.* left")
 PREPARE = "recmill prepare synthetic-clicks --output data/clicks"
 PREPARE_HISTORIES = "recmill prepare synthetic-histories --output data/histories"
@@ -33,13 +32,14 @@ AFTER = {
     "evaluate": "recmill evaluate runs/bert4rec",
     "recommend": "recmill recommend runs/bert4rec --users 7",
     "results": "recmill results runs/dlrm runs/bert4rec",
+    "plot": "recmill plot runs/dlrm --output curves.svg",
     "checkpoints": "recmill checkpoint list runs/dlrm",
     "doctor": "recmill doctor",
     "error": "recmill train configs/quickstart/dlrm.toml --run runs/new --set train.num_stpes=5",
     "interrupted": "recmill train configs/quickstart/dlrm.toml --run runs/new",  # with Ctrl-C after some steps
 }
 EXIT_CODES = {"error": 2, "interrupted": 130}
-WIDTHS = {80: "dark", 120: "light"}
+WIDTHS = (80, 120)
 MAX_SECONDS = 600.0
 
 
@@ -83,7 +83,20 @@ def captures(tmux: list[str], command: str, exit_code: int = 0) -> tuple[str, st
     raise TimeoutError(command)
 
 
-def draw(text: str, width: int, title: str, theme: TerminalTheme) -> str:
+def draw(text: str, width: int, title: str) -> str:
+    """Return an SVG with the colours of a light terminal, and rules that replace them where dark ones are preferred."""
+    light, dark = (_drawn(text, width, title, theme) for theme in (DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI))
+    paper = re.search(r'<rect fill="(.*?)" stroke="(.*?)"', dark)
+    ink = re.search(r'class="recmill-title" fill="(.*?)"', dark)
+    assert paper and ink
+    rules = [f".recmill-paper {{ fill: {paper[1]}; stroke: {paper[2]} }}", f".recmill-title {{ fill: {ink[1]} }}"]
+    rules += re.findall(r"\.recmill-r\d+ \{.*?\}", dark)
+    media = "\n".join(["    @media (prefers-color-scheme: dark) {", *(f"    {rule}" for rule in rules), "    }"])
+    light = light.replace("<rect fill=", '<rect class="recmill-paper" fill=', 1)
+    return light.replace("    </style>", f"{media}\n    </style>", 1)
+
+
+def _drawn(text: str, width: int, title: str, theme: TerminalTheme) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, highlight=False)
     console.print(Text.from_ansi(text.rstrip("\n")), soft_wrap=True)
     drawn = console.export_svg(title=title, theme=theme, unique_id="recmill")
@@ -104,13 +117,15 @@ def main() -> None:
             for when, text in zip(("during", "after"), screens, strict=True):
                 if text and (name in TRAIN or when == "after"):
                     file = f"{name}-{width}-{when}.svg" if name in TRAIN else f"{name}-{width}.svg"
-                    (output / file).write_text(draw(text, width, command, THEMES[WIDTHS[width]]))
+                    (output / file).write_text(draw(text, width, command))
 
         for width in WIDTHS:
             shutil.rmtree(directory / "data" / "clicks", ignore_errors=True)
             record("prepare", PREPARE, width)
-        for (model, command), width in zip(TRAIN.items(), WIDTHS, strict=True):
-            record(model, command, width)
+        for model, command in TRAIN.items():
+            for width in WIDTHS:
+                shutil.rmtree(directory / "runs" / model, ignore_errors=True)
+                record(model, command, width)
         for name, command in AFTER.items():
             for width in WIDTHS:
                 shutil.rmtree(directory / "runs" / "new", ignore_errors=True)

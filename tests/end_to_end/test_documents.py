@@ -34,6 +34,7 @@ DOCUMENTS = [
     REPO / "CONTRIBUTING.md",
     REPO / "benchmarks" / "README.md",
     *sorted(DOCS.glob("*.md")),
+    DOCS / "terminal" / "README.md",
 ]
 USER_PAGES = [document for document in DOCUMENTS if document.stem not in ("architecture", "extending", "CONTRIBUTING")]
 PROGRAM = str(Path(sys.executable).parent / "recmill")
@@ -371,3 +372,12 @@ def test_tests_of_real_data_give_a_reason_that_the_summary_counts() -> None:
         if '"shared" / "data"' in text and file != Path(__file__):
             reasons = re.findall(r'pytest\.skip\(f?"([^"]*)"', text)
             assert [reason for reason in reasons if REAL_DATA_MISSING.search(reason)], f"{file}: {reasons}"
+
+
+def test_captures_of_terminals_are_linked_and_exist_in_both_widths_and_themes() -> None:
+    folder = DOCS / "terminal"
+    captures = {file.name: file.read_text(encoding="utf-8") for file in folder.glob("*.svg")}
+    linked = set(re.findall(r"\]\((.*?\.svg)\)", (folder / "README.md").read_text(encoding="utf-8")))
+    assert linked == set(captures)
+    assert {name.replace("-80", "-120") for name in captures} == {name for name in captures if "-120" in name}
+    assert [name for name, text in captures.items() if "@media (prefers-color-scheme: dark)" not in text] == []

@@ -86,8 +86,14 @@ def test_the_file_of_titles_may_name_its_column_of_items_differently(tmp_path: P
     options = {**COLUMNS, **KEEP_ALL, "repeats": "keep", "titles": tmp_path / "titles.csv", "title_column": "title"}
     prepare("histories", tmp_path / "d", input=raw, **options, title_id_column="id")
     assert pl.read_parquet(tmp_path / "d" / "items.parquet")["title"].to_list() == ["Alien"]
-    with pytest.raises(DataError, match=r"titles.csv: no column 'what' in its first row, which has: id, title\."):
+    message = r"titles\..*: no column 'what'.*: id, title\. Name another column \(--title-id-column\)"
+    with pytest.raises(DataError, match=message):
         prepare("histories", tmp_path / "e", input=raw, **options)
+    pl.read_csv(tmp_path / "titles.csv").write_parquet(tmp_path / "titles.parquet")
+    with pytest.raises(DataError, match=message):
+        prepare("histories", tmp_path / "e", input=raw, **options | {"titles": tmp_path / "titles.parquet"})
+    with pytest.raises(DataError, match=r"no column 'nobody'.* Name another column \(--user-column\)"):
+        prepare("histories", tmp_path / "e", input=raw, **options | {"title_id_column": "id", "user_column": "nobody"})
 
 
 @pytest.mark.parametrize(

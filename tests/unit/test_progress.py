@@ -42,6 +42,22 @@ def test_a_bar_fits_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -
         assert bars[-1].split()[-1] == "left"
 
 
+@pytest.mark.parametrize(("width", "has_details"), [(80, False), (120, True)])
+def test_a_bar_that_is_too_narrow_for_details_still_shows_steps_loss_and_time(
+    width: int, has_details: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    monkeypatch.setattr(progress, "CONSOLE", console)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    with progress.Progress("training", total=123_456, unit="samples", done=100_000, per_item=10_000) as bar:
+        for _ in range(5):
+            bar.advance(1, note="loss 0.5000  hit rate 99.1 %  28.8/37.1 ms  0.39 GB")
+    assert isinstance(console.file, io.StringIO)
+    last = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain.strip().splitlines()[-1]
+    assert "100005/123456" in last and "loss 0.5000" in last and "…" not in last
+    assert ("0.39 GB" in last) == has_details
+
+
 def test_elsewhere_a_line_every_30_seconds_says_how_much_is_left_on_rank_0_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

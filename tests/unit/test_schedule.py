@@ -38,6 +38,17 @@ def test_shares_of_the_run_are_rounded_up_and_steps_are_as_they_are() -> None:
     assert run_steps(settings({}, eval={"every_steps": "10%"}), 600).validation == 60, "no error of floats"
 
 
+@pytest.mark.parametrize(
+    ("steps", "share", "interval"), [(50, "5%", 10), (120, "5%", 10), (13, "5%", 3), (13, "30%", 4)]
+)
+def test_a_short_run_validates_and_saves_at_most_every_10_steps_or_5_times(
+    steps: int, share: str, interval: int
+) -> None:
+    found = run_steps(settings({}, eval={"every_steps": share}, checkpoint={"every_steps": share}), steps)
+    assert (found.validation, found.checkpoint) == (interval, interval)
+    assert run_steps(settings({}, eval={"every_steps": 3}), steps).validation == 3, "a number of steps is as it is"
+
+
 def test_a_decay_to_the_end_reaches_its_end_at_the_last_step_whatever_the_number_of_steps() -> None:
     shares: dict[str, Any] = {
         "name": "linear",

@@ -42,7 +42,7 @@ from recmill.launch.signals import StopRequest, shown, stop_error, stop_on, stop
 from recmill.launch.watchdog import Hang, Heartbeat, Watch, watching
 from recmill.metrics.binary import Values
 from recmill.observe.printed import counted, table_lines, validation_text
-from recmill.observe.progress import CONSOLE
+from recmill.observe.progress import CONSOLE, human_bytes
 from recmill.observe.provenance import by_host, environment, gpu_report, host_facts, versions
 from recmill.observe.run_dir import RunDirectory, State
 from recmill.protocols import BatchSource
@@ -560,8 +560,8 @@ def _log_facts(parts: "Parts", config: Config, dataset: Dataset, tables: list[Ta
     source, world = parts.source, parts.world
     train = config.settings.train
     rows = sum(table.rows for table in tables)
-    megabytes = sum(VALUE_BYTES * table.rows * table.dim for table in tables) / 1e6
-    size = f"{counted(len(tables), 'table')} with {counted(rows, 'row')}, {megabytes:,.1f} MB"
+    memory = human_bytes(sum(VALUE_BYTES * table.rows * table.dim for table in tables))
+    size = f"{counted(len(tables), 'table')} with {counted(rows, 'row')}, {memory}"
     on = f"{counted(world.size, 'process')} on {world.device}"
     log.info(f"{config.model_name} on {dataset.path}: {size}; {on}", extra={"console": f"{size}; {on}"})
     per_epoch = source.batches_per_epoch

@@ -67,16 +67,16 @@ def print_table(header: Row, rows: Sequence[Row]) -> None:
 
 
 def print_dataset(description: dict[str, Any]) -> None:
-    size = sum(file["bytes"] for file in description["files"].values()) / 1e6
+    size = human_bytes(sum(file["bytes"] for file in description["files"].values()))
     if description["kind"] == "clicks":
         rows = {split: sum(r["stop"] - r["start"] for r in ranges) for split, ranges in description["splits"].items()}
         counts = ", ".join(f"{split} {count:,}" for split, count in rows.items())
         features = f"{len(description['dense'])} dense, {len(description['sparse'])} sparse features"
-        _print(f"{description['name']}: rows {counts}; {features}; {size:,.1f} MB")
+        _print(f"{description['name']}: rows {counts}; {features}; {size}")
     else:
         _print(
             f"{description['name']}: {description['num_users']:,} users, {description['num_items']:,} items, "
-            f"{description['num_interactions']:,} interactions; {size:,.1f} MB"
+            f"{description['num_interactions']:,} interactions; {size}"
         )
     for split, values in description["truth"].items():
         _print(f"best reachable, {split}:")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 30.0
+_WITHOUT_NOTE = 62  # columns that a bar needs for all else, with a million steps
 
 
 class _Console(Console):
@@ -87,6 +88,7 @@ class Progress:
         return self._bar is not None
 
     def advance(self, items: int, note: str | None = None) -> None:
+        """Note that `items` more are done. The last parts of `note`, between two spaces, are left out if need be."""
         self._done += items
         if not self._bar:
             self._log_line()
@@ -96,7 +98,10 @@ class Progress:
         rate = f"{human_rate(speed * self._per_item)} {self._unit}/s" if speed else ""
         self._bar.update(self._task, rate=rate)
         if note is not None:
-            self._bar.update(self._task, note=note)
+            parts = note.split("  ")
+            while len(parts) > 1 and len("  ".join(parts)) > CONSOLE.width - _WITHOUT_NOTE:
+                parts.pop()
+            self._bar.update(self._task, note="  ".join(parts))
 
     def _log_line(self) -> None:
         now = time.monotonic()

@@ -3,10 +3,13 @@
 Both are functions of the config and the size of the dataset, so a checkpoint holds no state for them.
 """
 
+import math
 from dataclasses import dataclass
 
 from recmill.config.sections import TO_THE_END, Schedule, Settings, TrainSection, number_of_steps
 from recmill.errors import ConfigError
+
+_MIN_INTERVAL = 10  # otherwise a run of 50 steps would validate and save for most of its time
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,15 @@ def run_steps(settings: Settings, batches_per_epoch: int) -> RunSteps:
         decay_start=start,
         decay=max(total - start, 0) if is_open else number_of_steps(schedule.decay_steps, total),
         step_size=number_of_steps(schedule.step_size, total),
-        validation=number_of_steps(settings.eval.every_steps, total),
-        checkpoint=number_of_steps(settings.checkpoint.every_steps, total),
+        validation=_interval(settings.eval.every_steps, total),
+        checkpoint=_interval(settings.checkpoint.every_steps, total),
     )
+
+
+def _interval(value: int | str, total: int) -> int:
+    """Return the steps between two validations or saves: a share is at least 10 steps, or a fifth of a short run."""
+    steps = number_of_steps(value, total)
+    return max(steps, min(_MIN_INTERVAL, math.ceil(total / 5))) if isinstance(value, str) else steps
 
 
 def learning_rate(schedule: Schedule, steps: RunSteps, base: float, step: int) -> float:

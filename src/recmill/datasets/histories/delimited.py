@@ -43,6 +43,7 @@ class Field:
     name: str  # in the frame
     column: str  # in the file
     kind: Kind
+    option: str = "see --help"  # that names the column
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Table:
             header, line_end, rest = next(texts, b"").partition(b"\n")
             columns = (self._split(header + line_end) or [[]])[0]
             texts = chain([rest] if rest else [], texts)
-        positions = {field: self._position(columns, field.column) for field in fields}
+        positions = {field: self._position(columns, field) for field in fields}
         total = int(self.path.stat().st_size * expansion(self.path))
         done = num_good = 0
         with Progress(f"reading {self.path.name}", total, "bytes") as progress:
@@ -111,14 +112,14 @@ class Table:
         header, *rows = self._split(b"".join(next(self._texts(), b"\n").splitlines(keepends=True)[:2]))
         return dict(zip(header, rows[0], strict=False)).get(column, "") if rows else ""
 
-    def _position(self, columns: list[str], column: str) -> int:
+    def _position(self, columns: list[str], field: Field) -> int:
+        column = field.column
         if columns.count(column) != 1:
             fact = f"two columns '{column}'" if column in columns else f"no column '{column}'"
             there = ", ".join(columns) or "nothing"
             near = difflib.get_close_matches(column, columns, n=1) if column not in columns else []
-            remedy = (
-                f"Did you mean '{near[0]}'?" if near else "Name another column (see --help), or choose another file."
-            )
+            other = f"Name another column ({field.option}), or choose another file."
+            remedy = f"Did you mean '{near[0]}'?" if near else other
             raise DataError(f"{self.path}: {fact} in its first row, which has: {there}. {remedy}")
         return columns.index(column)
 

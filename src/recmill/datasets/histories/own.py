@@ -119,18 +119,26 @@ def _read_text(table: delimited.Table, columns: dict[str, str]) -> Iterator[pl.D
     kinds |= {"rating": "number", "time": "integer"}
     if "time" in columns and "-" in table.first_value(columns["time"])[1:]:
         kinds["time"] = "date"
-    return table.rows(*(delimited.Field(name, column, kinds[name]) for name, column in columns.items()))
+    fields = [delimited.Field(name, column, kinds[name], _option(name, columns)) for name, column in columns.items()]
+    return table.rows(*fields)
 
 
 def _select(path: str, frame: pl.LazyFrame, columns: dict[str, str]) -> pl.LazyFrame:
     schema = frame.collect_schema()
+    for name, column in columns.items():
+        if column not in schema:
+            remedy = f"Name another column ({_option(name, columns)})."
+            raise DataError(f"{path}: no column '{column}'; it has: {', '.join(schema)}. {remedy}")
     return frame.select(_typed_column(path, schema, *names) for names in columns.items())
+
+
+def _option(name: str, columns: dict[str, str]) -> str:
+    """Return the option that names this column of the file with these columns."""
+    return "--title-id-column" if name == "item" and "title" in columns else f"--{name}-column"
 
 
 def _typed_column(path: str, schema: pl.Schema, name: str, column: str) -> pl.Expr:
     """Select `column` as `name`, in the type that text would be read as."""
-    if column not in schema:
-        raise DataError(f"{path}: no column '{column}'; it has: {', '.join(schema)}.")
     dtype = schema[column]
     value = pl.col(column).alias(name)
     if name == "time" and isinstance(dtype, pl.Date | pl.Datetime):
