@@ -175,6 +175,7 @@ def _check_memory(place: Place, config: Config, dataset: Dataset, *, is_planned:
 
 
 def _check_sum(place: Place, config: Config, tables: Sequence[TableSpec], memory: int) -> None:
+    """Compare the bytes of all rows with the `memory` of all machines."""
     settings = config.settings
     state = OPTIMIZER_STATES[settings.optim.tables.name]
     in_memory = [table for table in tables if settings.tables.store_of(table.name, *table.features) != "cached_ssd"]

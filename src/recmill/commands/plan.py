@@ -345,8 +345,8 @@ def calibrate_machine(path: str | Path) -> Device:
     file = given_path(path, "--calibrate").absolute()
     if file.suffix != ".toml":
         raise ConfigError(f"--calibrate {path}: use a name that ends in .toml.")
-    if not file.parent.is_dir():
-        raise ConfigError(f"--calibrate {path}: {file.parent} is no directory. Make it, or choose another.")
+    if not file.parent.is_dir() or file.is_dir():
+        raise ConfigError(f"--calibrate {path}: not the name of a file in an existing directory. Choose another.")
     procs = max(2, num_cores())
     # The steps of one process and of several in turns, so that another program slows both down.
     order = {"device": "cpu", "turns": _TURNS}

@@ -441,6 +441,9 @@ def _mb(count: float) -> str:
 
 
 def _print_fit(report: Any) -> None:
+    if report.site.device.kind == "cuda":
+        most = human_bytes(max(rank.checkpoint_copy for rank in report.ranks))
+        _print(f"host memory: a checkpoint copies up to {most} of each process")
     margin = min(rank.margin for rank in report.ranks)
     if report.fits:
         _print(f"memory: fits, with {human_bytes(margin)} to spare on the fullest process")

@@ -11,6 +11,7 @@ from recmill import registry
 from recmill.config.problems import validated
 from recmill.config.sections import Section, key
 from recmill.errors import ConfigError
+from recmill.files.reading import read_small
 from recmill.hardware.cpu import num_cores
 from recmill.hardware.memory import memory_bytes
 
@@ -125,11 +126,11 @@ def read_device(name: str) -> Device:
         fact = registry.unknown("device", name, ["cpu", *DEVICES])
         raise ConfigError(f"--device: {fact} Or give a file: recmill plan --calibrate FILE.toml writes one.")
     try:
-        values = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+        values = tomllib.loads(read_small(Path(name)).decode())
     except FileNotFoundError:
         raise ConfigError(f"--device {name}: no such file. Write one: recmill plan --calibrate {name}.") from None
     except ValueError as error:
-        raise ConfigError(f"--device {name}: not valid TOML: {error}.") from None
+        raise ConfigError(f"--device {name}: {error}. Use a TOML file like those of --calibrate.") from None
     device, problems = validated(Device, values)
     if problems:
         raise ConfigError("\n".join(f"--device {name}: {problem.text}" for problem in problems))

@@ -9,6 +9,7 @@ from recmill import registry
 from recmill.errors import ConfigError
 from recmill.files.reading import read_small
 from recmill.schema import (
+    MAX_TABLE_ROWS,
     SPLITS,
     ClicksDescription,
     Dataset,
@@ -77,8 +78,8 @@ def read_sizes(text: str) -> Sizes:
         rows = [int(part) for part in numbers.replace(",", " ").split()]
     except ValueError as error:
         raise ConfigError(f"--rows {text}: {error}. Give a number for each table.") from None
-    if not rows or min(rows) < 1:
-        raise ConfigError(f"--rows {text}: a table has at least one row. Give a number for each table.")
+    if not rows or min(rows) < 1 or max(rows) > MAX_TABLE_ROWS:
+        raise ConfigError(f"--rows {text}: a table has 1 to {MAX_TABLE_ROWS:,} rows. Give a number for each table.")
     return Sizes(rows)
 
 
