@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import recmill
-from recmill.checkpoints import row_writing
+from recmill.checkpoints import incremental
 from recmill.checkpoints.format import Checkpoint, step_path, verify
 from recmill.commands import import_rows as command
 from recmill.commands.checkpoint import inspect_checkpoint, list_checkpoints
@@ -78,7 +78,7 @@ def test_rows_that_are_written_back_give_the_same_run(
     store: str, trained: dict[str, Path], random_clicks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "_BLOCK_BYTES", 1000)  # 25 rows
-    monkeypatch.setattr(row_writing, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(incremental, "_PIECE_BYTES", 1000)
     before = content(trained[store])
     run = trained[store]
     for number, table in enumerate(("table_C1", "table_C3", "table_C2")):

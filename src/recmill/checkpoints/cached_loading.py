@@ -6,11 +6,9 @@ import numpy as np
 
 from recmill import rng
 from recmill.checkpoints.format import Checkpoint
-from recmill.checkpoints.incremental import dense_pieces
+from recmill.checkpoints.incremental import dense_pieces, pieces_of
 from recmill.checkpoints.row_files import saved_keys, saved_rows
 from recmill.tables.cached_tables import CachedTables
-
-_PIECE_BYTES = 1 << 24
 
 TableKeys = dict[str, tuple[str, list[str]]]  # by table: key of its rows; those of their states that are to be loaded
 
@@ -69,9 +67,7 @@ def _load_dense(checkpoint: Checkpoint, cached: CachedTables, name: str, keys: t
 def _pieces(cached: CachedTables, name: str) -> Iterator[tuple[int, int]]:
     """Yield (first row, rows) of consecutive pieces of this process's shard."""
     shard = cached.shard_of(name)
-    step = max(1, _PIECE_BYTES // cached.cache.layout.value_bytes)
-    for first in range(shard.first_row, shard.first_row + shard.rows, step):
-        yield first, min(step, shard.first_row + shard.rows - first)
+    return pieces_of(shard.rows, cached.cache.layout.value_bytes, shard.first_row)
 
 
 def _first_values(stream: np.uint64, first: int, count: int, dim: int, bound: float) -> np.ndarray:

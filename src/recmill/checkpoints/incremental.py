@@ -15,6 +15,8 @@ from recmill.tables.replicated import ReplicatedTables
 from recmill.tables.table_lookup import TableLookup, fused_lookups
 from recmill.tables.torchrec_internals import LocalShard, ShardKey, is_sharded, local_shards, table_of
 
+_PIECE_BYTES = 1 << 24
+
 
 def has_table_rows(key: str, value: Tensor) -> bool:
     """Return whether a tensor holds a table's rows, or the optimizer state of each of them."""
@@ -96,6 +98,13 @@ def changed_rows(checkpoint: Checkpoint, change: RowChange) -> tuple[Tensor, Ten
     if change.bits == 8:
         rows = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(rows)
     return tensors[change.ids], rows
+
+
+def pieces_of(rows: int, row_bytes: int, first: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield (first row, rows) of consecutive pieces of a few megabytes."""
+    step = max(1, _PIECE_BYTES // row_bytes)
+    for begin in range(first, first + rows, step):
+        yield begin, min(step, first + rows - begin)
 
 
 def dense_pieces(

@@ -138,13 +138,6 @@ def _sizes_of(tables: list[SavedTable], state: dict[str, Tensor]) -> Sizes:
     return {key: (table.rows, *state[key].size()[1:]) for table in tables for key in (table.key, *table.state_keys)}
 
 
-def read_alone(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
-    """Read complete tensors in one process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _read(checkpoint, state)
-
-
 def _read(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
     alone = not dist.is_initialized()
     # Not those without a shard here: torch asks CUDA for their device if the group has a backend for it.

@@ -7,8 +7,9 @@ Such a file ends with all keys of each dynamic table, then when they last occurr
 process (-1: they have none), int64 each.
 """
 
+import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -108,6 +109,66 @@ def saved_rows(directory: Path, file: RowFile) -> "Iterator[tuple[SavedTable, np
                 if table.rows and not 0 <= own.min() <= own.max() < table.rows:
                     raise _disagreement(directory / file.name)
                 yield table, own, weights.reshape(count, -1)[chosen], state.reshape(count, file.state_columns)[chosen]
+
+
+class RecordIndex:
+    """Where the rows of one table are in row files: 8 bytes for each row are in memory, and what is read of them.
+
+    find: returns the number of each row, by its name, or -1 if it is not wanted; `count` is the number of rows.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str, count: int, find: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._records = np.full(count, -1)  # -1: the row has no record
+        self._starts: list[int] = []  # the first record of each chunk
+        self._chunks: list[tuple[np.ndarray, np.ndarray]] = []  # values and states of each chunk, mapped
+        self._files: list[mmap.mmap] = []
+        first = 0
+        for directory, file in checkpoint.row_files:
+            index = next((at for at, table in enumerate(file.tables) if table.name == name), None)
+            if index is None:
+                continue
+            self.dim, self.state_columns = file.dim, file.state_columns
+            if not sum(file.chunks):
+                continue
+            with _opened(directory, file) as content:
+                self._files.append(mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ))
+            starts, offset = _starts(file.tables), 0
+            for size in file.chunks:
+                parts, offset = self._parts(directory / file.name, file, offset, size)
+                tables = parts[0] if file.keys else np.searchsorted(starts, parts[0], side="right") - 1
+                chosen = np.flatnonzero(tables == index)
+                rows = find(parts[1][chosen] if file.keys else parts[0][chosen] - starts[index])
+                if rows.max(initial=-1) >= count:
+                    raise _disagreement(directory / file.name)
+                self._records[rows[rows >= 0]] = first + chosen[rows >= 0]  # the last record of a row counts
+                self._starts.append(first)
+                self._chunks.append((parts[-2].reshape(size, file.dim), parts[-1].reshape(size, file.state_columns)))
+                first += size
+
+    def _parts(self, path: Path, file: RowFile, offset: int, size: int) -> tuple[list[np.ndarray], int]:
+        names = [("int64", size)] * (2 if file.keys else 1)
+        parts: list[np.ndarray] = []
+        for kind, count in [*names, ("float32", size * file.dim), ("float32", size * file.state_columns)]:
+            end = offset + count * np.dtype(kind).itemsize
+            if end > len(self._files[-1]):
+                raise _disagreement(path)
+            parts.append(np.frombuffer(self._files[-1], kind, count, offset) if count else np.empty(0, kind))
+            offset = end
+        return parts, offset
+
+    def read(self, rows: slice | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the values and states of rows, 0 if they have no record, and whether they have one."""
+        records = self._records[rows]
+        values, states = (np.zeros((len(records), n), np.float32) for n in (self.dim, self.state_columns))
+        order = np.argsort(records)
+        edges = np.searchsorted(records[order], [*self._starts, np.iinfo(np.int64).max])
+        for chunk in np.flatnonzero(np.diff(edges)):
+            at = order[edges[chunk] : edges[chunk + 1]]
+            own = records[at] - self._starts[chunk]
+            values[at], states[at] = (part[own] for part in self._chunks[chunk])
+        for file in self._files:
+            file.madvise(mmap.MADV_DONTNEED)  # else all that was ever read counts as memory of this process
+        return values, states, records >= 0
 
 
 def saved_keys(checkpoint: Checkpoint) -> "dict[str, tuple[int, Entries]]":

@@ -5,6 +5,7 @@ last: with the new rows and, of a table that was saved as a tensor, all other ro
 are in memory at a time, and some bytes for each new id.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ import numpy as np
 from recmill import rng
 from recmill.checkpoints import format as on_disk
 from recmill.checkpoints.format import Checkpoint, FileFacts, KeyList, RowFile, SavedTable, WrittenRows
-from recmill.checkpoints.incremental import dense_pieces
+from recmill.checkpoints.incremental import dense_pieces, pieces_of
 from recmill.checkpoints.row_files import saved_keys
 from recmill.checkpoints.safe_reader import described_tensors
 from recmill.errors import CheckpointError
@@ -28,7 +29,8 @@ from recmill.files.timestamps import utc_now
 from recmill.tables.stores.key_table import Entries
 from recmill.tables.torchrec_internals import table_of
 
-_PIECE_BYTES = 1 << 24
+# Other disk, no hard links on the file system, too many of one file, or the file of another user (protected_hardlinks).
+_CANNOT_LINK = {errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EPERM, errno.EACCES}
 
 
 class NewRows(NamedTuple):
@@ -101,9 +103,10 @@ def write_copy(
     partial = on_disk.partial_path(directory, step)
     on_disk.begin(partial)
     if source.base:
-        _link(source.base, directory / source.base.name)
-    files = _link(source.path, partial)
+        _link(source.base, directory / source.base.name, [*_listed(source.base), on_disk.MANIFEST])
+    files = _listed(source.path)
     del files[on_disk.STATE]
+    _link(source.path, partial, files)
     path = partial / f"__written_{len(source.state.row_files)}.rows"
     row_file = _write_row_file(path, source, layout, new_rows, keys)
     files[path.name] = on_disk.file_facts(path)
@@ -120,20 +123,25 @@ def write_copy(
     return Checkpoint(on_disk.commit(partial, state, files), state)
 
 
-def _link(source: Path, target: Path) -> dict[str, FileFacts]:
-    """Link or copy all files that the manifest lists, and for a complete directory the manifest; return the list."""
+def _listed(checkpoint: Path) -> dict[str, FileFacts]:
+    """Return what the manifest says about each file."""
+    files: dict[str, FileFacts] = read_json(checkpoint / on_disk.MANIFEST)["files"]
+    return files
+
+
+def _link(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Link files, or copy them if that is impossible."""
     target.mkdir(exist_ok=True)
-    listed: dict[str, FileFacts] = read_json(source / on_disk.MANIFEST)["files"]
-    is_complete = not target.name.startswith(".")
-    for name in [*listed, on_disk.MANIFEST] if is_complete else listed.keys() - {on_disk.STATE}:
+    for name in names:
         try:
             os.link(source / name, target / name)
-        except OSError:  # another disk, or a file system without hard links
+        except OSError as error:
+            if error.errno not in _CANNOT_LINK:
+                raise
             shutil.copyfile(source / name, target / name)
             with (target / name).open("rb") as file:
                 os.fsync(file.fileno())
     sync_directory(target)
-    return dict(listed)
 
 
 def _write_row_file(
@@ -164,8 +172,7 @@ def _all_rows(source: Checkpoint, layout: TableLayout, new_rows: Iterable[NewRow
     if layout.is_tensor:
         is_kept = np.ones(table.rows, bool)
         is_kept[keys.ids] = False
-        step = max(1, _PIECE_BYTES // layout.record_bytes)
-        pieces = ((first, min(step, table.rows - first)) for first in range(0, table.rows, step))
+        pieces = pieces_of(table.rows, layout.record_bytes)
         for first, values in dense_pieces(source, [table.key, *table.state_keys], pieces):
             rows = values[table.key].numpy()
             kept = np.flatnonzero(is_kept[first : first + len(rows)])

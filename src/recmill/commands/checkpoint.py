@@ -6,6 +6,7 @@
 import math
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from recmill.checkpoints.format import (
 from recmill.commands.assemble import open_trained_directory
 from recmill.commands.keywords import checked_keywords
 from recmill.config.options import given_path
-from recmill.errors import CheckpointError, UserError
+from recmill.errors import CheckpointError, ResourceError, UserError
 
 Facts = dict[str, Any]
 _GROUP_ROWS = 1 << 16  # so that blocks of a few megabytes can be read without reading much more
@@ -113,18 +114,23 @@ def export_rows(run: str | Path, table: str, output: str | Path, *, step: int | 
     A dynamic table has those ids that have a row, with `count` and `steps_ago`, when they last occurred.
     """
     import polars as pl
+    from polars.io.plugins import register_io_source
 
     from recmill.checkpoints.table_rows import rows_of_table
     from recmill.files.atomic import new_file
 
     target = given_path(output, "--output")
     path = chosen_checkpoint(run, step)
-    with held(path):
-        columns = rows_of_table(verify(path), table)
-    frame = pl.DataFrame(columns).sort("id")
-    with new_file(target) as file:
-        frame.write_parquet(file, row_group_size=_GROUP_ROWS)
-    return {"table": table, "rows": len(frame), "path": str(target), "step": step_of(path)}
+    with held(path), new_file(target) as file:
+        found = rows_of_table(verify(path), table)
+        frames = map(pl.DataFrame, found.pieces)
+        first = next(frames)
+        source = register_io_source(lambda *_: chain([first], frames), schema=first.schema)
+        try:
+            source.sink_parquet(file, row_group_size=_GROUP_ROWS)
+        except pl.exceptions.ComputeError as error:
+            raise ResourceError(f"{target}: could not be written ({error}). Is the disk full?") from error
+    return {"table": table, "rows": found.num_rows, "path": str(target), "step": step_of(path)}
 
 
 def _describe_tensor(key: str, tensor: Any, num_ids: dict[str, int]) -> Facts:
