@@ -20,6 +20,10 @@ MODELS = {
     "dlrm": "recmill.models.dlrm",
     "dcnv2": "recmill.models.dcnv2",
     "projection": "recmill.models.projection",
+    "logistic": "recmill.models.logistic",
+    "fm": "recmill.models.fm",
+    "deepfm": "recmill.models.deepfm",
+    "finalmlp": "recmill.models.finalmlp",
     "bert4rec": "recmill.models.bert4rec",
     "sasrec": "recmill.models.sasrec",
 }

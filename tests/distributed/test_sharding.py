@@ -94,6 +94,17 @@ def test_two_ranks_give_the_losses_of_one(dlrm: dict[str, Any], bert4rec: dict[s
         assert losses(run) == pytest.approx(expected, rel=1e-6), run.name
 
 
+@pytest.mark.parametrize("name", ["logistic", "fm", "deepfm", "finalmlp"])
+def test_models_of_fields_give_the_losses_of_one_rank(name: str, dlrm: dict[str, Any], tmp_path: Path) -> None:
+    """Of `logistic`, tables are 4 wide."""
+    model = {"name": name, **({} if name == "logistic" else {"embedding_dim": 8}), "share_tables": {"C1": "C2"}}
+    config = with_optimizer({**dlrm, "model": model}, "adagrad")
+    for size, kind in ((1, "auto"), (2, "row_wise")):
+        group.train({**config, "sharding": {"default": kind}}, tmp_path / f"{size}", procs=size)
+    assert len(losses(tmp_path / "1")) == STEPS
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-6)
+
+
 def test_single_tables_get_their_own_type_by_table_or_feature(
     dlrm: dict[str, Any], tmp_path: Path, one_rank: dict[str, list[float]]
 ) -> None:

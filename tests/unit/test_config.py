@@ -78,7 +78,8 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
         ({**GOOD, "train": 3}, "'train': should be an object, got 3"),
         (
             {"data": {"path": "d"}},
-            "a [model] section with a name is missing. Known: bert4rec, dcnv2, dlrm, projection, sasrec.",
+            "a [model] section with a name is missing. Known: bert4rec, dcnv2, deepfm, dlrm, finalmlp, fm, logistic, "
+            "projection, sasrec.",
         ),
         ({**GOOD, "modle": {}}, "unknown key 'modle'. Did you mean 'model'?"),
         ({**GOOD, "train": {"precision": "bf16"}}, "'train.precision': unknown value 'bf16'."),

@@ -18,7 +18,7 @@ from recmill.protocols import Batch, ModelModule, SequenceModelModule, TaskModul
 from recmill.schema import Dataset
 
 Check = Callable[[Config, Dataset], None]
-_STEPS = 150  # steps in which a model must overfit one batch
+_STEPS = 200  # steps in which a model must overfit one batch
 _TOLERANCE = 1e-3  # between metrics with one and two processes, which add in a different order
 
 

@@ -15,12 +15,12 @@ TASK = "ctr"
 KIND = "clicks"
 
 
-class ClickModelConfig(Section):
+class ClickTablesConfig(Section):
     needs_one_width: ClassVar[bool] = True  # whether all vectors must be equally wide
 
     embedding_dim: PositiveInt = key(16, "Width of the tables and of the dense vector; a multiple of 4.", multiple_of=4)
     embedding_dims: dict[str, Width] = key(
-        {}, "Other widths of single tables, by feature: { C2 = 32 }; multiples of 4. Not for dlrm."
+        {}, "Other widths of single tables, by feature: { C2 = 32 }; multiples of 4. For dcnv2, projection."
     )
     share_tables: dict[str, str] = key(
         {}, "Features that use the table of another one, by name: { C2 = 'C1' }. The dataset may name more."
@@ -34,29 +34,35 @@ class ClickModelConfig(Section):
     table_init_scale: PositiveFloat = key(
         1.0, "Table rows start uniform in +-scale / sqrt(rows); use less than 1 for few samples."
     )
+
+    def contradictions(self) -> list[str]:
+        if not self.needs_one_width:
+            return []
+        return [
+            f"model.embedding_dims.{name} = {width}, but model.embedding_dim is {self.embedding_dim}: this model needs "
+            "vectors of one width, to multiply them. Remove it, or use 'dcnv2' or 'projection'."
+            for name, width in self.embedding_dims.items()
+            if width != self.embedding_dim
+        ]
+
+
+class ClickModelConfig(ClickTablesConfig):
     bottom_mlp: list[PositiveInt] = key(
         [64, 16], "Layer widths over the dense features; the last equals embedding_dim.", min_length=1
     )
     top_mlp: list[PositiveInt] = key([64, 32], "Layer widths over the interactions, before the logit.", min_length=1)
 
     def contradictions(self) -> list[str]:
-        problems = []
+        problems = super().contradictions()
         if self.bottom_mlp[-1] != self.embedding_dim:
             problems.append(
                 f"model.bottom_mlp ends with {self.bottom_mlp[-1]}, but model.embedding_dim is {self.embedding_dim}: "
                 "the dense vector interacts with the tables' vectors. Make them equal."
             )
-        if self.needs_one_width:
-            problems += [
-                f"model.embedding_dims.{name} = {width}, but model.embedding_dim is {self.embedding_dim}: this model "
-                "needs vectors of one width, to multiply them. Remove it, or use 'dcnv2' or 'projection'."
-                for name, width in self.embedding_dims.items()
-                if width != self.embedding_dim
-            ]
         return problems
 
 
-def tables(config: ClickModelConfig, description: ClicksDescription) -> list[TableSpec]:
+def tables(config: ClickTablesConfig, description: ClicksDescription) -> list[TableSpec]:
     """Return the tables, each for a feature and those that share it.
 
     By default rows start uniform in +-sqrt(1 / rows), as in the original DLRM. Raise ConfigError if keys of [model] do
@@ -82,14 +88,14 @@ def width_of_all(config: ClickModelConfig, tables: list[TableSpec]) -> int:
     return config.embedding_dim + sum(table.dim * len(table.features) for table in tables)
 
 
-def averaged(config: ClickModelConfig, description: ClicksDescription) -> set[str]:
+def averaged(config: ClickTablesConfig, description: ClicksDescription) -> set[str]:
     """Return the features whose vectors are averaged over the ids of a row."""
     pooling = {f.name: f.pooling for f in description.sparse} | config.pooling
     return {name for name, kind in pooling.items() if kind == "mean"}
 
 
 def _problems(
-    config: ClickModelConfig, owners: dict[str, str], rows: dict[str, int], padding: Mapping[str, int | None]
+    config: ClickTablesConfig, owners: dict[str, str], rows: dict[str, int], padding: Mapping[str, int | None]
 ) -> Iterator[str]:
     """Yield what does not fit in the keys of single features. `owners`: of the table of each feature."""
     named = {

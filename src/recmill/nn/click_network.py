@@ -1,4 +1,4 @@
-"""The network of every click model. The models differ in their interaction."""
+"""The network of click models with a bottom and a top MLP, which differ in their interaction; and what all share."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,28 @@ class DenseLayers:
     pad_to_multiple_of: int = 1
 
 
-class ClickNetwork(nn.Module):
+class TableNetwork(nn.Module):
+    """What every click model has: its tables, and their vectors in the order of the features.
+
+    `averaged`: features whose vectors are averaged over a row's ids; those of the others are summed.
+    """
+
+    def __init__(self, tables: list[TableSpec], device: torch.device, averaged: Collection[str]) -> None:
+        super().__init__()
+        self._columns = [(feature, table.dim) for table in tables for feature in table.features]
+        self._features = [feature for feature, _ in self._columns]
+        self._averaged = list(averaged)
+        self.tables = pooled_tables(tables, device)
+
+    def bags(self, pooled: KeyedTensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """Return the vectors of all features, side by side: [B, width of all]."""
+        bags = in_order(pooled, self._features)
+        if self._averaged:
+            bags = averaged_over_ids(bags, sparse, self._columns, self._averaged)
+        return bags
+
+
+class ClickNetwork(TableNetwork):
     """Bottom MLP over dense features, pooled tables, their interaction, top MLP, one logit."""
 
     def __init__(
@@ -37,13 +58,8 @@ class ClickNetwork(nn.Module):
         device: torch.device,
         averaged: Collection[str] = (),
     ) -> None:
-        """`averaged`: features whose vectors are averaged over a row's ids; those of the others are summed."""
-        super().__init__()
-        self._columns = [(feature, table.dim) for table in tables for feature in table.features]
-        self._features = [feature for feature, _ in self._columns]
-        self._averaged = list(averaged)
+        super().__init__(tables, device, averaged)
         self._dense_padding = -layers.num_dense % layers.pad_to_multiple_of
-        self.tables = pooled_tables(tables, device)
         self.bottom = mlp(layers.num_dense, layers.bottom_mlp, layers.init, self._dense_padding)
         self.interaction = interaction
         self.top = mlp(interaction.out_features, layers.top_mlp, layers.init, interaction.padding)
@@ -55,10 +71,7 @@ class ClickNetwork(nn.Module):
         if self._dense_padding:
             dense_BF = F.pad(dense_BF, (0, self._dense_padding))
         dense_BD = self.bottom(dense_BF)
-        bags = in_order(pooled, self._features)
-        if self._averaged:
-            bags = averaged_over_ids(bags, sparse, self._columns, self._averaged)
-        return self.logit(self.top(self.interaction(dense_BD, bags))).squeeze(1)
+        return self.logit(self.top(self.interaction(dense_BD, self.bags(pooled, sparse)))).squeeze(1)
 
 
 def pooled_tables(tables: list[TableSpec], device: torch.device) -> EmbeddingBagCollection:
