@@ -96,3 +96,9 @@ def test_validation_that_has_not_improved_for_half_the_run_is_reported_once() ->
     found = [[*advice.after(Position(step=step, best=0.7, best_step=20), 0.6, None)] for step in (69, 70, 90)]
     assert [len(lines) for lines in found] == [0, 1, 0]
     assert found[1][0].startswith("validation has not improved since step 20 (0.7000), for 50% of the run.")
+
+
+def test_a_run_that_patience_ends_is_not_told_to_set_it() -> None:
+    advice = ValidationAdvice(RunSteps(100, 10), patience=5)
+    (text,) = advice.after(Position(step=60, best=0.5, best_step=10), 0.4, None)
+    assert text.endswith("checkpoint.keep_best keeps the best checkpoint, and eval.patience = 5 ends such a run.")

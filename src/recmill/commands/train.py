@@ -366,7 +366,7 @@ def _train(
         for line in run.read_metrics()
         if line.get("split") == "val" and (value := number(line.get(str(line.get("headline"))))) is not None
     }
-    validation_advice = advice.ValidationAdvice(steps, earlier_values)
+    validation_advice = advice.ValidationAdvice(steps, earlier_values, settings.eval.patience)
 
     def evaluate(split: str, at: Position) -> None:
         nonlocal popularity

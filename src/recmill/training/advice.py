@@ -64,8 +64,9 @@ def on_resume(optim: OptimSection, before: RunSteps, now: RunSteps, step: int) -
 class ValidationAdvice:
     """Warnings about validation results, each at most once per run. `earlier`: results by step, before a resume."""
 
-    def __init__(self, steps: RunSteps, earlier: Mapping[int, float] | None = None) -> None:
+    def __init__(self, steps: RunSteps, earlier: Mapping[int, float] | None = None, patience: int = 0) -> None:
         self._steps = steps
+        self._patience = patience  # eval.patience
         self._earlier = earlier or {}
         self._given: set[str] = set()
 
@@ -85,11 +86,16 @@ class ValidationAdvice:
         since_best = at.step - at.best_step
         was_long = 2 * (max(self._earlier, default=0) - at.best_step) >= self._steps.total
         if at.best is not None and 2 * since_best >= self._steps.total and not was_long:
+            end = (
+                f"eval.patience = {self._patience} ends such a run."
+                if self._patience
+                else "eval.patience ends such a run: stop it with Ctrl-C, and resume it with --set eval.patience=3."
+            )
             yield from self._once(
                 "best",
                 f"validation has not improved since step {at.best_step:,} ({at.best:.4f}), for "
                 f"{since_best / self._steps.total:.0%} of the run. checkpoint.keep_best keeps the best checkpoint, and "
-                "eval.patience ends such a run: stop it with Ctrl-C, and resume it with --set eval.patience=3.",
+                + end,
             )
 
     def _once(self, name: str, text: str) -> Iterator[str]:
