@@ -82,6 +82,10 @@ def test_scores_of_the_test_rows_give_the_metrics_of_the_run_without_the_dataset
 
 def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
     new = pl.DataFrame({"tags": [["a", "x"], [], None], "extra": [1, 2, 3], "site": ["s1", "s77", None]})
+    labelled = new.with_columns(click=pl.Series([1.0, None, 0.0]))
+    labelled.write_parquet(trained / "some.parquet")
+    some = recmill.predict(trained / "run", trained / "some.parquet", trained / "some_scores.parquet")
+    assert (some["rows"], some["metrics"]["rows"]) == (3, 2), "rows without a label have a score, too"
     new.write_parquet(trained / "new.parquet")
     found = recmill.predict(trained / "run", trained / "new.parquet", trained / "scores.parquet", keep=["extra"])
     assert "metrics" not in found, "there are no labels"
@@ -91,7 +95,7 @@ def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.Lo
     shares = {(row["feature"], row["kind"]): row["here"] for row in found["features"]}
     assert shares["site", "unseen"] == shares["site", "missing"] == shares["tags", "unseen"] == pytest.approx(1 / 3)
     assert shares["tags", "missing"] == pytest.approx(2 / 3)
-    assert any("site: 33.3 % of the values are unseen, 0.0 %" in message for message in caplog.messages)
+    assert any("site: 33.3 % of the values are unseen, compared with 0.0 %" in message for message in caplog.messages)
 
 
 def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tmp_path: Path) -> None:
@@ -109,6 +113,10 @@ def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tm
     refused(DataError, "row 1, column click: label 'maybe' is neither 0 nor 1")
     source.write_text("site,tags\n")
     refused(DataError, "no rows")
+    pl.DataFrame({"site": ["s1"], "tags": ["a"], "several": [[1, 2]]}).write_parquet(tmp_path / "n.parquet")
+    refused(ConfigError, "--keep several: its values are List", input=tmp_path / "n.parquet", keep=["several"])
+    pl.DataFrame({"site": [["s1"]], "tags": ["a"]}).write_parquet(tmp_path / "n.parquet")
+    refused(DataError, "column site holds lists, and in training it held single values", input=tmp_path / "n.parquet")
     source.write_text("site,tags\ns1,a\n")
     refused(ConfigError, "end it with .parquet or .csv", output=tmp_path / "s.txt")
     refused(DataError, "no column 'nobody'", keep=["nobody"])

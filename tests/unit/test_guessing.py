@@ -100,6 +100,34 @@ def test_columns_that_know_the_label_are_left_out_whether_numbers_or_names(tmp_p
     assert found["hint"] == "categorical", "it only helps"
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([f"201410{day:02d}{hour:02d}" for day in range(1, 21) for hour in range(24)], "%Y%m%d%H"),
+        ([f"201201{day:02d}" for day in range(1, 21)] * 24, "%Y%m%d"),
+        ([str(874_000_000 + 1000 * i) for i in range(480)], "s"),
+        ([f"2024-01-{1 + i % 28:02d} 0{i % 9}:00" for i in range(480)], "iso"),
+    ],
+)
+def test_formats_of_times_are_told_apart(tmp_path: Path, values: list[str], expected: str) -> None:
+    pl.DataFrame({"click": [0, 1] * 240, "site": ["a", "b", "b"] * 160, "time": values}).write_csv(tmp_path / "log.csv")
+    recmill.guess_schema(tmp_path / "log.csv", "click", tmp_path / "clicks.toml")
+    schema = load_schema(tmp_path / "clicks.toml")
+    assert schema.time is not None
+    assert schema.time.format == expected
+
+
+def test_a_label_of_yes_and_no_and_names_that_only_look_like_amounts(tmp_path: Path) -> None:
+    frame = drawn().with_columns(
+        click=pl.when(pl.col("click") == 1).then(pl.lit("Yes")).otherwise(pl.lit("No")),
+        page=pl.int_range(ROWS) % 30,
+        bid=(pl.int_range(ROWS) % 97) / 10,
+    )
+    found = guessed(frame, tmp_path)
+    assert (found["page"], found["bid"]) == ("categorical", "numeric")
+    assert load_schema(next(tmp_path.glob("*.toml"))).label.positive == ["Yes"]
+
+
 def test_the_label_is_never_guessed_but_likely_ones_are_named(tmp_path: Path) -> None:
     drawn().write_csv(tmp_path / "log.csv")
     with pytest.raises(ConfigError, match=r"--label is missing: .* Likely: click\."):
@@ -127,7 +155,7 @@ def test_lists_and_dates_of_parquet_are_recognized(tmp_path: Path) -> None:
         "click",
         when=pl.datetime_range(pl.datetime(2024, 1, 1), pl.datetime(2024, 3, 1), eager=False, interval="1h").head(1)
         .repeat_by(ROWS).explode() + pl.duration(hours=pl.int_range(ROWS)),
-        items=pl.concat_list(pl.col("C14"), pl.col("C15")),
+        items=pl.concat_list(pl.int_range(ROWS), pl.col("C15")),
     )  # fmt: skip
     frame.write_parquet(tmp_path / "log.parquet")
     found = recmill.guess_schema(tmp_path / "log.parquet", "click")

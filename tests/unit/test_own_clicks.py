@@ -62,6 +62,9 @@ def arrays(path: Path, split: str = "train") -> tuple[np.ndarray, np.ndarray, np
 
 
 BY_FOLD = {"by": "column", "column": "fold", "val": ["v"], "test": ["t"]}
+GOOD = "click,fold,site,price\n" + "1,,a,1\n0,,a,2\n" * 3 + "0,v,a,1\n1,v,a,1\n0,t,a,1\n1,t,a,1\n"
+SITE = {"column": "site", "type": "categorical"}
+PRICE = {"column": "price", "type": "numeric"}
 # Two rows with both labels for val and test, whose values training must not learn from.
 HELD_OUT = """
     0,v,zebra,900
@@ -154,6 +157,47 @@ def test_a_list_may_share_the_table_of_another_feature(prepared: Prepare) -> Non
     assert arrays(path)[1].tolist() == [[seven, eight, seven], [eight, 0, 0], [seven, 0, 0]]
     assert arrays(path, "val")[1].tolist() == [[seven, 1, 0], [seven, seven, 0]]
     assert [(f.rows, f.share_table) for f in open_dataset(path).clicks.sparse] == [(4, None), (4, "item")]
+
+
+def test_features_share_a_table_of_hashes_and_one_value_may_be_the_limit(prepared: Prepare) -> None:
+    log = GOOD.replace("1,,a,1", "1,,a b a,1")
+    features = [
+        {"column": "site", "type": "categorical", "ids": "hash", "table_size": 50},
+        {"name": "words", "column": "site", "type": "categorical", "separator": " ", "share_table": "site"},
+        {"name": "first", "column": "site", "type": "categorical", "separator": " ", "max_values": 1},
+    ]
+    path = prepared(log, split=BY_FOLD, feature=features)
+    a, b, both = hashed(pl.Series(["a", "b", "a b a"]), "site", 50).tolist()
+    assert arrays(path)[1][:2].tolist() == [[both, a, b, a, 2], [a, a, 0, 0, 2]]
+    assert [f.rows for f in open_dataset(path).clicks.sparse] == [50, 50, 3]
+
+
+def test_a_bad_row_is_named_by_its_number_in_the_file_whatever_its_split(prepared: Prepare) -> None:
+    log = "click,price,site\n" + "".join(f"{i % 2},{'bad' if i == 70 else i},a\n" for i in range(100))
+    with pytest.raises(DataError, match="row 71, column price: 'bad' is not a number"):
+        prepared(log, split={"by": "random", "val": 0.3, "test": 0.3}, feature=[SITE, PRICE])
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "hour"),
+    [
+        ("%y%m%d%H", "14102107", 7),
+        ("%d.%m.%Y %T", "21.10.2014 07:30:00", 7),
+        ("%Y%m%d", "20141021", 0),
+        ("ms", "25200000", 7),
+    ],
+)
+def test_formats_of_times_keep_the_hour(prepared: Prepare, form: str, text: str, hour: int) -> None:
+    log = "click,fold,when\n" + "".join(f"{click},{fold},{text}\n" for fold in ("", "v", "t") for click in (0, 1))
+    features = [{"name": "hour", "type": "time", "part": "hour"}]
+    path = prepared(log, split=BY_FOLD, time={"column": "when", "format": form}, feature=features)
+    assert arrays(path)[1].tolist() == [[hour + 1], [hour + 1]]
+
+
+def test_fields_in_quotes_are_read_with_any_separator(prepared: Prepare) -> None:
+    log = "click;fold;site\n" + "".join(f'{click};{fold};"a;""b"\n' for fold in ("", "v", "t") for click in (0, 1))
+    path = prepared(log, input={"separator": ";"}, split=BY_FOLD, feature=[SITE])
+    assert pl.read_parquet(path / "vocabulary_site.parquet")["value"].to_list() == [None, None, 'a;"b']
 
 
 @pytest.mark.parametrize("place", ["label", "split", "cross"])
@@ -292,11 +336,6 @@ def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
         assert encoded.labels.tolist() == labels.tolist()
 
 
-GOOD = "click,fold,site,price\n" + "1,,a,1\n0,,a,2\n" * 3 + "0,v,a,1\n1,v,a,1\n0,t,a,1\n1,t,a,1\n"
-SITE = {"column": "site", "type": "categorical"}
-PRICE = {"column": "price", "type": "numeric"}
-
-
 @pytest.mark.parametrize(
     ("old", "new", "schema", "expected"),
     [
@@ -331,6 +370,10 @@ def test_bad_rows_are_named_and_leave_nothing(
         ({"feature": [{"column": "site", "type": "categorial"}]}, "Did you mean 'categorical'"),
         ({"feature": [SITE, SITE]}, "feature 'site': the name occurs twice"),
         ({"feature": [{**SITE, "ids": "hash"}]}, "feature.site.ids = 'hash' needs table_size"),
+        (
+            {"feature": [SITE, {"name": "b", **SITE, "share_table": "site", "table_size": 9}]},
+            "feature.b.table_size: its table is that of 'site'. Set it there.",
+        ),
         ({"feature": [{**SITE, "share_table": "price"}]}, "'price' is no categorical feature with a table"),
         ({"feature": [{"column": "click", "type": "categorical"}]}, "'click' is the label"),
         ({"split": {"by": "column"}}, "split.column and split.by = 'column' go together"),

@@ -37,7 +37,7 @@ _FEW = 0.01  # smaller shares are not worth a warning
 class Options(Section):
     input: str = flag(..., "The rows: a file, or a pattern in quotes; text as the schema says, or Parquet.")
     output: str = flag(..., "The file to write, .parquet or .csv: the columns of --keep, and the score.")
-    keep: list[str] | None = flag(None, "Columns of --input to copy, with commas.")
+    keep: list[str] | None = flag(None, "Columns of --input to copy, separated by commas.")
     logit: bool = flag(False, "Write the logit, too, in column 'logit'.")
     checkpoint: Which = None
     fallback: Fallback = False
@@ -105,7 +105,7 @@ class Predictor:
         network = self._network  # imports torch in the fast way
         import torch
 
-        encoded = self.encoder.encode(rows, with_labels)
+        encoded = self.encoder.encode(rows, with_labels, may_be_missing=True)
         found = [np.empty(0, np.float32)]
         with torch.no_grad(), quiet_libraries():
             for start in range(0, len(encoded), _ROWS_AT_ONCE):
@@ -126,6 +126,7 @@ class Predictor:
         from polars.io.plugins import register_io_source
 
         from recmill.datasets.compressed import forecast_rows
+        from recmill.datasets.own_clicks.encoding import Tally
         from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files, read, schema_of
 
         schema = self.encoder.recipe.log
@@ -139,7 +140,12 @@ class Predictor:
         columns = [*needed, *([schema.label.column] if has_labels and schema.label.column not in needed else [])]
         types = schema_of(files[0], schema.input, kept)
         types |= {"score": pl.Float32()} | ({"logit": pl.Float32()} if options.logit else {})
+        if nested := [name for name, kind in types.items() if kind.is_nested() and output.suffix == ".csv"]:
+            raise ConfigError(
+                f"--keep {nested[0]}: its values are {types[nested[0]]}, which .csv cannot hold. Use .parquet."
+            )
         metrics = BinaryMetrics()
+        self.encoder.tally = Tally()
         total = 0 if files[0].suffix == ".parquet" else sum(map(forecast_rows, files))
 
         def frames(*_: object) -> Iterator[pl.DataFrame]:
@@ -159,8 +165,12 @@ class Predictor:
                 raise ResourceError(
                     f"{output}: could not be written ({error}). Is the disk full? Free some space and run it again."
                 ) from error
-        tally = self.encoder.tally
-        result: dict[str, Any] = {"rows": tally.rows, "output": str(output), "features": self.drift()}
+        shares = self.shares()
+        for found in shares:
+            if found["here"] > max(_DRIFT * found["training"], _FEW):
+                text = "%s: %.1f %% of the values are %s, compared with %.1f %% in training"
+                log.warning(text, found["feature"], 100 * found["here"], found["kind"], 100 * found["training"])
+        result: dict[str, Any] = {"rows": self.encoder.tally.rows, "output": str(output), "features": shares}
         return result | ({"metrics": _values(metrics)} if has_labels else {})
 
     def _scored(self, rows: "RawRows", logits: np.ndarray, options: Options) -> "pl.DataFrame":
@@ -170,7 +180,7 @@ class Predictor:
         scores = {"score": sigmoid(logits).astype(np.float32)} | ({"logit": logits} if options.logit else {})
         return pl.DataFrame({**kept, **scores})
 
-    def drift(self) -> list[dict[str, Any]]:
+    def shares(self) -> list[dict[str, Any]]:
         """Return for each feature the shares of missing, unseen and clipped values, here and in the training rows."""
         found = []
         trained = self.encoder.recipe.tally
@@ -178,11 +188,8 @@ class Predictor:
             before = trained.get(feature, {})
             for kind, count in counts.items():
                 here = count / max(self.encoder.tally.rows, 1)
-                then = before.get(kind, 0) / max(trained.get("", {}).get("rows", 0), 1)
+                then = before.get(kind, 0) / max(self.encoder.recipe.training_rows, 1)
                 found.append({"feature": feature, "kind": kind, "here": here, "training": then})
-                if here > max(_DRIFT * then, _FEW):
-                    text = "%s: %.1f %% of the values are %s, %.1f %% of the training rows' were"
-                    log.warning(text, feature, 100 * here, kind, 100 * then)
         return found
 
 

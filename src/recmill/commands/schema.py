@@ -17,7 +17,8 @@ class Options(Section):
 
 @checked_keywords
 def guess_schema(input: str | Path, label: str | None = None, output: str | Path | None = None) -> dict[str, Any]:
-    """Return {"schema": the text of the schema, "columns": [{"column", "guess", "why"}, ...]}; write it to `output`.
+    """Return {"schema": the text of the schema, "columns": [{"column", "guess", "why"}, ...], "output": where it
+    was written}.
 
     The guesses are made from the first rows of each file, 40,000 in all. The label is never guessed.
     """
@@ -25,12 +26,12 @@ def guess_schema(input: str | Path, label: str | None = None, output: str | Path
     from recmill.datasets.own_clicks.reading import found_files
 
     path = new_path(output, "--output") if output is not None else None
-    section, guesses = guess(found_files(str(input)), label)
+    section, clicks, guesses = guess(found_files(str(input)), label)
     assert label
-    text = as_toml(section, label, guesses)
+    text = as_toml(section, clicks, guesses)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
-    rows = [{"column": label, "guess": "label", "why": "as --label says"}]
+    rows = [{"column": label, "guess": "label", "why": f"clicks: {', '.join(clicks.positive) or '1, true'}"}]
     rows += [{"column": found.column, "guess": found.kind, "why": found.why} for found in guesses]
     return {"schema": text, "columns": rows, "output": str(path) if path else None}

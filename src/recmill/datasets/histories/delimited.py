@@ -76,6 +76,7 @@ class Table:
     separator: str
     columns: list[str] | None = None
     bad_rows: BadRows | None = None
+    quotes: bool | None = None  # whether fields may be in double quotes; None: with commas they may
 
     def rows(self, *fields: Field) -> Iterator[pl.DataFrame]:
         """Yield frames of these fields in file order; dates become microseconds since 1970."""
@@ -125,7 +126,7 @@ class Table:
 
     @property
     def _has_quotes(self) -> bool:
-        return self.separator == ","
+        return self.separator == "," if self.quotes is None else self.quotes
 
     @property
     def _one_byte_separator(self) -> str:

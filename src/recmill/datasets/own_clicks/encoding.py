@@ -27,7 +27,7 @@ from recmill.datasets.own_clicks.schema import (
     NumericFeature,
     TableFeature,
 )
-from recmill.datasets.own_clicks.values import RawRows, labels, numbers, single_texts, texts, times
+from recmill.datasets.own_clicks.values import RawRows, labels, numbers, several_texts, single_texts, texts, times
 from recmill.errors import DataError
 from recmill.schema import SparseFeature
 
@@ -50,6 +50,7 @@ class Learned(BaseModel):
     scale: float = 1.0
     boundaries: list[float] = []
     ids_per_row: int = 1
+    has_lists: bool = False  # a row may have several values, or none
 
 
 class Recipe(BaseModel):
@@ -57,6 +58,7 @@ class Recipe(BaseModel):
 
     log: ClicksSchema
     learned: dict[str, Learned]  # by feature
+    training_rows: int = 0
     tally: dict[str, dict[str, int]] = {}  # of the training rows: see Tally
 
 
@@ -70,9 +72,6 @@ class Tally:
     def add(self, feature: str, **found: np.ndarray) -> None:
         self.counts.setdefault(feature, Counter()).update({name: int(is_so.sum()) for name, is_so in found.items()})
 
-    def to_json(self) -> dict[str, dict[str, int]]:
-        return {"": {"rows": self.rows}, **{name: dict(counts) for name, counts in self.counts.items()}}
-
 
 def load_recipe(directory: Path) -> Recipe:
     """Read recipe.json in `directory`, whose vocabularies are beside it."""
@@ -85,8 +84,15 @@ def load_recipe(directory: Path) -> Recipe:
         raise DataError(f"{path}: corrupt ({error.errors()[0]['msg']}). Prepare the dataset again.") from None
 
 
+def table_of(log: ClicksSchema, feature: CategoricalFeature) -> CategoricalFeature:
+    """Return the feature whose vocabulary and table this one uses: another one, or itself."""
+    found = next(f for f in log.tables if f.name == owner(feature))
+    assert isinstance(found, CategoricalFeature)
+    return found
+
+
 def owner(feature: TableFeature) -> str:
-    """Return the feature whose vocabulary and table this one uses."""
+    """Return the name of the feature whose table this one uses."""
     return (feature.share_table if isinstance(feature, CategoricalFeature) else "") or feature.name
 
 
@@ -99,8 +105,8 @@ class Encoder:
         self._directory = directory
         self._vocabularies: dict[str, pl.Enum] = {}
 
-    def encode(self, rows: RawRows, with_labels: bool = True) -> ClickRows:
-        """Return the rows in their order; without labels, all labels are NO_LABEL."""
+    def encode(self, rows: RawRows, with_labels: bool = True, may_be_missing: bool = False) -> ClickRows:
+        """Return the rows in their order, with NO_LABEL where there is no label."""
         log = self.recipe.log
         self.tally.rows += len(rows)
         dense = [values for feature in log.numeric for values in self._numbers(rows, feature)]
@@ -108,16 +114,16 @@ class Encoder:
         return ClickRows(
             np.stack(dense, axis=1).astype(np.float32) if dense else np.empty((len(rows), 0), np.float32),
             np.concatenate(ids, axis=1),
-            labels(rows, log) if with_labels else np.full(len(rows), NO_LABEL, np.int32),
+            labels(rows, log, may_be_missing) if with_labels else np.full(len(rows), NO_LABEL, np.int32),
         )
 
     def sparse_features(self) -> list[SparseFeature]:
         """Return the features with tables, as dataset.json describes them."""
         made = []
         learned = self.recipe.learned
-        with_bags = {owner(f) for f in self.recipe.log.tables if learned[f.name].ids_per_row > 1}
+        with_bags = {owner(f) for f in self.recipe.log.tables if learned[f.name].has_lists}
         for feature in self.recipe.log.tables:
-            is_bag = learned[feature.name].ids_per_row > 1
+            is_bag = learned[feature.name].has_lists
             made.append(
                 SparseFeature(
                     name=feature.name,
@@ -142,7 +148,7 @@ class Encoder:
         """Return int64 [rows, ids per row]."""
         if isinstance(feature, CategoricalFeature):
             given = texts(rows, feature.column, self.recipe.log.input.missing)
-            return self._looked_up(given, feature)
+            return self._looked_up(rows, given, feature)
         if isinstance(feature, CrossFeature):
             parts = [single_texts(rows, column, self.recipe.log.input.missing) for column in feature.columns]
             joined = pl.DataFrame({str(i): part for i, part in enumerate(parts)}).select(
@@ -160,21 +166,24 @@ class Encoder:
             return ids[:, None].astype(np.int64)
         return 1 + time_parts(times(rows, self.recipe.log), feature.part)[:, None]
 
-    def _looked_up(self, given: pl.Series, feature: CategoricalFeature) -> np.ndarray:
-        if feature.separator and given.dtype == pl.String:
-            missing = self.recipe.log.input.missing
-            given = given.str.split(feature.separator).list.eval(pl.element().filter(~pl.element().is_in(missing)))
-        if given.dtype == pl.String:
+    def _looked_up(self, rows: RawRows, given: pl.Series, feature: CategoricalFeature) -> np.ndarray:
+        given = several_texts(given, feature, self.recipe.log.input.missing)
+        learned = self.recipe.learned[feature.name]
+        if learned.has_lists != isinstance(given.dtype, pl.List):
+            kinds = ("lists", "single values") if learned.has_lists else ("single values", "lists")
+            fact = f"column {feature.column} holds {kinds[1]}, and in training it held {kinds[0]}"
+            raise DataError(f"{rows.file}: {fact}. Give it the form that it had in training.")
+        if not learned.has_lists:
             ids = self._ids_of(given, feature)
             self.tally.add(feature.name, missing=ids == MISSING, unseen=ids == UNSEEN)
             return ids[:, None]
-        size = self.recipe.learned[feature.name].ids_per_row
+        size = learned.ids_per_row
         lengths = given.list.len().fill_null(0).cast(pl.Int64).to_numpy()
         kept = given.list.head(size)
-        numbers_kept = np.minimum(lengths, size)
-        flat = self._ids_of(kept.filter(pl.Series(numbers_kept > 0)).explode(), feature)
-        row_of = np.repeat(np.arange(len(given)), numbers_kept)
-        place = np.arange(len(flat)) - np.repeat(np.cumsum(numbers_kept) - numbers_kept, numbers_kept)
+        kept_lengths = np.minimum(lengths, size)
+        flat = self._ids_of(kept.filter(pl.Series(kept_lengths > 0)).explode(), feature)
+        row_of = np.repeat(np.arange(len(given)), kept_lengths)
+        place = np.arange(len(flat)) - np.repeat(np.cumsum(kept_lengths) - kept_lengths, kept_lengths)
         ids = np.full((len(given), size), MISSING, np.int64)
         ids[row_of, place] = flat
         self.tally.add(feature.name, missing=lengths == 0, unseen=(ids == UNSEEN).any(axis=1), clipped=lengths > size)
@@ -182,15 +191,11 @@ class Encoder:
 
     def _ids_of(self, given: pl.Series, feature: CategoricalFeature) -> np.ndarray:
         learned = self.recipe.learned[owner(feature)]
-        if self._of_hashes(feature):
+        if table_of(self.recipe.log, feature).ids == "hash":
             return hashed(given, owner(feature), learned.rows)
         codes = given.cast(self._vocabulary(owner(feature)), strict=False).to_physical().cast(pl.Int64)
         ids = codes.fill_null(UNSEEN - FIRST_VALUE).to_numpy() + FIRST_VALUE
         return np.where(given.is_null().to_numpy(), MISSING, ids)
-
-    def _of_hashes(self, feature: CategoricalFeature) -> bool:
-        of_table = next(f for f in self.recipe.log.tables if f.name == owner(feature))
-        return isinstance(of_table, CategoricalFeature) and of_table.ids == "hash"
 
     def _vocabulary(self, name: str) -> pl.Enum:
         if name not in self._vocabularies:

@@ -3,6 +3,7 @@
 import csv
 import re
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import polars as pl
 import tomli_w
 
 from recmill.datasets.compressed import read_blocks
-from recmill.datasets.own_clicks.reading import columns_of, read
-from recmill.datasets.own_clicks.schema import InputSection
+from recmill.datasets.own_clicks.reading import check_columns, columns_of, read
+from recmill.datasets.own_clicks.schema import InputSection, LabelSection
+from recmill.datasets.own_clicks.values import CLICK, NO_CLICK, parsed_times
 from recmill.errors import ConfigError, DataError
 from recmill.metrics.auc import auroc
 
@@ -20,15 +22,19 @@ SAMPLE_ROWS = 40_000
 _SEPARATORS = [",", "\t", ";", "|", "::"]
 _INNER = ["|", ";", "^", ",", " "]  # between the values of one field
 _LABELS = re.compile(r"(is_?)?(click(ed)?|label|target|y|conversion|converted|purchase[d]?)", re.I)
-_IDS = re.compile(r".*(id|code|type|category|zip|C\d+)", re.I)
-_AMOUNTS = re.compile(r".*(count|price|amount|age|num|number|duration|seconds|score|rating|size|length|I\d+)", re.I)
+_IDS = re.compile(r"(.*_)?(id|code|type|category|zip)|.*[a-z]Id|C\d+", re.I)
+_AMOUNTS = re.compile(
+    r"(.*_)?(count|price|amount|age|num|number|quantity|duration|seconds|days|score|rating|size|length)|I\d+", re.I
+)
 _OWN_ID = 0.95  # a larger share of different values is the row's own id
-_MANY = 1000
+_FEW = 10  # whole numbers with no more different values are names, whatever they are called
 _KNOWS_LABEL = 0.99
+_LISTS = "lists"
 _EPOCHS = {9: ("s", 1), 10: ("s", 1), 13: ("ms", 1000), 16: ("us", 1_000_000)}  # digits of a time since 1970
+_FORMATS = {8: ["%Y%m%d", "%y%m%d%H"], 10: ["%Y%m%d%H"]}  # by digits
 _YEARS = (631_152_000, 2_208_988_800)  # 1990 to 2040, in seconds
 _TIMES = re.compile(r".*(time|date|stamp).*", re.I)
-_FORMATS = ["%y%m%d%H", "%Y%m%d%H", "%Y%m%d"]
+_YES = ["yes", "y", "t", "click", "clicked"]
 
 
 @dataclass
@@ -47,9 +53,9 @@ class Guess:
         return self.features[0]["type"] if self.features else "left out"
 
 
-def guess(files: list[Path], label: str | None) -> tuple[InputSection, list[Guess]]:
-    """Return how to read the files, and a guess for every column but the label."""
-    section = InputSection() if files[0].suffix == ".parquet" else InputSection(separator=_separator(files[0]))
+def guess(files: list[Path], label: str | None) -> tuple[InputSection, LabelSection, list[Guess]]:
+    """Return how to read the files, what is a click, and a guess for every column but the label."""
+    section = InputSection() if files[0].suffix == ".parquet" else _separated(files[0])
     columns = columns_of(files[0], section)
     _check_header(files[0], columns, section)
     sample = _sample(files, section, columns)
@@ -58,21 +64,22 @@ def guess(files: list[Path], label: str | None) -> tuple[InputSection, list[Gues
     if label not in columns:
         raise DataError(f"{files[0]}: no column '{label}'; it has {', '.join(columns)}. Correct --label.")
     texts = {name: _text(sample[name], section.missing) for name in columns}
-    is_click = _clicks(texts[label])
+    clicks = _clicks(label, texts[label])
+    is_click = texts[label].fill_null("").is_in([*CLICK, *clicks.positive]).to_numpy()
     guesses = [_column(name, sample[name], texts[name], is_click) for name in columns if name != label]
     times = [found for found in guesses if found.time_format]
     for other in times[1:]:
         other.time_format, other.features, other.why = "", [], f"another time than {times[0].column}; add it by hand"
-    return section, guesses
+    return section, clicks, guesses
 
 
-def as_toml(section: InputSection, label: str, guesses: list[Guess]) -> str:
+def as_toml(section: InputSection, label: LabelSection, guesses: list[Guess]) -> str:
     """Return the schema as a file to edit, with the reason of every guess."""
     by_time = next((found for found in guesses if found.time_format), None)
     parts = ["# Guessed from a sample of the rows: check every line. Keys: docs/own-data.md\nformat = 1\n"]
     if changed := section.model_dump(exclude_defaults=True):
         parts.append(tomli_w.dumps({"input": changed}))
-    parts.append(tomli_w.dumps({"label": {"column": label}}))
+    parts.append(tomli_w.dumps({"label": label.model_dump(exclude_defaults=True)}))
     if by_time:
         parts.append(tomli_w.dumps({"time": {"column": by_time.column, "format": by_time.time_format}}))
     parts.append(tomli_w.dumps({"split": {"by": "time" if by_time else "rows", "val": 0.1, "test": 0.1}}))
@@ -83,24 +90,26 @@ def as_toml(section: InputSection, label: str, guesses: list[Guess]) -> str:
     return "\n".join(parts)
 
 
-def _separator(file: Path) -> str:
-    """Return the separator that occurs equally often in each of the first lines."""
+def _separated(file: Path) -> InputSection:
+    """Return the separator that divides each of the first lines into the same number of fields, the most of them."""
     text = next(read_blocks(file, 1 << 18), b"").decode("utf-8", "replace")
-    lines = text.splitlines()[: 1000 if text.endswith("\n") else -1][:1000]
-    counts = {}
-    for separator in _SEPARATORS:
+    lines = text.splitlines()[: None if text.endswith("\n") else -1][:1000]
+    counts: dict[tuple[str, bool], int] = {}
+    for separator, quotes in product(_SEPARATORS, (True, False)):
         if len(separator) == 1:
-            fields = {len(row) for row in csv.reader(lines, delimiter=separator)}
+            rows = csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE)
+            fields = {len(row) for row in rows}
         else:
             fields = {line.count(separator) + 1 for line in lines}
         if len(fields) == 1 and max(fields) > 1:
-            counts[separator] = max(fields)
+            counts[separator, quotes] = max(fields)
     if not counts:
         raise DataError(
             f"{file}: none of {', '.join(map(repr, _SEPARATORS))} divides each of its first lines into the same number "
             "of fields. Write a schema by hand (docs/own-data.md), or correct the file."
         )
-    return max(counts, key=lambda separator: counts[separator])
+    separator, quotes = max(counts, key=lambda found: counts[found])
+    return InputSection(separator=separator, quotes=quotes)
 
 
 def _check_header(file: Path, columns: list[str], section: InputSection) -> None:
@@ -115,14 +124,20 @@ def _check_header(file: Path, columns: list[str], section: InputSection) -> None
 def _sample(files: list[Path], section: InputSection, columns: list[str]) -> pl.DataFrame:
     """Return the first rows of every file, SAMPLE_ROWS together."""
     per_file = max(SAMPLE_ROWS // len(files), 1)
-    parts = []
+    check_columns(files, section, columns)
+    parts: list[pl.DataFrame] = []
     for file in files:
         found: list[pl.DataFrame] = []
         for rows in read(file, section, columns):
             found.append(rows.frame)
             if sum(map(len, found)) >= per_file:
                 break
+        if not found:
+            raise DataError(f"{file}: no rows. Leave it out of --input.")
         parts.append(pl.concat(found).head(per_file))
+        if differing := [name for name in columns if parts[-1].schema[name] != parts[0].schema[name]]:
+            kinds = f"{parts[-1].schema[differing[0]]}, and in {files[0]} {parts[0].schema[differing[0]]}"
+            raise DataError(f"{file}: column {differing[0]} holds {kinds}. Make them the same.")
     return pl.concat(parts)
 
 
@@ -140,14 +155,17 @@ def _which_label(sample: pl.DataFrame) -> str:
     return f"--label is missing: name the column that says whether a row was clicked. {hint}"
 
 
-def _clicks(label: pl.Series) -> np.ndarray | None:
-    """Return which rows are clicks, if the label is plain enough to tell."""
-    lower = label.fill_null("").str.to_lowercase()
-    is_click = lower.is_in(["1", "true", "yes"]).to_numpy()
-    return is_click if 0 < is_click.sum() < len(is_click) else None
+def _clicks(name: str, label: pl.Series) -> LabelSection:
+    """Return what is a click: 1 and true need not be named. Of other labels, only a plain yes is understood."""
+    found = label.drop_nulls().unique().sort().to_list()
+    known = {*CLICK, *NO_CLICK}
+    yes = [value for value in found if value.lower() in _YES]
+    if len(found) == 2 and len(yes) == 1 and not known >= {value.lower() for value in found}:
+        return LabelSection(column=name, positive=yes)
+    return LabelSection(column=name)
 
 
-def _column(name: str, column: pl.Series, text: pl.Series, is_click: np.ndarray | None) -> Guess:
+def _column(name: str, column: pl.Series, text: pl.Series, is_click: np.ndarray) -> Guess:
     filled = text.drop_nulls()
     distinct = filled.n_unique()
     rows = f"{len(column):,} rows"
@@ -157,17 +175,18 @@ def _column(name: str, column: pl.Series, text: pl.Series, is_click: np.ndarray 
         parts = [{"name": f"{name}_{part}", "type": "time", "part": part} for part in ("hour", "weekday")]
         return Guess(name, f"times ({form})", parts, form)
     made = _feature(name, column, filled, distinct)
-    if made.kind != "numeric" and "separator" not in made.features[0] and distinct > _OWN_ID * len(filled):
+    is_plain = made.kind == "categorical" and made.why != _LISTS and "separator" not in made.features[0]
+    if is_plain and distinct > _OWN_ID * len(filled):
         return Guess(name, f"{distinct:,} different values in {rows}: it looks like the row's own id")
-    if is_click is not None and (area := _area(made, text, is_click)) > _KNOWS_LABEL:
-        return Guess(name, f"it knows the label: alone it reaches an AUROC of {area:.3f}")
+    if 0 < is_click.sum() < len(is_click) and (alone := _auroc_of(made, text, is_click)) > _KNOWS_LABEL:
+        return Guess(name, f"it gives the label away: alone it reaches an AUROC of {alone:.3f}")
     return made
 
 
 def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> Guess:
     plain = {"column": name, "type": "categorical"}
     if isinstance(column.dtype, pl.List):
-        return Guess(name, "lists", [plain])
+        return Guess(name, _LISTS, [plain])
     numbers = filled.str.strip_chars().cast(pl.Float64, strict=False)
     if numbers.null_count():
         if inner := _inner_separator(filled, distinct):
@@ -175,11 +194,7 @@ def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> 
         return Guess(name, f"text, {distinct:,} different values", [plain])
     has_decimals = bool(filled.str.contains(r"[.eE]").any()) or column.dtype.is_float()
     is_amount = bool(_AMOUNTS.fullmatch(name)) and not _IDS.fullmatch(name)
-    if (
-        not has_decimals
-        and not (is_amount and distinct > 10)
-        and (_IDS.fullmatch(name) or distinct <= _MANY or not is_amount)
-    ):
+    if not has_decimals and not (is_amount and distinct > _FEW):
         return Guess(name, f"whole numbers, {distinct:,} different values", [plain])
     values = numbers.to_numpy()
     is_skewed = values.min() >= 0 and values.mean() > 1.5 * max(float(np.median(values)), 1e-9)
@@ -201,19 +216,16 @@ def _time_format(column: pl.Series, filled: pl.Series) -> str:
     if isinstance(column.dtype, pl.Date | pl.Datetime):
         return "iso"
     digits = filled.str.len_chars()
+    length = int(digits[0])
     if filled.str.contains(r"^\d+$").all():
-        length = int(digits[0])
-        if (digits == length).all() and length in _EPOCHS and (length > 9 or _TIMES.fullmatch(column.name)):
-            unit, factor = _EPOCHS[length]
-            seconds = filled.cast(pl.Int64) // factor
-            return unit if seconds.is_between(*_YEARS).all() else ""
-        for form in _FORMATS:
-            padded, wanted = (filled + " 00", f"{form} %M") if "%H" in form else (filled, form)
-            dtype = pl.Datetime("us") if "%H" in form else pl.Date()
-            parsed = padded.str.strptime(dtype, wanted, strict=False)
-            if (digits == len(filled[0])).all() and length in (8, 10) and not parsed.null_count():
+        if not (digits == length).all():
+            return ""
+        for form in _FORMATS.get(length, []):
+            if _is_recent(parsed_times(filled, form) // 1_000_000):
                 return form
-        return ""
+        unit, factor = _EPOCHS.get(length, ("", 1))
+        is_named = length > 9 or _TIMES.fullmatch(column.name)
+        return unit if unit and is_named and _is_recent(filled.cast(pl.Int64) // factor) else ""
     if not filled.str.contains(r"^\d{4}-\d{2}-\d{2}").all():
         return ""
     try:
@@ -222,7 +234,11 @@ def _time_format(column: pl.Series, filled: pl.Series) -> str:
         return ""
 
 
-def _area(made: Guess, text: pl.Series, is_click: np.ndarray) -> float:
+def _is_recent(seconds: pl.Series) -> bool:
+    return not seconds.null_count() and seconds.is_between(*_YEARS).all()
+
+
+def _auroc_of(made: Guess, text: pl.Series, is_click: np.ndarray) -> float:
     """Return the AUROC of a column alone. What its values mean is learned from one half, and measured on the other."""
     is_known = np.arange(len(text)) % 2 == 0
     if made.kind == "numeric":

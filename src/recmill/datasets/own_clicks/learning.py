@@ -7,7 +7,7 @@ import polars as pl
 
 from recmill import rng
 from recmill.data.recipes import vocabulary_file
-from recmill.datasets.own_clicks.encoding import Learned, fixed_rows, owner
+from recmill.datasets.own_clicks.encoding import Learned, fixed_rows, owner, table_of
 from recmill.datasets.own_clicks.schema import (
     FIRST_VALUE,
     MISSING,
@@ -17,11 +17,11 @@ from recmill.datasets.own_clicks.schema import (
     ClicksSchema,
     NumericFeature,
 )
-from recmill.datasets.own_clicks.values import RawRows, numbers, texts
+from recmill.datasets.own_clicks.values import RawRows, numbers, several_texts, texts
 from recmill.datasets.writing import write_parquet
 
 _MERGED_ROWS = 1 << 21  # counts that may wait to be added up
-SAMPLE_ROWS = 4_000_000  # quantiles and medians are taken of about so many rows
+SAMPLE_ROWS = 4_000_000  # about as many of the training rows tell the quantiles, means and extremes of numbers
 
 
 class Learner:
@@ -46,14 +46,13 @@ class Learner:
         for feature in self._log.tables:
             if not isinstance(feature, CategoricalFeature):
                 continue
-            given = texts(rows, feature.column, missing)
-            if feature.separator and given.dtype == pl.String:
-                given = given.str.split(feature.separator).list.eval(pl.element().filter(~pl.element().is_in(missing)))
+            given = several_texts(texts(rows, feature.column, missing), feature, missing)
             if isinstance(given.dtype, pl.List):
-                longest = min(max(given.list.len().fill_null(0).to_list(), default=1), feature.max_values)
-                self._longest[feature.name] = max(longest, self._longest.get(feature.name, 2))
+                longest = max(given.list.len().fill_null(0).to_list(), default=0)
+                known = self._longest.get(feature.name, 1)
+                self._longest[feature.name] = max(known, min(longest, feature.max_values))
                 given = given.list.head(feature.max_values).explode()
-            if not fixed_rows(feature):
+            if not fixed_rows(table_of(self._log, feature)):
                 self._count(owner(feature), given)
 
     def _count(self, name: str, given: pl.Series) -> None:
@@ -79,7 +78,8 @@ class Learner:
                 rows = fixed_rows(feature)
                 if isinstance(feature, CategoricalFeature) and feature.name in self._counts:
                     rows = _write_vocabulary(directory, feature, _added_up(self._counts[feature.name]))
-                learned[feature.name] = Learned(rows=rows, ids_per_row=self._longest.get(feature.name, 1))
+                longest = self._longest.get(feature.name)
+                learned[feature.name] = Learned(rows=rows, ids_per_row=longest or 1, has_lists=longest is not None)
         return learned
 
 

@@ -48,12 +48,13 @@ def read(file: Path, section: InputSection, columns: list[str]) -> Iterator[RawR
     blocks = _parquet_frames(file, columns) if file.suffix == ".parquet" else _text_frames(file, section, columns)
     first = 1
     for frame in blocks:
-        yield RawRows(frame, str(file), first)
+        yield RawRows(frame, str(file), range(first, first + frame.height))
         first += frame.height
 
 
 def _table(file: Path, section: InputSection) -> delimited.Table:
-    return delimited.Table(file, section.separator, section.columns or None)
+    has_quotes = section.quotes and section.separator != "::"
+    return delimited.Table(file, section.separator, section.columns or None, quotes=has_quotes)
 
 
 def _text_frames(file: Path, section: InputSection, columns: list[str]) -> Iterator[pl.DataFrame]:

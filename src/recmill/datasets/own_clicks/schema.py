@@ -24,6 +24,7 @@ _BUCKETS = re.compile(r"quantiles:(\d{1,5})", re.ASCII)
 class InputSection(Section):
     separator: str = key(",", "Between the fields of a text: one ASCII character, like '\\t', or '::'.")
     columns: list[str] = key([], "The names of a text's columns, if its first row does not name them.")
+    quotes: bool = key(True, "Whether a field of a text may be in double quotes; not with '::'.")
     missing: list[str] = key(["", "NULL", "\\N", "NaN"], "Texts that stand for no value.")
 
     def contradictions(self) -> list[str]:
@@ -54,10 +55,12 @@ class SplitSection(Section):
     by: Literal["time", "rows", "random", "column", "files"] = key(
         "rows", "What decides: time, the order of rows, chance, a column, or the file."
     )
-    val: Annotated[float, Field(gt=0, lt=1)] | list[str] = key(0.1, "Share, or values of the column, or files.")
-    test: Annotated[float, Field(gt=0, lt=1)] | list[str] = key(0.1, "Likewise.")
+    val: Annotated[float, Field(gt=0, lt=1)] | list[str] = key(
+        0.1, "A share; by = 'column': a list of values; by = 'files': names of files, without directories."
+    )
+    test: Annotated[float, Field(gt=0, lt=1)] | list[str] = key(0.1, "The same for the test.")
     val_from: str = key("", "by = 'time': when validation begins, as an ISO date; instead of shares.")
-    test_from: str = key("", "Likewise for the test.")
+    test_from: str = key("", "by = 'time': when the test begins.")
     seed: int = key(1, "by = 'random': the seed.", ge=0, lt=2**63)
     group: str = key("", "by = 'random': rows with the same value in this column stay together.")
     column: str = key("", "by = 'column': the column.")
@@ -89,13 +92,15 @@ class CategoricalFeature(Feature):
     type: Literal["categorical"] = key(..., "Each value has a row of a table.")
     column: str = key(..., "The column of its values.")
     ids: Literal["vocabulary", "hash"] = key(
-        "vocabulary", "Rows for the values of training, or by a hash of any value."
+        "vocabulary", "vocabulary: a row for each value in training; hash: a row by the value's hash."
     )
     min_frequency: PositiveInt = key(2, "Values that occur less often in training share the row of unseen ones.")
-    table_size: int = key(0, "Most rows of the table: the most frequent values; needed for hashes. 0: all.", ge=0)
+    table_size: int = key(
+        0, "Maximum rows of the table: the most frequent values. 0: no limit. Required for hashes.", ge=0
+    )
     separator: str = key("", "Several values in one text, separated by this; lists of Parquet need none.")
     pooling: Literal["sum", "mean"] = key("mean", "How the vectors of several values are combined.")
-    max_values: PositiveInt = key(16, "Of several values, only the first so many are used.", le=1000)
+    max_values: PositiveInt = key(16, "Use at most this many values of a field.", le=1000)
     share_table: str = key("", "Another categorical feature, whose values and table this one uses.")
 
     @property
@@ -133,7 +138,9 @@ class BucketFeature(Feature):
 
 class TimeFeature(Feature):
     type: Literal["time"] = key(..., "A part of the column of [time] has a row of a table.")
-    part: Literal["hour", "weekday", "is_weekend", "day", "month"] = key(..., "Which part.")
+    part: Literal["hour", "weekday", "is_weekend", "day", "month"] = key(
+        ..., "hour, weekday, is_weekend, day (of the month) or month."
+    )
 
     @property
     def columns(self) -> list[str]:
@@ -254,6 +261,8 @@ def _contradictions(schema: ClicksSchema) -> Iterator[str]:
             continue
         if feature.share_table and feature.share_table not in owners:
             yield f"feature.{feature.name}.share_table: '{feature.share_table}' is no categorical feature with a table."
+        if feature.share_table and (own := {"ids", "min_frequency", "table_size"} & set(feature.changed_keys())):
+            yield f"feature.{feature.name}.{min(own)}: its table is that of '{feature.share_table}'. Set it there."
         if feature.ids == "hash" and feature.table_size < FIRST_VALUE + 1:
             yield f"feature.{feature.name}.ids = 'hash' needs table_size, 3 or more."
         if 0 < feature.table_size < FIRST_VALUE + 1:

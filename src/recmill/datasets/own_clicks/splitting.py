@@ -14,7 +14,7 @@ from recmill.errors import DataError
 from recmill.schema import SPLITS
 
 _TRAIN, _VAL, _TEST = range(len(SPLITS))
-_NOT_USED = len(SPLITS)
+NOT_USED = len(SPLITS)
 
 
 def split_rules(log: ClicksSchema, blocks: Iterable[tuple[int, RawRows]]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Splits:
         `before`: how many rows are before these in all files together.
         """
         found = labels(rows, self._log)
-        which = np.where(found == DROPPED, _NOT_USED, self._split(before, rows))
+        which = np.where(found == DROPPED, NOT_USED, self._split(before, rows))
         return which, found == 1
 
     def _split(self, before: int, rows: RawRows) -> np.ndarray:

@@ -20,9 +20,9 @@ from recmill.datasets.own_clicks.encoding import Encoder, Recipe
 from recmill.datasets.own_clicks.learning import Learner
 from recmill.datasets.own_clicks.reading import check_columns, found_files, read
 from recmill.datasets.own_clicks.schema import ClicksSchema, load_schema
-from recmill.datasets.own_clicks.splitting import Splits, split_rules
+from recmill.datasets.own_clicks.splitting import NOT_USED, Splits, split_rules
 from recmill.datasets.own_clicks.values import RawRows
-from recmill.datasets.own_clicks.writing import DayWriter
+from recmill.datasets.own_clicks.writing import SplitWriter
 from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
 from recmill.errors import DataError
 from recmill.files.atomic import write_text
@@ -30,8 +30,6 @@ from recmill.observe.progress import Progress
 from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange
 
 __all__ = ["Options", "plan", "write"]
-
-_NOT_USED = len(SPLITS)
 
 
 class Options(Section):
@@ -77,7 +75,8 @@ def write(plan: Plan, work: Work) -> Description:
     recipe = work.part("learn", lambda: _learned(plan.log, splits, blocks, counts["rows"][0], work.data))
     encoder = Encoder(Recipe.model_validate(recipe, strict=False), work.data)
     tally = work.part("write", lambda: _written(work.data, encoder, splits, blocks, counts["rows"]))
-    write_text(work.data / RECIPE_FILE, encoder.recipe.model_copy(update={"tally": tally}).model_dump_json(indent=1))
+    of_training = {"tally": tally, "training_rows": counts["rows"][SPLITS.index("train")]}
+    write_text(work.data / RECIPE_FILE, encoder.recipe.model_copy(update=of_training).model_dump_json(indent=1))
     return _sealed(plan, work.data, encoder, counts)
 
 
@@ -98,14 +97,14 @@ class _Blocks:
         for rows in read(file, log.input, log.columns()):
             name = f"rows-{index}-{len(kept)}.arrow"
             rows.frame.write_ipc(self._scratch / name)
-            kept.append((name, rows.first, len(rows)))
+            kept.append((name, int(rows.numbers[0]), len(rows)))
         return kept
 
     def __iter__(self) -> Iterator[tuple[int, RawRows]]:
         """Yield (number of the first row in all files together, rows)."""
         before = 0
         for file, name, first, rows in self._kept:
-            yield before, RawRows(pl.read_ipc(self._scratch / name), file, first)
+            yield before, RawRows(pl.read_ipc(self._scratch / name), file, range(first, first + rows))
             before += rows
 
     def with_progress(self, what: str) -> Iterator[tuple[int, RawRows]]:
@@ -117,11 +116,11 @@ class _Blocks:
 
 def _counted(splits: Splits, blocks: _Blocks) -> dict[str, list[int]]:
     """Return the rows and the clicks of each split, and the rows that are not used."""
-    rows, clicks = np.zeros(_NOT_USED + 1, np.int64), np.zeros(_NOT_USED + 1, np.int64)
+    rows, clicks = np.zeros(NOT_USED + 1, np.int64), np.zeros(NOT_USED + 1, np.int64)
     for before, block in blocks.with_progress("splitting"):
         which, is_click = splits.of(before, block)
-        rows += np.bincount(which, minlength=_NOT_USED + 1)
-        clicks += np.bincount(which, weights=is_click, minlength=_NOT_USED + 1).astype(np.int64)
+        rows += np.bincount(which, minlength=NOT_USED + 1)
+        clicks += np.bincount(which, weights=is_click, minlength=NOT_USED + 1).astype(np.int64)
     return {"rows": rows.tolist(), "clicks": clicks.tolist()}
 
 
@@ -138,7 +137,7 @@ def _learned(log: ClicksSchema, splits: Splits, blocks: _Blocks, training_rows: 
     learner = Learner(log, training_rows)
     for before, block in blocks.with_progress("learning"):
         is_training = splits.of(before, block)[0] == SPLITS.index("train")
-        learner.see(RawRows(block.frame.filter(pl.Series(is_training)), block.file, block.first))
+        learner.see(block.where(is_training))
     return Recipe(log=log, learned=learner.learn(data)).model_dump(mode="json")
 
 
@@ -148,30 +147,29 @@ def _written(data: Path, encoder: Encoder, splits: Splits, blocks: _Blocks, rows
     largest = max(feature.rows for feature in encoder.sparse_features())
     id_type = np.int32 if largest < 2**31 else np.int64
     others = Encoder(encoder.recipe, data)
-    writers = [DayWriter(data, split, count, sizes, id_type) for split, count in zip(SPLITS, rows, strict=False)]
+    writers = [SplitWriter(data, split, count, sizes, id_type) for split, count in zip(SPLITS, rows, strict=False)]
     for before, block in blocks.with_progress("writing"):
         which, _ = splits.of(before, block)
         for number, writer in enumerate(writers):
             is_own = which == number
             if is_own.any():
-                chosen = RawRows(block.frame.filter(pl.Series(is_own)), block.file, block.first)
-                writer.append((encoder if number == 0 else others).encode(chosen))
+                writer.append((encoder if number == 0 else others).encode(block.where(is_own)))
     for writer in writers:
         writer.close()
-    return encoder.tally.to_json()
+    return {name: dict(counts) for name, counts in encoder.tally.counts.items()}
 
 
 def _sealed(plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int]]) -> Description:
     sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in plan.log.tables]
     multi_hot = sizes if max(sizes) > 1 else []
-    notes = [f"{counts['rows'][_NOT_USED]:,} rows left out by label.drop"] if counts["rows"][_NOT_USED] else []
+    notes = [f"{counts['rows'][NOT_USED]:,} rows left out by label.drop"] if counts["rows"][NOT_USED] else []
     vocabularies = [name for f in plan.log.tables if (data / (name := vocabulary_file(f.name))).exists()]
     small = [
         f.name
         for f in plan.log.tables
         if (data / vocabulary_file(f.name)).exists() and encoder.recipe.learned[f.name].rows == 2
     ]
-    notes += [f"{name}: every value is rarer than min_frequency, so its table knows none" for name in small]
+    notes += [f"{name}: every value is rarer than min_frequency, so all of them share one row" for name in small]
 
     def describe(files: dict[str, FileInfo]) -> Description:
         return ClicksDescription(

@@ -7,30 +7,35 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from recmill.datasets.own_clicks.schema import ClicksSchema, condition
+from recmill.datasets.own_clicks.schema import CategoricalFeature, ClicksSchema, condition
 from recmill.errors import DataError
 
 _COMPARE: dict[str, Any] = {
     ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
 _UNITS = {"s": 1_000_000, "ms": 1000, "us": 1}
-_CLICK, _NO_CLICK = ["1", "true"], ["0", "false", "-1"]
+_PARTS_OF_DAYS = ("%H", "%I", "%M", "%S", "%T", "%R", "%X", "%c", "%r", "%s", "%+")
+CLICK, NO_CLICK = ["1", "1.0", "true"], ["0", "0.0", "-1", "-1.0", "false"]
 DROPPED = -1
 
 
 @dataclass(frozen=True)
 class RawRows:
-    """Consecutive rows of a file, with the columns that are needed. `first` is the number of its first row, from 1."""
+    """Rows of a file, with the columns that are needed, and their numbers in it, from 1."""
 
     frame: pl.DataFrame
     file: str
-    first: int
+    numbers: range | np.ndarray
 
     def __len__(self) -> int:
         return self.frame.height
 
+    def where(self, is_chosen: np.ndarray) -> "RawRows":
+        numbers = np.asarray(self.numbers)[is_chosen]
+        return RawRows(self.frame.filter(pl.Series(is_chosen)), self.file, numbers)
+
     def error(self, row: int, column: str, fact: str, remedy: str) -> DataError:
-        return DataError(f"{self.file}: row {self.first + row:,}, column {column}: {fact}. {remedy}")
+        return DataError(f"{self.file}: row {int(self.numbers[row]):,}, column {column}: {fact}. {remedy}")
 
 
 def texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
@@ -39,8 +44,10 @@ def texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
     dtype = values.dtype
     inner = dtype.inner if isinstance(dtype, pl.List) else dtype
     if inner.is_float() or inner.is_nested() or inner == pl.Binary:
-        remedy = "Make it whole numbers or text, or a numeric or bucket feature."
-        raise DataError(f"{rows.file}: column {column} holds {dtype}, which has no values to look up. {remedy}")
+        remedy = "Make it whole numbers or text; a numeric or bucket feature takes any number."
+        raise DataError(
+            f"{rows.file}: column {column} holds {dtype}, which is neither text nor whole numbers. {remedy}"
+        )
     if isinstance(dtype, pl.List):
         kept = pl.element().filter(~pl.element().is_in(missing) & pl.element().is_not_null())
         return values.cast(pl.List(pl.String)).list.eval(kept)
@@ -57,6 +64,13 @@ def single_texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
     return given
 
 
+def several_texts(given: pl.Series, feature: CategoricalFeature, missing: list[str]) -> pl.Series:
+    """Return lists of texts, if the feature has several values in one field; otherwise the texts as they are."""
+    if not feature.separator or isinstance(given.dtype, pl.List):
+        return given
+    return given.str.split(feature.separator).list.eval(pl.element().filter(~pl.element().is_in(missing)))
+
+
 def numbers(rows: RawRows, column: str, missing: list[str]) -> np.ndarray:
     """Return the column as float64, NaN where there is no value."""
     values = rows.frame[column]
@@ -70,7 +84,7 @@ def numbers(rows: RawRows, column: str, missing: list[str]) -> np.ndarray:
             remedy = "Correct it, name it in input.missing, or make the feature categorical."
             raise rows.error(row, column, f"{as_text[row][:80]!r} is not a number", remedy)
     else:
-        raise DataError(f"{rows.file}: column {column} holds {values.dtype}, not numbers. Make it no numeric feature.")
+        raise DataError(f"{rows.file}: column {column} holds {values.dtype}, not numbers. Use another type of feature.")
     array = found.fill_null(np.nan).to_numpy()
     if (is_infinite := np.isinf(array)).any():
         raise rows.error(int(is_infinite.argmax()), column, "an infinite number", "Correct it.")
@@ -87,7 +101,7 @@ def times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     elif form in _UNITS:
         parsed = values.cast(pl.String).str.strip_chars().cast(pl.Int64, strict=False) * _UNITS[form]
     else:
-        parsed = _parsed_times(values.cast(pl.String), form)
+        parsed = parsed_times(values.cast(pl.String), form)
     if parsed.null_count():
         row = int(parsed.is_null().arg_true()[0])
         fact = f"{values[row]!r} is no time of the format '{form}'"
@@ -95,12 +109,12 @@ def times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     return parsed.to_numpy()
 
 
-def _parsed_times(values: pl.Series, form: str) -> pl.Series:
+def parsed_times(values: pl.Series, form: str) -> pl.Series:
     if form == "iso":
         return _iso(values)
     if "%H" in form and "%M" not in form:  # a parser of hours wants minutes, too
         values, form = values + " 00", f"{form} %M"
-    dtype = pl.Datetime("us") if "%H" in form else pl.Date()
+    dtype = pl.Datetime("us") if any(part in form for part in _PARTS_OF_DAYS) else pl.Date()
     return values.str.strptime(dtype, form, strict=False).cast(pl.Datetime("us")).dt.epoch("us")
 
 
@@ -119,24 +133,29 @@ def iso_time(text: str, key: str) -> int:
     return int(parsed)
 
 
-def labels(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
-    """Return 1 for a click, 0 for none, and DROPPED for rows that label.drop leaves out: int32."""
+def labels(rows: RawRows, schema: ClicksSchema, may_be_missing: bool = False) -> np.ndarray:
+    """Return 1 for a click, 0 for none, and DROPPED for rows that label.drop leaves out or without a label: int32."""
     section = schema.label
-    given = single_texts(rows, section.column, schema.input.missing)
-    if given.null_count():
+    if rows.frame[section.column].dtype.is_float():
+        given = rows.frame[section.column].fill_nan(None).cast(pl.String)
+    else:
+        given = single_texts(rows, section.column, schema.input.missing)
+    if given.null_count() and not may_be_missing:
         raise rows.error(int(given.is_null().arg_true()[0]), section.column, "no label", "Remove such rows.")
-    is_dropped = np.zeros(len(rows), bool)
+    is_missing = given.is_null().to_numpy()
+    given = given.fill_null("")
+    is_dropped = is_missing
     if isinstance(section.positive, str) or section.drop:
         as_numbers = numbers(rows, section.column, schema.input.missing)
-        is_dropped = _meets(as_numbers, section.drop) if section.drop else is_dropped
+        is_dropped = is_missing | _meets(as_numbers, section.drop) if section.drop else is_missing
     if isinstance(section.positive, str):
         is_click = _meets(as_numbers, section.positive)
     elif section.positive:
         is_click = given.is_in(section.positive).to_numpy()
     else:
         lower = given.str.to_lowercase()
-        is_click = lower.is_in(_CLICK).to_numpy()
-        is_bad = ~(is_dropped | lower.is_in(_CLICK + _NO_CLICK).to_numpy())
+        is_click = lower.is_in(CLICK).to_numpy()
+        is_bad = ~(is_dropped | lower.is_in(CLICK + NO_CLICK).to_numpy())
         if is_bad.any():
             row = int(is_bad.argmax())
             remedy = "Name the values that mean a click in label.positive."

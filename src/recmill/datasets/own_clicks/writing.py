@@ -10,7 +10,7 @@ from recmill.data.click_rows import ClickRows
 from recmill.datasets.writing import NpyWriter
 
 
-class DayWriter:
+class SplitWriter:
     """Writes dense values, ids and labels of a known number of rows; several ids per feature as an npz."""
 
     def __init__(self, directory: Path, name: str, rows: int, sizes: list[int], id_type: type) -> None:
