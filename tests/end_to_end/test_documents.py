@@ -26,6 +26,7 @@ from recmill.config import Settings
 
 from ..config_page import fields
 from ..conftest import REAL_DATA_MISSING, Config
+from .test_own_clicks import write_log
 
 REPO = Path(__file__).parents[2]
 DOCS = REPO / "docs"
@@ -113,6 +114,8 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
         copy.parent.mkdir(parents=True, exist_ok=True)
         text = re.sub(r"(?m)^(log_every|every)_steps = \d+", r"\1_steps = 20", file.read_text(encoding="utf-8"))
         copy.write_text(text.replace("[train]", "[train]\nmax_steps = 40"), encoding="utf-8")
+    for name in ("log.csv", "new.csv"):
+        write_log(directory / name, 2000, 1)
     printed = {}
     for command in commands(REPO / "README.md"):
         if command[0] == "make":  # the recipes are the other commands, and the tests
