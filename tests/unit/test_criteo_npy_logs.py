@@ -101,7 +101,7 @@ def test_ids_may_be_in_another_directory_and_bad_files_are_named(npys: Path, tmp
     ids = stored(tmp_path / "ids", "day_1_sparse")
     ids[7, 3] = 2**32
     np.save(tmp_path / "ids" / "day_1_sparse.npy", ids)
-    with pytest.raises(DataError, match=r"day_1_sparse.npy: row 7, column 3: 4294967296 cannot be used"):
+    with pytest.raises(DataError, match=r"day_1_sparse.npy: \[7, 3\] is 4294967296, which cannot be used"):
         prepare("criteo", tmp_path / "f", **options)  # type: ignore[arg-type]
     (tmp_path / "ids" / "day_1_sparse.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(DataError, match=r"day_1_sparse.npy: not a complete NumPy file"):

@@ -80,6 +80,19 @@ def test_adopted_records_are_read_and_trained_on_like_the_npy_files(
     assert results[0] == results[1]
 
 
+def test_ids_of_records_are_taken_modulo_and_the_directory_of_the_files_is_left_alone(
+    bins: Path, prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    sizes = [*range(2, 28)]
+    description = adopt(bins, table_size=sizes, modulo=True, output=str(tmp_path / "view"))
+    assert {file.name for file in bins.iterdir()} == {*FILES.values()}
+    assert description["modulo"] is True
+    dataset = open_dataset(tmp_path / "view")
+    for split in FILES:
+        rows = concatenate([block.rows for block in split_blocks(dataset, [split])])
+        np.testing.assert_array_equal(rows.ids, npy_rows(prepared["npy"], split)[1] % sizes)
+
+
 def test_sizes_and_values_that_cannot_be_are_one_error(bins: Path) -> None:
     def problem(**options: Any) -> str:
         with pytest.raises(DataError) as caught:

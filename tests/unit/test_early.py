@@ -127,3 +127,16 @@ def test_a_command_works_with_closed_standard_files(closed: str) -> None:
     shell = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
     done = subprocess.run(shell, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_torn_down"), [("--debug train", False), ("evaluate", False), ("doctor", True)]
+)
+def test_commands_that_start_a_worker_end_without_tearing_libraries_down(arguments: str, is_torn_down: bool) -> None:
+    code = (
+        "import atexit, sys; from recmill import cli; atexit.register(print, 'torn down');"
+        f"sys.argv[1:] = {[*arguments.split(), '--help']}; cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Usage: recmill" in done.stdout
+    assert ("torn down" in done.stdout) == is_torn_down

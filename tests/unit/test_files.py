@@ -141,7 +141,7 @@ def test_a_digest_is_that_of_all_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_a_file_that_is_renewed_replaces_locks_where_the_file_system_has_none(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -152,6 +152,7 @@ def test_a_file_that_is_renewed_replaces_locks_where_the_file_system_has_none(
     expected = pytest.raises(ResourceError, match=f"is in use by process {os.getpid()} on .* Wait.")
     with exclusive_lock(lock, ""), expected, second:
         pass
+    assert caplog.text.count("has no locks") == 1  # not for each attempt of a process that waits
     assert not owner.exists()
     owner.write_text("process 1 on elsewhere")  # its owner was killed
     long_ago = time.time() - 100

@@ -46,6 +46,9 @@ def test_without_flags_dlrm_main_trains_on_10_random_batches_with_its_own_defaul
     assert config["eval"] == {"global_batch_size": 2 * 32}
     assert config["optim"] == {"dense": {"name": "sgd", "lr": 1.0}, "tables": {"name": "sgd", "lr": 1.0}}
     assert any("because 15 makes the loss diverge" in note for note in plan.notes)
+    asked_for = plan_like("dlrm_main.py", ["--learning_rate", "15"])
+    assert [part["lr"] for part in trained_config(asked_for)["optim"].values()] == [15.0, 15.0]
+    assert not any("diverge" in note for note in asked_for.notes)
     on_files = dlrm("--in_memory_binary_criteo_path", "/npy")
     assert (on_files["optim"]["dense"]["lr"], on_files["optim"]["tables"]["lr"]) == (15.0, 15.0)
     assert config["model"] == {
@@ -136,6 +139,7 @@ def test_unknown_flags_and_programs_and_bad_values_are_named_with_what_was_meant
     assert "has no flag '--warp'. docs/coming-from.md lists" in problem("--warp=9")
     assert "argument --epochs: invalid int value: 'x'" in problem("--epochs", "x")
     assert "unknown program 'dlrm_min'. Did you mean 'dlrm_main'?" in problem(program="dlrm_min.py")
+    assert "unknown program '4_train'. Did you mean '3_train'?" in problem(program="./4_train.sh")
     assert "the last of two layers or more must be 1" in problem("--over_arch_layer_sizes", "8,2")
     assert "give one of them" in problem(
         "--in_memory_binary_criteo_path", "a", "--synthetic_multi_hot_criteo_path", "b"
@@ -269,7 +273,7 @@ def test_what_is_shown_are_commands_that_exist(run_cli: RunCli) -> None:
 
 
 def test_polaris_scripts_read_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert words("1_split_dataset.sh", "a", "b") == [
+    assert words("./1_split_dataset.sh", "a", "b") == [
         "split",
         "--input",
         "a/day_0",

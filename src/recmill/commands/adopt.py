@@ -49,6 +49,7 @@ _NOT_RENAMED = "sparse_contig_freq.npy"  # output of TorchRec's contiguous_prepr
 _DTYPES = {_DENSE: ["float32"], _LABELS: ["int32"], _ONE_HOT: ["int32", "int64"], _MULTI_HOT: ["int32", "int64"]}
 _FILE = re.compile(rf"(day_\d+|train|test)_({'|'.join(map(re.escape, [*_DTYPES, _NOT_RENAMED]))})")
 _RECORD_FILES = {"train": "train", "val": "validation", "test": "test"}  # by split; the layout is Criteo's alone
+_RECORD_NAMES = {f"{day}{RECORDS}" for day in _RECORD_FILES.values()}
 _UNKNOWN_SIZE = 2**63 - 1  # of a table, until all ids were read
 
 
@@ -130,9 +131,11 @@ def _linked(path: Path, output: Path) -> Path:
     output.mkdir(parents=True, exist_ok=True)
     for file in path.iterdir():
         link = output / file.name
-        if _FILE.fullmatch(file.name) and not os.path.lexists(link):
+        if not _FILE.fullmatch(file.name) and file.name not in _RECORD_NAMES:
+            continue
+        if not os.path.lexists(link):
             link.symlink_to(file.absolute())
-        elif _FILE.fullmatch(file.name) and link.resolve() != file.resolve():
+        elif link.resolve() != file.resolve():
             raise DataError(f"{link} exists, and is not a link to {file}. Choose another --output.")
     return output
 
@@ -263,6 +266,7 @@ def _describe_records(path: Path, options: Options) -> ClicksDescription:
         layout="bin",
         dense=dense_names(CRITEO.num_dense),
         sparse=_features(np.broadcast_to(sizes, CRITEO.num_sparse)),
+        modulo=options.modulo or None,
         splits={split: [RowRange(day=_RECORD_FILES[split], start=0, stop=count)] for split, count in rows.items()},
     )
 

@@ -41,11 +41,15 @@ PROGRAMS = {
 
 
 def find_program(name: str) -> Program:
-    """Return the program of this name, with or without its suffix (.py, .sh)."""
-    places = {full.partition(".")[0]: place for full, place in PROGRAMS.items()}
-    name = name.partition(".")[0]
+    """Return the program of this name, with or without ./ and its suffix (.py, .sh)."""
+    places = {_bare(full): place for full, place in PROGRAMS.items()}
+    name = _bare(name)
     if name not in places:
         raise ConfigError(unknown("program", name, places))
     module, _, attribute = places[name].partition(":")
     found: Program = getattr(importlib.import_module(f"recmill.compat.{module}"), attribute)
     return found
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("./").removesuffix(".py").removesuffix(".sh")

@@ -10,7 +10,7 @@ _FIXED = "torchrec-fixed"
 _INPUT = "`recmill prepare criteo --input`"
 _OUTPUT = "`recmill prepare criteo --output`"
 _ROUNDED = "theirs rounds training ids above 2^24 to float32, so that ids share rows; here all ids stay exact"
-_ORDER = "the shuffled order is our own, and needs no memory; theirs needs the rows in memory"
+_ORDER = "Recmill's order differs from theirs and needs no memory; theirs needs the rows in memory"
 _MINIMUM = "theirs uses the smallest dense value of each file; here all files have the same transform"
 
 

@@ -81,7 +81,8 @@ FLAGS = (
     Flag("--lr_decay_start", int, 0, "optim.schedule.decay_start_step"),
     Flag("--lr_decay_steps", int, 0, "optim.schedule.decay_steps"),
     Flag("--change_lr", bool, ours='`optim.schedule.name = "step"`',
-         note="a flag until 2022; MLPerf's README still mentions it"),
+         note="a flag until 2022; MLPerf's README still mentions it. Refused with `--epochs` above 1, "
+         "`--lr_warmup_steps` or `--lr_decay_steps`"),
     Flag("--lr_change_point", float, 0.8, ours="`optim.schedule.step_size`",
          note='as a share like "80%": for one epoch and above 0.5, the rate changes once, as there'),
     Flag("--lr_after_change_point", float, 0.2, ours="`optim.schedule.gamma`", note="theirs divided by the first rate"),
@@ -125,7 +126,7 @@ def _set_optimizer(given: Given, config: dict[str, Any]) -> None:
         optim[part]["name"] = "adagrad" if given["adagrad"] else "sgd"
         if not given["adagrad"]:
             del optim[part]["eps"]
-        if not _path(given) and given["learning_rate"] == _RATE:
+        if not _path(given) and "learning_rate" not in given.values:
             optim[part]["lr"] = _RANDOM_RATE
     schedule = optim.pop("schedule")
     if not schedule["decay_steps"]:

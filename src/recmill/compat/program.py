@@ -96,22 +96,25 @@ class Plan:
 
 @dataclass(frozen=True)
 class Given:
-    """A command line of a program: the value of each of its flags, and the number of processes that run it."""
+    """A command line of a program, and the number of processes that run it. given[name] is the value of any flag."""
 
     program: "Program"
-    values: Values
+    values: Values  # of the flags that were given, and of all variables
     procs: int
     is_launched: bool  # by torchrun, mpiexec, ...: otherwise training starts `procs` processes
     run: str | None  # run directory, if the user has named one
 
     def __getitem__(self, name: str) -> Any:
-        return self.values[name]
+        if name in self.values:
+            return self.values[name]
+        flag = {flag.dest: flag for flag in self.program.flags}[name]
+        return False if flag.kind is bool else flag.default
 
     def config(self) -> dict[str, dict[str, Any]]:
         """Return the config keys that flags name, with the values of the flags that have one."""
         config: dict[str, Any] = {}
         for flag in self.program.flags:
-            value = copy.deepcopy(self.values[flag.dest])
+            value = copy.deepcopy(self[flag.dest])
             for key in filter(None, flag.keys.split(", ")) if value is not None else ():
                 put(config, key, value * self.procs if flag.is_per_process else value)
         return config
@@ -161,27 +164,28 @@ class Program:
         return Path(self.name).stem
 
     def read(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Values:
-        """Return the value of each flag and variable; raise ConfigError for what the program does not know."""
-        parser = _Parser(prog=self.name, add_help=False)
+        """Return the value of each flag that is given and of each variable; raise ConfigError for unknown ones."""
+        parser = _Parser(prog=self.name, add_help=False, argument_default=argparse.SUPPRESS)
         for flag in self.flags:
             if flag.kind is bool:
                 parser.add_argument(flag.name, action="store_true")
                 continue
-            options: dict[str, Any] = {"type": flag.kind, "default": flag.default, "choices": flag.choices or None}
+            options: dict[str, Any] = {"type": flag.kind, "choices": flag.choices or None}
             if flag.name.startswith("-"):
                 options["required"] = flag.is_required
             elif not flag.is_required:
-                options["nargs"] = "?"
+                options |= {"nargs": "?", "default": flag.default}  # argparse would convert the text of SUPPRESS
             parser.add_argument(flag.name, **options)
         parsed, unknown = parser.parse_known_args(arguments)
         if unknown:
             raise self._unknown(unknown[0].partition("=")[0])
+        given = vars(parsed)
         for flag in self.flags:
-            if vars(parsed)[flag.dest] == []:  # argparse makes this of '--'
+            if given.get(flag.dest) == []:  # argparse makes this of '--'
                 parser.error(f"argument {flag.name}: expected a value")
-            if flag.is_refused and vars(parsed)[flag.dest] not in (flag.default, False):
+            if flag.is_refused and given.get(flag.dest, flag.default) != flag.default:
                 raise ConfigError(f"{self.name}: {flag.name} is {flag.ours}.")
-        return {**vars(parsed), **{flag.dest: self.variable(flag, environment) for flag in self.variables}}
+        return {**given, **{flag.dest: self.variable(flag, environment) for flag in self.variables}}
 
     def variable(self, flag: Flag, environment: Mapping[str, str]) -> Any:
         """Return the value of a variable; one that is empty counts as not set, as in a shell's ${NAME:-default}."""

@@ -56,7 +56,6 @@ def _owner_file(path: Path, remedy: str) -> Iterator[None]:
 
     A thread renews its time. If it is not renewed for a minute, by the file server's clock, its owner was killed.
     """
-    log.warning("%s: the file system has no locks; a file that is renewed every few seconds replaces them", path)
     own = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     own.write_text(_own_name(), encoding="utf-8")
     try:
@@ -71,6 +70,7 @@ def _owner_file(path: Path, remedy: str) -> Iterator[None]:
             raise ResourceError(f"{path.parent} is in use by another process. {remedy}") from None
     finally:
         own.unlink()
+    log.warning("%s: the file system has no locks; a file that is renewed every few seconds replaces them", path)
     end = threading.Event()
 
     def renew() -> None:

@@ -61,12 +61,16 @@ def start(
     )
 
 
+def needs_worker(arguments: list[str]) -> bool:
+    """Return whether this command line is one of a command that starts workers."""
+    return next((word for word in arguments if not word.startswith("-")), "") in _COMMANDS
+
+
 def start_ahead(arguments: list[str]) -> None:
     """Start the worker of a command line that needs one, on this machine alone."""
     global _ahead
-    command = next((word for word in arguments if not word.startswith("-")), "")
     has_several = "RECMILL_NODES" in os.environ or _SEVERAL.search(" ".join(arguments))
-    if command in _COMMANDS and not {"-h", "--help"} & {*arguments} and not has_several and not is_launched():
+    if needs_worker(arguments) and not {"-h", "--help"} & {*arguments} and not has_several and not is_launched():
         with contextlib.suppress(OSError), blocked():  # without it, one is started later, or the error is reported
             _ahead = start(variables(1, is_alone=True) | {_LAUNCHER: str(os.getpid())}, stdin=subprocess.PIPE)
 

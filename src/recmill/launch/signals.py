@@ -87,7 +87,7 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Let signals wait until the block ends, and then for the processes that were started within it."""
+    """Block forwarded signals. Child processes inherit the block, and must unblock them themselves."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         yield

@@ -59,5 +59,5 @@ def _check(
     for file, values, bad in zip(files, (stored, dense, labels), is_bad, strict=True):
         if bad.any():
             row, column = np.argwhere(bad)[0].tolist()
-            value = values[row, column]
-            raise DataError(f"{file}: row {first + row:,}, column {column}: {value} cannot be used. Write it again.")
+            fact = f"[{first + row}, {column}] is {values[row, column]}, which cannot be used"
+            raise DataError(f"{file}: {fact}. Write it again.")
