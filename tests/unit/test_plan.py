@@ -14,7 +14,7 @@ import tomli_w
 from recmill.commands import plan as command
 from recmill.commands.plan import plan
 from recmill.config import load_config
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, ResourceError
 from recmill.observe.verdict import Hints
 from recmill.planning.calibrate import REFERENCES, device_from, fitted_costs
 from recmill.planning.devices import DEVICES, Site, read_device
@@ -51,6 +51,14 @@ def test_bytes_of_tables_are_those_worked_out_by_hand() -> None:
     assert rank.checkpoint_peak == rank.total + rank.dense + rank.layer_values + rank.checkpoint_copy
     assert report.checkpoint_bytes == rank.checkpoint_copy
     assert report.disk_bytes == 3 * report.checkpoint_bytes  # two are kept while the next is written
+
+
+def test_a_checkpoint_without_a_copy_adds_nothing_to_the_memory_of_a_gpu() -> None:
+    options: dict[str, Any] = {"rows": "1000000,2000000", "device": "a100-40gb"}
+    (copied,) = plan(small(), **options).ranks
+    (waits,) = plan(small(checkpoint={"background": False}), **options).ranks
+    assert waits.checkpoint_peak == copied.checkpoint_peak == copied.total + copied.layer_values
+    assert (waits.checkpoint_copy, waits.checkpoint_waits) == (0, True)
 
 
 def test_the_bytes_of_each_rank_add_up_to_those_that_the_planner_counts() -> None:
@@ -100,6 +108,38 @@ def test_more_machines_are_as_few_as_suffice() -> None:
     (nodes,) = [change.nodes for change in report.changes if change.nodes]
     assert nodes == 6  # 3.2 GB of rows, 0.4 GB of state and a few batches, of which each machine takes 0.72 GB
     assert not plan(small(sharding={"default": "row_wise"}), nodes=nodes - 1, **options).fits
+
+
+def test_more_machines_are_not_proposed_if_a_cache_is_too_small_for_all_of_the_batch() -> None:
+    """C1: 2.9 GB on a machine of 2. C2: the cache holds rows of half a batch, and each machine sees all of it."""
+    tables = {"stores": {"C2": "cached_ssd"}, "cache_memory_budget_mb": 1}
+    config = load_config(
+        small(sharding={"default": "row_wise"}, tables=tables, train={"global_batch_size": 32_768}), ["data.path=x"]
+    )
+    dataset = described(read_sizes("80000000,10000000"), "clicks", "x")
+    device = read_device("cpu").model_copy(update={"memory_gb": 2.0})
+    with pytest.raises(ResourceError) as error:
+        command.check_fits(config, dataset, Site(1, 1, device))
+    assert "--nodes" not in str(error.value)
+
+
+def test_scaling_includes_full_machines_of_any_number_of_processes() -> None:
+    scaling = plan(small(), rows="1000,2000", procs=6, scaling=True).scaling
+    assert [(scale.ranks, scale.nodes) for scale in scaling] == [
+        (1, 1),
+        (2, 1),
+        (4, 1),
+        (6, 1),
+        (12, 2),
+        (24, 4),
+        (48, 8),
+    ]
+
+
+def test_more_users_are_planned_with_histories_as_long_as_before() -> None:
+    published, more = (plan("ml_1m/bert4rec", rows="ml-1m", samples=users) for users in (None, 100_000))
+    assert more.step.products == pytest.approx(published.step.products, rel=1e-3)
+    assert more.run.steps > published.run.steps
 
 
 @pytest.mark.parametrize(
@@ -242,6 +282,27 @@ def test_facts_are_found_again_from_steps_that_they_explain() -> None:
     assert fitted_costs(costs, costs[:, :2] @ [2.0, 0.5] - 1e-3 * costs[:, 2])[2] == pytest.approx(0, abs=1e-9)
 
 
+def test_work_that_seems_to_cost_nothing_gets_the_usual_cost_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    works = [Work(flops=1e9 * n, values=0.0, calls=n, lookups=0.0, row_values=0.0) for n in (1, 2, 3)]
+    alone = [(work, 1e-3) for work in works]  # as fast with three times the flops
+    found = device_from(alone, [(replace(work, collectives=1), 1e-3) for work in works], 2, (0.1, 0.1))
+    usual = read_device("cpu")
+    names = ("gemm_gflops", "memory_gb_per_s", "row_gb_per_s", "several", "link_gb_per_s")
+    assert [getattr(found, name) for name in names] == [getattr(usual, name) for name in names]
+    assert f"not measured: {', '.join(names)}" in caplog.text
+    assert found.step_ms == pytest.approx(1.0)
+
+
+def test_costs_that_explain_nothing_are_zero() -> None:
+    assert fitted_costs(np.array([[0.0, -1.0], [0.0, -2.0]]), np.ones(2)).tolist() == [0.0, 0.0]
+
+
+def test_a_disk_that_cannot_be_measured_is_found_before_steps_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "run_job", lambda *_, **__: pytest.fail("steps were measured"))
+    with pytest.raises(ResourceError, match=r"--calibrate /proc/facts\.toml: a file cannot be written there"):
+        command.calibrate_machine("/proc/facts.toml")
+
+
 def test_calibrated_facts_are_those_of_the_machine_that_was_measured(tmp_path: Path) -> None:
     device = replace_facts()
     known = {"step_ms": 1.0, "call_us": 20.0, "row_ns": 10.0, "row_gb_per_s": 30.0}
@@ -256,7 +317,7 @@ def test_calibrated_facts_are_those_of_the_machine_that_was_measured(tmp_path: P
             case = command.plan_case(config, dataset, Site(1, procs, device))
             work = step_work(case)
             steps.append((work, step_time(work, device, case.machines, config.settings.train).total))
-    found = device_from(measured[1], measured[2], 2, 0.1, tmp_path)
+    found = device_from(measured[1], measured[2], 2, (0.1, 0.1))
     for name in (*known, "several", "link_gb_per_s", "link_us"):
         assert getattr(found, name) == pytest.approx(getattr(device, name), rel=1e-3), name
     file = tmp_path / "facts.toml"
@@ -334,6 +395,8 @@ def test_the_command_prints_and_exits_by_whether_it_fits(run_cli: RunCli, tmp_pa
     assert sizes == ["1", "2", "4", "8", "16", "32", "64"]  # up to a sample each
     assert plotted.read_text(encoding="utf-8").startswith("<?xml")
     assert run_cli("plan").returncode == 2
+    done = run_cli("plan", str(config), "--rows", "1000,2000", "--price-per-hour", "3")
+    assert "cost: not known, because the number of steps is not. Give --samples." in done.stdout
     done = run_cli("plan", str(config), "--rows", "100000000,200", "--memory-gb", "2", "--json")
     assert done.returncode == 5
     found = json.loads(done.stdout)

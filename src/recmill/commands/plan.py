@@ -16,7 +16,7 @@ from recmill.config import Config, load_config
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section
 from recmill.environment import config_variables
-from recmill.errors import ConfigError, ResourceError
+from recmill.errors import ConfigError, ResourceError, remedy_for
 from recmill.files.atomic import write_text
 from recmill.hardware.cpu import num_cores
 from recmill.launch.local import run_job
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _ROUNDS = 2  # of calibration
 _TURNS = 12  # steps of each reference model in a round
-_SCALES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_MAX_SCALE = 1024  # processes
 
 
 class Options(Section):
@@ -53,7 +53,7 @@ class Options(Section):
         metavar="N,N,...|FILE|NAME",
     )
     ids_per_row: list[PositiveInt] | None = flag(None, "Ids per row of each table, with --rows.  [default: 1]")
-    samples: PositiveInt | None = flag(None, "Training samples of an epoch, with --rows.")
+    samples: PositiveInt | None = flag(None, "Training samples of an epoch, with --rows; of histories: users.")
     overrides: list[str] = flag(
         [], "Change a config key, like sharding.default=row_wise.", "--set", metavar="KEY=VALUE"
     )
@@ -107,7 +107,7 @@ class PlanReport:
     disk_bytes: int  # for all checkpoints that are kept, and one more
     dataset_bytes: int
     preparation_hours: float  # of a Criteo log, on two cores; 0: not known
-    cost: float
+    cost: float | None  # None: not known, because the number of steps is not
     scaling: list[Scale]
 
     def as_dict(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def plan(config: str | Path | Mapping[str, Any], **options: Unpack[PlanOptions])
 
 
 def check_fits(config: Config, dataset: Dataset, site: Site) -> None:
-    """Raise ResourceError if the tables do not fit, with the smallest change that helps."""
+    """Raise ResourceError if the tables do not fit, with the first change that helps."""
     import_libraries(in_own_process=False)
     from recmill.planning.changes import find_changes
     from recmill.tables.placement import does_not_fit
@@ -185,7 +185,7 @@ def _tried(config: Config, dataset: Dataset, site: Site) -> "Callable[[Change], 
         changed = load_config(config.as_dict(), change.overrides)
         case = plan_case(changed, dataset, replace(site, nodes=change.nodes or site.nodes))
         if case.request.cached:
-            plan_caches(case.planned.sharding, case.request, site.size)  # raises ConfigError if one is too small
+            plan_caches(case.planned.sharding, case.request, case.machines.world_size)  # ConfigError: too small
         return case
 
     return try_plan
@@ -208,7 +208,11 @@ def _dataset(config: Config, options: Options) -> tuple[Dataset, str, int]:
         )
     sizes = read_sizes(name)
     samples = (options.samples, *sizes.samples[1:]) if options.samples else sizes.samples
-    sizes = replace(sizes, samples=samples, ids_per_row=options.ids_per_row or sizes.ids_per_row)
+    # More users have histories that are as long.
+    interactions = sizes.interactions * samples[0] // max(1, sizes.samples[0])
+    sizes = replace(
+        sizes, samples=samples, interactions=interactions, ids_per_row=options.ids_per_row or sizes.ids_per_row
+    )
     origin = f"--rows {options.rows}" if options.rows else f"published sizes of {name}, because {path} is not here"
     return described(sizes, kind, path), origin, sizes.bytes if kind == "clicks" else 0
 
@@ -275,7 +279,7 @@ def _report(
         disk_bytes=saved * (settings.checkpoint.keep + 1 + settings.checkpoint.keep_best),
         dataset_bytes=sizes[1],
         preparation_hours=rows / PREPARED_ROWS_PER_S / 3600 if is_criteo else 0.0,
-        cost=run.hours * site.nodes * options.price_per_hour,
+        cost=run.hours * site.nodes * options.price_per_hour if run.steps or not options.price_per_hour else None,
         scaling=scaling,
     )
 
@@ -306,18 +310,16 @@ def _scaling(config: Config, dataset: Dataset, site: Site) -> list[Scale]:
     from recmill.planning.work import step_work
 
     found = []
-    for ranks in _SCALES:
-        if ranks > config.settings.train.global_batch_size:
-            break
-        procs = min(ranks, site.procs)
-        here = Site(-(-ranks // procs), procs, site.device)
-        if here.size != ranks:
-            continue
+    most = min(_MAX_SCALE, config.settings.train.global_batch_size)
+    in_a_machine = [2**n for n in range(site.procs.bit_length()) if 2**n < site.procs]
+    machines = [2**n for n in range(_MAX_SCALE.bit_length())]
+    sites = [(1, procs) for procs in in_a_machine] + [(nodes, site.procs) for nodes in machines]
+    for here in (Site(nodes, procs, site.device) for nodes, procs in sites if nodes * procs <= most):
         case = plan_case(config, dataset, here)
         step = step_time(step_work(case), site.device, case.machines, config.settings.train)
         verdict = _run_time(config, dataset, here, step, (0, False)).verdict.text
         rate = config.settings.train.global_batch_size / step.total
-        found.append(Scale(ranks, here.nodes, case.planned.fits, step, rate, verdict))
+        found.append(Scale(here.size, here.nodes, case.planned.fits, step, rate, verdict))
     return found
 
 
@@ -347,20 +349,26 @@ def calibrate_machine(path: str | Path) -> Device:
         raise ConfigError(f"--calibrate {path}: use a name that ends in .toml.")
     if not file.parent.is_dir() or file.is_dir():
         raise ConfigError(f"--calibrate {path}: not the name of a file in an existing directory. Choose another.")
+    import_libraries(in_own_process=False)
+    from recmill.planning.calibrate import device_from, write_seconds
+    from recmill.planning.work import Work
+
+    try:
+        write = write_seconds(file.parent)
+    except OSError as error:
+        problem = f"--calibrate {path}: a file cannot be written there: {error.strerror}."
+        raise ResourceError(f"{problem} {remedy_for(error)}".rstrip()) from error
     procs = max(2, num_cores())
     # The steps of one process and of several in turns, so that another program slows both down.
     order = {"device": "cpu", "turns": _TURNS}
     rounds = [run_job("plan", dict(order), procs=count) for _ in range(_ROUNDS) for count in (1, procs)]
-    import_libraries(in_own_process=False)
-    from recmill.planning.calibrate import device_from
-    from recmill.planning.work import Work
 
     def fastest(found: list[dict[str, Any]]) -> "list[tuple[Work, float]]":
         by_model = zip(*(one["steps"] for one in found), strict=True)
         return [(Work(**steps[0][0]), min(seconds for _, seconds in steps)) for steps in by_model]
 
     copy = min(one["copy"] for one in rounds)
-    device = device_from(fastest(rounds[::2]), fastest(rounds[1::2]), procs, copy, file.parent)
+    device = device_from(fastest(rounds[::2]), fastest(rounds[1::2]), procs, (copy, write))
     write_text(file, tomli_w.dumps(device.model_dump()))
     return device
 

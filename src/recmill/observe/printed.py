@@ -450,7 +450,7 @@ def _print_fit(report: Any) -> None:
         return
     _print(f"memory: DOES NOT FIT, {human_bytes(-margin)} too little on the fullest process")
     for number, change in enumerate(report.changes):
-        word = "smallest change" if number == 0 else "or"
+        word = "first change that fits" if number == 0 else "or"
         _print(f"  {word}: {change}  (planned again: fits, with {human_bytes(change.margin)} to spare)")
     if not report.changes:
         _print("  no single change of sharding, store, machines, optimizer or batch makes it fit")
@@ -467,7 +467,9 @@ def _print_forecast(report: Any) -> None:
         spent = f"training {human_time(run.training)}, validation {human_time(run.validating)}"
         _print(f"run: {run.steps:,} steps, {run.hours:,.2f} h ({spent}, checkpoints {human_time(run.saving)})")
     _print(f"verdict: {run.verdict.text}")
-    if report.cost:
+    if report.cost is None:
+        _print("cost: not known, because the number of steps is not. Give --samples.")
+    elif report.cost:
         _print(f"cost: {report.cost:,.2f}")
     disk = f"a checkpoint {human_bytes(report.checkpoint_bytes)}, all that are kept {human_bytes(report.disk_bytes)}"
     _print(f"disk: {disk}{f', dataset {human_bytes(report.dataset_bytes)}' if report.dataset_bytes else ''}")

@@ -1,4 +1,4 @@
-"""Find the smallest changes with which tables fit."""
+"""Find changes that make tables fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ TryPlan = Callable[[Change], Case]
 
 
 def find_changes(config: Config, case: Case, nodes: int, try_plan: TryPlan) -> list[Change]:
-    """Return changes that make the tables fit, each tried by planning again, the smallest first.
+    """Return changes that make the tables fit, each tried by planning again: the first of each kind that fits.
 
     First come those that change no result: sharding, stores, more machines. Then the optimizer and the batch.
     """

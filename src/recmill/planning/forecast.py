@@ -57,7 +57,9 @@ def step_time(work: Work, device: Device, machines: Machines, train: TrainSectio
         exchange=exchange,
         overhead=overhead,
     )
-    return replace(step, overhead=max(0.0, 2 * overhead - step.total)) if device.kind == "cuda" else step
+    if device.kind == "cuda":  # which computes while the host starts the next kernels
+        return replace(step, overhead=max(0.0, overhead - (step.compute + step.exchange)))
+    return step
 
 
 def _gflops(device: Device, train: TrainSection) -> float:

@@ -1,7 +1,7 @@
 """Explain a plan: what each table and each rank holds, and what a checkpoint adds."""
 
 from collections import defaultdict
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from recmill.checkpoints.saver import COPY_MARGIN
 from recmill.planning.work import Case, Work
@@ -36,7 +36,7 @@ class RankMemory:
     total: int
     usable: int
     checkpoint_copy: int  # in host memory
-    checkpoint_waits: bool  # there is no room for the copy, so training waits until the checkpoint is written
+    checkpoint_waits: bool  # there is no copy, or no room for it: training waits until the checkpoint is written
     checkpoint_peak: int  # of the device's memory
     margin: int
 
@@ -65,11 +65,11 @@ def explain(case: Case, work: Work, in_background: bool) -> tuple[list[TableMemo
         name = "grid" if kind == "grid_shard" else kind
         facts = (table.name, table.rows, table.dim, name, request.stores.of(table.name))
         of_tables += [TableMemory(*facts, span(ranks), found) for found, ranks in _equal(held).items()]
-    per_rank = [_rank_memory(span(ranks), held, case, work) for held, ranks in _equal(of_ranks).items()]
-    return of_tables, per_rank if in_background else [_without_copy(memory) for memory in per_rank]
+    found_ranks = _equal(of_ranks).items()
+    return of_tables, [_rank_memory(span(ranks), held, case, work, in_background) for held, ranks in found_ranks]
 
 
-def _rank_memory(ranks: str, held: ShardBytes, case: Case, work: Work) -> RankMemory:
+def _rank_memory(ranks: str, held: ShardBytes, case: Case, work: Work, in_background: bool) -> RankMemory:
     request, machines, planned = case.request, case.machines, case.planned
     on_gpu = machines.device_type == "cuda"
     buffers = nccl_bytes(machines)
@@ -79,18 +79,16 @@ def _rank_memory(ranks: str, held: ShardBytes, case: Case, work: Work) -> RankMe
     if on_gpu:
         dense = planned.beside - buffers - budget
     total = held.total + planned.beside - budget
-    copy = held.rows + held.state + VALUE_BYTES * case.dense_values * (1 + request.dense_state)
+    copy = 0
+    if in_background:
+        copy = held.rows + held.state + VALUE_BYTES * case.dense_values * (1 + request.dense_state)
     values = round(VALUE_BYTES * work.values)
     peak = total + values + (0 if on_gpu else dense)
-    waits = not on_gpu and peak + COPY_MARGIN * copy > machines.bytes_per_rank
+    has_room = on_gpu or peak + COPY_MARGIN * copy <= machines.bytes_per_rank
+    waits = not (in_background and has_room)
     at_checkpoint = peak if on_gpu or waits else peak + copy
     facts = (held, dense, buffers, values, total, planned.usable, copy, waits, at_checkpoint, planned.usable - total)
     return RankMemory(ranks, *facts)
-
-
-def _without_copy(memory: RankMemory) -> RankMemory:
-    copied = 0 if memory.checkpoint_waits else memory.checkpoint_copy
-    return replace(memory, checkpoint_waits=True, checkpoint_copy=0, checkpoint_peak=memory.checkpoint_peak - copied)
 
 
 def checkpoint_bytes(case: Case) -> int:

@@ -17,6 +17,8 @@ from recmill.tables.placement import (
 from recmill.tables.spec import VALUE_BYTES, TableSpec
 
 _PASSES = 3  # of a product: forward, and the gradients of inputs and of weights
+_LAYERS_PER_BLOCK = 4  # of a sequence model
+_ATTENTION_PRODUCTS = 2  # scores, and sums weighted by them
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,9 @@ def _dense_work(network: nn.Module, request: Request, samples: Samples) -> tuple
     dim = max(table.dim for table in request.tables)
     if catalogue:
         flops += 2 * _PASSES * batch * samples.queries * catalogue.items * catalogue.dim
-    if samples.queries:  # attention: scores, and sums weighted by them; a block has four layers
-        flops += len(shapes) / 4 * 4 * _PASSES * positions * samples.tokens * dim
+    if samples.queries:
+        blocks = len(shapes) / _LAYERS_PER_BLOCK
+        flops += blocks * _ATTENTION_PRODUCTS * 2 * _PASSES * positions * samples.tokens * dim
     else:
         vectors = 1 + sum(len(table.features) for table in request.tables)
         flops += _PASSES * batch * vectors**2 * dim  # half of the pairs, twice a flop
