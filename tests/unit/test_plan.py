@@ -110,17 +110,18 @@ def test_more_machines_are_as_few_as_suffice() -> None:
     assert not plan(small(sharding={"default": "row_wise"}), nodes=nodes - 1, **options).fits
 
 
-def test_more_machines_are_not_proposed_if_a_cache_is_too_small_for_all_of_the_batch() -> None:
-    """C1: 2.9 GB on a machine of 2. C2: the cache holds rows of half a batch, and each machine sees all of it."""
-    tables = {"stores": {"C2": "cached_ssd"}, "cache_memory_budget_mb": 1}
-    config = load_config(
-        small(sharding={"default": "row_wise"}, tables=tables, train={"global_batch_size": 32_768}), ["data.path=x"]
-    )
-    dataset = described(read_sizes("80000000,10000000"), "clicks", "x")
+def test_machines_are_proposed_only_if_their_caches_are_large_enough() -> None:
+    """C1: 2.9 GB, for machines of 2 GB. C2: a cache of 3 MB holds half a batch of 32,768 rows, but not all."""
+    tables = {"stores": {"C2": "cached_ssd"}, "cache_memory_budget_mb": 3}
+    config = small(sharding={"default": "row_wise"}, tables=tables, train={"global_batch_size": 32_768})
+    rows = "80000000,100000"
     device = read_device("cpu").model_copy(update={"memory_gb": 2.0})
-    with pytest.raises(ResourceError) as error:
-        command.check_fits(config, dataset, Site(1, 1, device))
-    assert "--nodes" not in str(error.value)
+    with pytest.raises(ResourceError, match=r"It fits with --nodes \d+\.") as error:
+        command.check_fits(load_config(config), described(read_sizes(rows), "clicks", "x"), Site(1, 1, device))
+    nodes = int(str(error.value).rpartition(" ")[2].rstrip("."))
+    assert plan(config, rows=rows, nodes=nodes, memory_gb=2.0).fits
+    with pytest.raises(ConfigError, match="cache_memory_budget_mb: 3 MB for 50,000 rows"):
+        plan(config, rows=rows, nodes=2, memory_gb=2.0)
 
 
 def test_scaling_includes_full_machines_of_any_number_of_processes() -> None:
