@@ -21,8 +21,8 @@ __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 class Config(ClickModelConfig):
     needs_one_width: ClassVar[bool] = False
 
-    num_cross_layers: PositiveInt = key(3, "Number of cross layers: N of them multiply up to N + 1 inputs.")
-    cross_rank: PositiveInt = key(512, "Rank of each cross layer's matrix.")
+    num_cross_layers: PositiveInt = key(3, "Number of cross layers: N of them multiply up to N + 1 inputs.", le=1000)
+    cross_rank: PositiveInt = key(512, "Rank of each cross layer's matrix.", le=10**6)
 
 
 def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":

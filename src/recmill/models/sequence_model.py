@@ -19,7 +19,7 @@ KIND = "histories"
 
 class SequenceModelConfig(Section):
     embedding_dim: PositiveInt = key(64, "Width of items and layers; a multiple of 4.", multiple_of=4)
-    num_layers: PositiveInt = key(2, "Transformer blocks.")
+    num_layers: PositiveInt = key(2, "Transformer blocks.", le=1000)
     num_heads: PositiveInt = key(2, "Attention heads; embedding_dim is a multiple of it.")
     max_length: int = key(50, "Most recent items of a history that the model sees at once.", ge=2)
     dropout: float = key(0.1, "Share of activations that are dropped in training.", ge=0.0, lt=1.0)
