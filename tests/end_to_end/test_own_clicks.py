@@ -80,6 +80,18 @@ def test_scores_of_the_test_rows_give_the_metrics_of_the_run_without_the_dataset
     assert np.allclose(scores["score"], 1 / (1 + np.exp(-scores["logit"].to_numpy())), atol=1e-6)
 
 
+def test_a_run_that_is_open_scores_frames(trained: Path) -> None:
+    log = pl.read_csv(trained / "3.csv", infer_schema=False)
+    run = recmill.open_run(trained / "run")
+    recmill.predict(trained / "run", trained / "3.csv", trained / "all.parquet", logit=True)
+    found = run.predict(log.drop("click"))
+    assert isinstance(found, pl.DataFrame)
+    assert found.equals(pl.read_parquet(trained / "all.parquet"))
+    assert len(run.predict(log.to_pandas(), frame="pandas")) == 600
+    with pytest.raises(DataError, match="the frame has no column 'tags', which the model needs"):
+        run.predict(log.select("site"))
+
+
 def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
     new = pl.DataFrame({"tags": [["a", "x"], [], None], "extra": [1, 2, 3], "site": ["s1", "s77", None]})
     labelled = new.with_columns(click=pl.Series([1.0, None, 0.0]))
@@ -119,7 +131,8 @@ def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tm
     refused(DataError, "column site holds lists, and in training it held single values", input=tmp_path / "n.parquet")
     source.write_text("site,tags\ns1,a\n")
     refused(ConfigError, "end it with .parquet or .csv", output=tmp_path / "s.txt")
-    refused(DataError, "no column 'nobody'", keep=["nobody"])
+    refused(DataError, "--keep names columns that are not there:\n.*no column 'nobody'", keep=["nobody"])
+    refused(ConfigError, "`input` is a path, not a frame", input=pl.DataFrame({"site": ["s1"]}))
     refused(DataError, "no such file", input=tmp_path / "absent.csv")
     copy = tmp_path / "run"
     shutil.copytree(trained / "run", copy)

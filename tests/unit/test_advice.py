@@ -27,8 +27,8 @@ def test_steps_that_suit_other_data_are_named_before_training() -> None:
     assert found == [
         "the learning rate rises for 34% of the 585 steps: optim.schedule.warmup_steps = 200. Set it to a share of the "
         "run, like '5%'. configs/own has configs for any data.",
-        "no validation before the end: eval.every_steps = 675, and the run has 585 steps. Set it to a share of the "
-        "run, like '10%'.",
+        "no validation before the end: one is due every 675 steps, and the run has 585. Set eval.every_steps to a "
+        "share of the run, like '10%'.",
     ]
     assert warnings(24_300, LINEAR, eval={"every_steps": 675}) == [
         "the learning rate is 0 from step 6,100 on, for 75% of the 24,300 steps: optim.schedule.decay_steps = 5900. "
@@ -50,7 +50,7 @@ def test_the_limits_are_a_fifth_of_warmup_and_a_hundredth_without_a_learning_rat
 
 
 def test_an_epoch_is_the_interval_of_validation_unless_the_config_has_one() -> None:
-    assert "eval.every_steps = 0, and the run has 50 steps" in warnings(50, {})[0]
+    assert "one is due every 50 steps, and the run has 50." in warnings(50, {})[0]
     assert warnings(50, {}, train={"num_epochs": 2}) == []
     both = {"every_steps": 1000, "each_epoch": True}
     assert warnings(50, {}, train={"num_epochs": 2}, eval=both) == []

@@ -107,6 +107,8 @@ def test_columns_that_know_the_label_are_left_out_whether_numbers_or_names(tmp_p
         ([f"201201{day:02d}" for day in range(1, 21)] * 24, "%Y%m%d"),
         ([str(874_000_000 + 1000 * i) for i in range(480)], "s"),
         ([f"2024-01-{1 + i % 28:02d} 0{i % 9}:00" for i in range(480)], "iso"),
+        ([f"{1 + i % 28:02d}/03/2024 0{i % 9}:00:00" for i in range(480)], "%d/%m/%Y %H:%M:%S"),
+        ([f"03/{1 + i % 28:02d}/2024" for i in range(480)], "%m/%d/%Y"),
     ],
 )
 def test_formats_of_times_are_told_apart(tmp_path: Path, values: list[str], expected: str) -> None:
@@ -121,10 +123,12 @@ def test_a_label_of_yes_and_no_and_names_that_only_look_like_amounts(tmp_path: P
     frame = drawn().with_columns(
         click=pl.when(pl.col("click") == 1).then(pl.lit("Yes")).otherwise(pl.lit("No")),
         page=pl.int_range(ROWS) % 30,
-        bid=(pl.int_range(ROWS) % 97) / 10,
+        bid=pl.when(pl.int_range(ROWS) % 5 > 0).then((pl.int_range(ROWS) % 97) / 10),
     )
     found = guessed(frame, tmp_path)
     assert (found["page"], found["bid"]) == ("categorical", "numeric")
+    features = {f.name: f for f in load_schema(next(tmp_path.glob("*.toml"))).numeric}
+    assert features["bid"].flag_missing, "a fifth of them is missing"
     assert load_schema(next(tmp_path.glob("*.toml"))).label.positive == ["Yes"]
 
 

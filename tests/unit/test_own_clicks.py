@@ -394,6 +394,26 @@ def test_a_wrong_schema_is_one_error_that_names_the_key(
     assert expected in str(caught.value)
 
 
+def test_a_missing_schema_says_how_to_make_one(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(GOOD)
+    with pytest.raises(ConfigError, match=r"absent.toml: no such file\. Make one from the log: recmill schema"):
+        recmill.prepare("clicks", tmp_path / "d", input=str(tmp_path / "log.csv"), schema_file="absent.toml")
+
+
+def test_parts_of_times_that_training_never_had_count_as_unseen(prepared: Prepare) -> None:
+    training = "".join(f"{click},,2024-03-0{day}\n" for day in (1, 2, 3) for click in (0, 1))
+    others = "0,v,2024-03-04\n1,v,2024-03-04\n0,t,2024-03-04\n1,t,2024-03-04\n"
+    log = f"click,fold,when\n{training}{others}"
+    features = [{"name": "weekday", "type": "time", "part": "weekday"}]
+    path = prepared(log, split=BY_FOLD, time={"column": "when"}, feature=features)
+    recipe = load_recipe(path)
+    assert recipe.learned["weekday"].seen == [4, 5, 6], "Friday to Sunday"
+    encoder = Encoder(recipe, path)
+    (rows,) = read(next(path.parent.glob("log*.csv")), recipe.log.input, recipe.log.columns())
+    encoder.encode(rows)
+    assert encoder.tally.counts["weekday"]["unseen"] == 4, "Monday"
+
+
 def test_interrupted_work_is_resumed_and_the_bytes_are_the_same(
     prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,9 @@ import recmill
 from recmill.commands import assemble
 from recmill.commands.evaluate import EvaluateOptions
 from recmill.commands.keywords import checked_keywords
+from recmill.commands.predict import Predictor
 from recmill.commands.recommend import Named, Recommender
-from recmill.data.frames import Kind, converted
+from recmill.data.frames import Kind, as_polars, converted
 from recmill.errors import ConfigError
 from recmill.metrics.own import Values
 
@@ -35,9 +36,10 @@ class RecommendOptions(TypedDict, total=False):
 class Run:
     """A run whose model is loaded. It stays as it was when it was opened: what is trained later needs a new one."""
 
-    def __init__(self, path: Path, recommender: Recommender | None) -> None:
+    def __init__(self, path: Path, recommender: Recommender | None, predictor: Predictor | None = None) -> None:
         self.path = path
         self._recommender = recommender
+        self._predictor = predictor
 
     @overload
     def recommend(
@@ -82,6 +84,15 @@ class Run:
         is_one = isinstance(histories, str) or not any(isinstance(part, list | tuple) for part in histories)
         several: Any = [histories] if is_one else histories
         return converted(self._recommender.after(several, k, include_seen), frame)
+
+    def predict(self, rows: "AnyFrame", *, frame: Kind = "polars") -> "AnyFrame":
+        """Return a frame with the click probability of each row, "score", and its "logit".
+
+        `rows`: a frame of pandas, Polars or Arrow with the columns that the features are made of.
+        """
+        if self._predictor is None:
+            raise ConfigError(f"{self.path}: its model is no click model. Use `recommend`.")
+        return converted(self._predictor.score(as_polars(rows, "rows")), frame)
 
     @overload
     def evaluate(self, *, per_user: Literal[False] = False, **options: Unpack[EvaluateOptions]) -> Values: ...
@@ -137,13 +148,13 @@ def open_run(
     fallback: bool = False,
     verify: bool | None = None,
 ) -> Run:
-    """Load the model of a run, so that each call of `recommend` takes milliseconds.
+    """Load the model of a run, so that each call of `recommend` or `predict` takes milliseconds.
 
     `checkpoint`, `fallback` and `verify`: as for `recmill evaluate`.
     """
     run, config = assemble.open_trained_run(path)
     if assemble.model_module(config).KIND != "histories":
-        return Run(run.path, None)
+        return Run(run.path, None, Predictor(path, checkpoint, fallback))
     recommender = Recommender(path, checkpoint, fallback, verify)
     items = recommender.items.originals
     for _ in range(2):  # loads the network and what its first calls need

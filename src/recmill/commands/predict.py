@@ -13,8 +13,9 @@ from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Which, flag, new_path
 from recmill.config.options import checked_options
 from recmill.config.sections import Section
+from recmill.data.frames import is_frame
 from recmill.data.recipes import kept_dataset
-from recmill.errors import CheckpointError, ConfigError, ResourceError
+from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.metrics.binary import BinaryMetrics, Values, sigmoid
 from recmill.observe.log import quiet_libraries
@@ -59,6 +60,8 @@ def predict(
     The rows are encoded by the recipe that the run keeps, as its training rows were. Returns {"rows": ..., "output":
     ..., "features": shares of missing, unseen and clipped values}, and with labels in `input` also "metrics".
     """
+    if is_frame(input):
+        raise ConfigError("`input` is a path, not a frame. For frames: recmill.open_run(run).predict(frame).")
     given: dict[str, Any] = {"input": str(input), "output": str(output), "keep": keep, "logit": logit}
     options = checked_options("predict", Options, {**given, "checkpoint": checkpoint, "fallback": fallback})
     predictor = Predictor(run, options.checkpoint, options.fallback)
@@ -120,6 +123,20 @@ class Predictor:
             )
         return logits, encoded.labels
 
+    def score(self, frame: "pl.DataFrame") -> "pl.DataFrame":
+        """Return columns score and logit for the rows of a frame."""
+        import polars as pl
+
+        from recmill.datasets.own_clicks.values import RawRows
+
+        needed = self.encoder.recipe.log.feature_columns()
+        if missing := [column for column in needed if column not in frame.columns]:
+            raise DataError(
+                f"the frame has no column '{missing[0]}', which the model needs; it needs {', '.join(needed)}."
+            )
+        logits, _ = self.logits(RawRows(frame.select(needed), "the frame", range(1, frame.height + 1)))
+        return pl.DataFrame({"score": sigmoid(logits).astype(np.float32), "logit": logits})
+
     def write(self, options: Options, output: Path) -> dict[str, Any]:
         """Score the rows of options.input to the new file `output`."""
         import polars as pl
@@ -133,7 +150,12 @@ class Predictor:
         files = found_files(options.input)
         kept = options.keep or []
         needed = list(dict.fromkeys([*schema.feature_columns(), *kept]))
-        check_columns(files, schema.input, needed)
+        lack, remedy = (
+            "the model needs columns that are not there",
+            "Add them: the features of the run are made of them.",
+        )
+        check_columns(files, schema.input, schema.feature_columns(), lack, remedy)
+        check_columns(files, schema.input, kept, "--keep names columns that are not there", "Correct --keep.")
         if taken := {"score", "logit"} & set(kept):
             raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
         has_labels = all(schema.label.column in columns_of(file, schema.input) for file in files)

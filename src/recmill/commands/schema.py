@@ -6,6 +6,8 @@ from typing import Any
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import flag, new_path
 from recmill.config.sections import Section
+from recmill.data.frames import is_frame
+from recmill.errors import ConfigError
 from recmill.files.atomic import write_text
 
 
@@ -25,6 +27,8 @@ def guess_schema(input: str | Path, label: str | None = None, output: str | Path
     from recmill.datasets.own_clicks.guessing import as_toml, guess
     from recmill.datasets.own_clicks.reading import found_files
 
+    if is_frame(input):
+        raise ConfigError("`input` is a path, not a frame: write it to a file first.")
     path = new_path(output, "--output") if output is not None else None
     section, clicks, guesses = guess(found_files(str(input)), label)
     assert label

@@ -27,10 +27,14 @@ def keep_recipe(dataset: Dataset, run: Path) -> None:
             shutil.copyfile(dataset.path / name, directory / name)
 
 
+def has_recipe(run: Path) -> bool:
+    return (run / _KEPT / DESCRIPTION_FILE).is_file()
+
+
 def kept_dataset(run: Path) -> Dataset:
     """Return the dataset that a run was trained on, as far as it was copied: without its rows."""
     path = run / _KEPT
-    if not (path / DESCRIPTION_FILE).is_file():
+    if not has_recipe(run):
         raise ConfigError(
             f"{run}: it was trained on a dataset without a recipe, so new rows cannot be encoded. Prepare the log with "
             "`recmill prepare clicks`, and train on that."

@@ -35,8 +35,8 @@ def before_training(settings: Settings, steps: RunSteps) -> Iterator[str]:
     first = min(steps.validation or steps.epoch, steps.epoch if section.each_epoch else steps.total)
     if first >= steps.total > 1:
         yield (
-            f"no validation before the end: eval.every_steps = {section.every_steps}, and the run has {steps.total:,} "
-            "steps. Set it to a share of the run, like '10%'."
+            f"no validation before the end: one is due every {steps.validation or steps.epoch:,} steps, and the run "
+            f"has {steps.total:,}. Set eval.every_steps to a share of the run, like '10%'."
         )
 
 

@@ -50,6 +50,7 @@ class Learned(BaseModel):
     scale: float = 1.0
     boundaries: list[float] = []
     ids_per_row: int = 1
+    seen: list[int] = []  # parts of times that occur in the training rows
     has_lists: bool = False  # a row may have several values, or none
 
 
@@ -164,7 +165,9 @@ class Encoder:
             ids = np.where(np.isnan(values), MISSING, 1 + np.searchsorted(boundaries, values, side="right"))
             self.tally.add(feature.name, missing=ids == MISSING)
             return ids[:, None].astype(np.int64)
-        return 1 + time_parts(times(rows, self.recipe.log), feature.part)[:, None]
+        of_times = time_parts(times(rows, self.recipe.log), feature.part)
+        self.tally.add(feature.name, unseen=~np.isin(of_times, self.recipe.learned[feature.name].seen))
+        return 1 + of_times[:, None]
 
     def _looked_up(self, rows: RawRows, given: pl.Series, feature: CategoricalFeature) -> np.ndarray:
         given = several_texts(given, feature, self.recipe.log.input.missing)

@@ -26,6 +26,7 @@ _IDS = re.compile(r"(.*_)?(id|code|type|category|zip)|.*[a-z]Id|C\d+", re.I)
 _AMOUNTS = re.compile(
     r"(.*_)?(count|price|amount|age|num|number|quantity|duration|seconds|days|score|rating|size|length)|I\d+", re.I
 )
+_GAPS = 0.01  # a larger share of missing numbers gets a flag of its own
 _OWN_ID = 0.95  # a larger share of different values is the row's own id
 _FEW = 10  # whole numbers with no more different values are names, whatever they are called
 _KNOWS_LABEL = 0.99
@@ -34,6 +35,7 @@ _EPOCHS = {9: ("s", 1), 10: ("s", 1), 13: ("ms", 1000), 16: ("us", 1_000_000)}  
 _FORMATS = {8: ["%Y%m%d", "%y%m%d%H"], 10: ["%Y%m%d%H"]}  # by digits
 _YEARS = (631_152_000, 2_208_988_800)  # 1990 to 2040, in seconds
 _TIMES = re.compile(r".*(time|date|stamp).*", re.I)
+_DATES = ["%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y"]  # if day and month cannot be told apart, the day is first
 _YES = ["yes", "y", "t", "click", "clicked"]
 
 
@@ -199,8 +201,11 @@ def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> 
     values = numbers.to_numpy()
     is_skewed = values.min() >= 0 and values.mean() > 1.5 * max(float(np.median(values)), 1e-9)
     transform = "log1p" if is_skewed else "standard"
+    missing = 1 - len(filled) / len(column)
     why = f"numbers from {values.min():g} to {values.max():g}{', skewed' if is_skewed else ''}"
-    return Guess(name, why, [{**plain, "type": "numeric", "transform": transform}])
+    flag = {"flag_missing": True} if missing > _GAPS else {}
+    why += f", {missing:.0%} missing" if flag else ""
+    return Guess(name, why, [{**plain, "type": "numeric", "transform": transform, **flag}])
 
 
 def _inner_separator(filled: pl.Series, distinct: int) -> str:
@@ -226,6 +231,9 @@ def _time_format(column: pl.Series, filled: pl.Series) -> str:
         unit, factor = _EPOCHS.get(length, ("", 1))
         is_named = length > 9 or _TIMES.fullmatch(column.name)
         return unit if unit and is_named and _is_recent(filled.cast(pl.Int64) // factor) else ""
+    if filled.str.contains(r"^\d{1,2}[./]\d{1,2}[./]\d{4}").all():
+        forms = (f"{date}{time}" for date in _DATES for time in ("", " %H:%M", " %H:%M:%S"))
+        return next((form for form in forms if not parsed_times(filled, form).null_count()), "")
     if not filled.str.contains(r"^\d{4}-\d{2}-\d{2}").all():
         return ""
     try:

@@ -7,7 +7,7 @@ import polars as pl
 
 from recmill import rng
 from recmill.data.recipes import vocabulary_file
-from recmill.datasets.own_clicks.encoding import Learned, fixed_rows, owner, table_of
+from recmill.datasets.own_clicks.encoding import Learned, fixed_rows, owner, table_of, time_parts
 from recmill.datasets.own_clicks.schema import (
     FIRST_VALUE,
     MISSING,
@@ -16,8 +16,9 @@ from recmill.datasets.own_clicks.schema import (
     CategoricalFeature,
     ClicksSchema,
     NumericFeature,
+    TimeFeature,
 )
-from recmill.datasets.own_clicks.values import RawRows, numbers, several_texts, texts
+from recmill.datasets.own_clicks.values import RawRows, numbers, several_texts, texts, times
 from recmill.datasets.writing import write_parquet
 
 _MERGED_ROWS = 1 << 21  # counts that may wait to be added up
@@ -31,6 +32,7 @@ class Learner:
         self._log = log
         self._counts: dict[str, list[pl.DataFrame]] = {}  # by the owner of a table
         self._longest: dict[str, int] = {}
+        self._parts: dict[str, set[int]] = {}  # of times, by feature
         self._numbers: dict[str, list[np.ndarray]] = {}
         self._share = min(1.0, SAMPLE_ROWS / max(training_rows, 1))
         self._seen = 0
@@ -44,6 +46,9 @@ class Learner:
             values = numbers(rows, column, missing)
             self._numbers.setdefault(column, []).append(values[kept & ~np.isnan(values)])
         for feature in self._log.tables:
+            if isinstance(feature, TimeFeature):
+                parts = time_parts(times(rows, self._log), feature.part)
+                self._parts.setdefault(feature.name, set()).update(np.unique(parts).tolist())
             if not isinstance(feature, CategoricalFeature):
                 continue
             given = several_texts(texts(rows, feature.column, missing), feature, missing)
@@ -79,7 +84,12 @@ class Learner:
                 if isinstance(feature, CategoricalFeature) and feature.name in self._counts:
                     rows = _write_vocabulary(directory, feature, _added_up(self._counts[feature.name]))
                 longest = self._longest.get(feature.name)
-                learned[feature.name] = Learned(rows=rows, ids_per_row=longest or 1, has_lists=longest is not None)
+                learned[feature.name] = Learned(
+                    rows=rows,
+                    ids_per_row=longest or 1,
+                    has_lists=longest is not None,
+                    seen=sorted(self._parts.get(feature.name, ())),
+                )
         return learned
 
 

@@ -25,7 +25,13 @@ def found_files(given: str, option: str = "--input") -> list[Path]:
     return found
 
 
-def check_columns(files: list[Path], section: InputSection, columns: list[str]) -> None:
+def check_columns(
+    files: list[Path],
+    section: InputSection,
+    columns: list[str],
+    fact: str = "the files do not fit the schema",
+    remedy: str = "Correct the schema, or the files.",
+) -> None:
     """Raise an error that names every column that a file lacks."""
     problems = []
     for file in files:
@@ -33,7 +39,7 @@ def check_columns(files: list[Path], section: InputSection, columns: list[str]) 
         problems += [f"  {file}: no column '{c}'; it has {', '.join(there)}\n" for c in columns if c not in there]
         problems += [f"  {file}: two columns '{c}'\n" for c in columns if there.count(c) > 1]
     if problems:
-        raise DataError(f"the files do not fit the schema:\n{''.join(problems)}Correct the schema, or the files.")
+        raise DataError(f"{fact}:\n{''.join(problems)}{remedy}")
 
 
 def columns_of(file: Path, section: InputSection) -> list[str]:

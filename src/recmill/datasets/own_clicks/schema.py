@@ -213,6 +213,8 @@ class ClicksSchema(Section):
 
 def load_schema(path: Path) -> ClicksSchema:
     """Read and check the file, and name features after their columns. All problems are reported at once."""
+    if not path.exists():
+        raise ConfigError(f"--schema {path}: no such file. Make one from the log: recmill schema --output {path}.")
     values = read_toml(path)
     listed = values.get("feature", [])
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
