@@ -85,7 +85,7 @@ def test_a_module_that_is_missing_is_named_with_the_config_and_where_it_was_sear
     assert "my_models has no module 'mf'. Correct the name." in problem("my_models.mf")
 
 
-@pytest.mark.parametrize("name", ["fm", "my_models.", ".fm", "my-models.fm", "my_models/fm.py", "../fm"])
+@pytest.mark.parametrize("name", ["ffm", "my_models.", ".fm", "my-models.fm", "my_models/fm.py", "../fm"])
 def test_a_name_that_is_no_path_of_a_module_is_unknown(name: str, folder: Path) -> None:
     assert f"unknown model '{name}'." in problem(name)
 
@@ -123,9 +123,9 @@ def install(folder: Path, **entry_points: str) -> dict[str, Any]:
 
 def test_entry_points_are_found_by_name_and_may_not_be_called_as_others(folder: Path) -> None:
     (folder / "my_models" / "fm.py").write_text(MODEL)
-    found = install(folder, fm="my_models.fm", dlrm="my_models.fm", two="my_models.fm", two_="my_models.other")
+    found = install(folder, ffm="my_models.fm", dlrm="my_models.fm", two="my_models.fm", two_="my_models.other")
     assert found == {
-        "fm": "my_models.fm",
+        "ffm": "my_models.fm",
         "dlrm": "model 'dlrm' is built in, and an installed package has one, too. Use 'my_models.fm'.",
         "two": "model 'two' is in several installed packages. Use my_models.fm or my_models.other.",
     }
