@@ -1,6 +1,7 @@
 """The batches that networks, tasks and steps work on.
 
-Capitals that end a name are the array's axes: B rows, F dense features, N tokens, M queries, K and C negatives.
+The capitals at the end of an array's name are its axes: B rows, F dense features, N tokens, M queries, K and C
+negatives.
 """
 
 from collections.abc import Callable

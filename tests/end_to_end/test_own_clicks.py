@@ -140,3 +140,7 @@ def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tm
     refused(DataError, "recipe.json: corrupt", run=copy)
     shutil.rmtree(copy / "recipe")
     refused(ConfigError, "trained on a dataset without a recipe", run=copy)
+    opened = recmill.open_run(copy)
+    assert opened.results().height == 1, "what needs no recipe works without one"
+    with pytest.raises(ConfigError, match="without a recipe"):
+        opened.predict(pl.DataFrame({"site": ["s1"], "tags": ["a"]}))

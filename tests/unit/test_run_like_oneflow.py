@@ -12,12 +12,12 @@ import pytest
 import recmill
 from recmill.commands import assemble
 from recmill.commands.run_like import plan_like
-from recmill.compat.program import Plan
 from recmill.config import load_config
 from recmill.errors import ConfigError, DataError
 
 from ..conftest import REPO
 from ..criteo_raw import write_days
+from .test_run_like import trained_config
 
 REQUIRED = ["--data_dir", "/parquet", "--persistent_path", "/ssd"]
 # Of the README; the last ones of the built-in array are the same
@@ -25,11 +25,6 @@ README_SIZES = (
     "39884407,39043,17289,7420,20263,3,7120,1543,63,38532952,2953546,403346,10,2208,11938,155,4,976,14,39979772"
 )
 README_SIZES += ",25641295,39664985,585935,12972,108,36"
-
-
-def trained_config(plan: Plan) -> dict[str, Any]:
-    config: dict[str, Any] = plan.steps[-1].arguments["config"]
-    return config
 
 
 def dlrm(*arguments: str, procs: int = 1) -> dict[str, Any]:

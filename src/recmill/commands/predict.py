@@ -20,6 +20,7 @@ from recmill.files.atomic import new_file
 from recmill.metrics.binary import BinaryMetrics, Values, sigmoid
 from recmill.observe.log import quiet_libraries
 from recmill.observe.progress import Progress
+from recmill.schema import Dataset
 
 if TYPE_CHECKING:
     import polars as pl
@@ -81,8 +82,11 @@ class Predictor:
             raise ConfigError(
                 f"{self._run.path}: '{self._config.model_name}' is no click model. Use `recmill recommend`."
             )
-        self._dataset = kept_dataset(self._run.path)
         self._which, self._fallback = which, fallback
+
+    @cached_property
+    def _dataset(self) -> Dataset:
+        return kept_dataset(self._run.path)
 
     @cached_property
     def encoder(self) -> "Encoder":
@@ -150,11 +154,8 @@ class Predictor:
         files = found_files(options.input)
         kept = options.keep or []
         needed = list(dict.fromkeys([*schema.feature_columns(), *kept]))
-        lack, remedy = (
-            "the model needs columns that are not there",
-            "Add them: the features of the run are made of them.",
-        )
-        check_columns(files, schema.input, schema.feature_columns(), lack, remedy)
+        lack = "the model needs columns that are not there"
+        check_columns(files, schema.input, schema.feature_columns(), lack, "Add them: its features are made of them.")
         check_columns(files, schema.input, kept, "--keep names columns that are not there", "Correct --keep.")
         if taken := {"score", "logit"} & set(kept):
             raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")

@@ -1,6 +1,6 @@
 """`recmill recommend`: the items that a sequence model expects next, after a history or for users of its dataset.
 
-Capitals that end a name are the array's axes: B histories, V items, K recommended items.
+The capitals at the end of an array's name are its axes: B histories, V items, K recommended items.
 """
 
 import logging

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from pydantic import PositiveInt
 
 from recmill.config.sections import key
-from recmill.models.click_model import KIND, TASK, ClickTablesConfig, averaged, tables
+from recmill.models import fm
+from recmill.models.click_model import KIND, TASK, averaged, tables
 from recmill.schema import ClicksDescription
 
 if TYPE_CHECKING:
@@ -15,10 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
 
-class Config(ClickTablesConfig):
-    embedding_dim: PositiveInt = key(
-        16, "Width of the tables, a multiple of 4: a weight, and one factor less than this.", multiple_of=4
-    )
+class Config(fm.Config):
     deep_mlp: list[PositiveInt] = key([64, 32], "Layer widths over all vectors, before the logit.", min_length=1)
 
 

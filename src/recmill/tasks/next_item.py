@@ -1,6 +1,6 @@
 """Next item: cross-entropy over the catalogue at each query; HR, NDCG and MRR by ranking protocol.
 
-Capitals that end a name are the array's axes: B users, V items, C candidates.
+The capitals at the end of an array's name are its axes: B users, V items, C candidates.
 """
 
 from collections.abc import Callable

@@ -19,7 +19,7 @@ from recmill.datasets.compressed import expansion, forecast_rows, sample_digest
 from recmill.datasets.own_clicks.encoding import Encoder, Recipe
 from recmill.datasets.own_clicks.learning import Learner
 from recmill.datasets.own_clicks.reading import check_columns, found_files, read
-from recmill.datasets.own_clicks.schema import ClicksSchema, load_schema
+from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, load_schema
 from recmill.datasets.own_clicks.splitting import NOT_USED, Splits, split_rules
 from recmill.datasets.own_clicks.values import RawRows
 from recmill.datasets.own_clicks.writing import SplitWriter
@@ -163,13 +163,10 @@ def _sealed(plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int
     sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in plan.log.tables]
     multi_hot = sizes if max(sizes) > 1 else []
     notes = [f"{counts['rows'][NOT_USED]:,} rows left out by label.drop"] if counts["rows"][NOT_USED] else []
-    vocabularies = [name for f in plan.log.tables if (data / (name := vocabulary_file(f.name))).exists()]
-    small = [
-        f.name
-        for f in plan.log.tables
-        if (data / vocabulary_file(f.name)).exists() and encoder.recipe.learned[f.name].rows == 2
-    ]
-    notes += [f"{name}: every value is rarer than min_frequency, so all of them share one row" for name in small]
+    learned = [f.name for f in plan.log.tables if (data / vocabulary_file(f.name)).exists()]
+    for name in learned:
+        if encoder.recipe.learned[name].rows == FIRST_VALUE:
+            notes.append(f"{name}: every value is rarer than min_frequency, so all of them share one row")
 
     def describe(files: dict[str, FileInfo]) -> Description:
         return ClicksDescription(
@@ -190,5 +187,5 @@ def _sealed(plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int
     ids = "sparse_multi_hot.npz" if multi_hot else "sparse.npy"
     parts = ("dense.npy", ids, "labels.npy")
     rows_of = {f"{split}_{part}": rows for split, rows in zip(SPLITS, counts["rows"], strict=False) for part in parts}
-    rows_of |= {name: pl.scan_parquet(data / name).select(pl.len()).collect().item() for name in vocabularies}
+    rows_of |= {vocabulary_file(name): encoder.recipe.learned[name].rows for name in learned}
     return seal(data, describe, rows_of | {RECIPE_FILE: 1})

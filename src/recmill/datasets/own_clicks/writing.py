@@ -15,7 +15,6 @@ class SplitWriter:
 
     def __init__(self, directory: Path, name: str, rows: int, sizes: list[int], id_type: type) -> None:
         self._directory, self._name, self._rows = directory, name, rows
-        self._id_type = id_type
         self._sizes = sizes
         self._is_bag = max(sizes) > 1
         self._labels = NpyWriter(directory / f"{name}_labels.npy", np.int32, (rows, 1))
