@@ -16,6 +16,8 @@ _SECTIONS: dict[str, type[Section]] = {
     "label": schema.LabelSection,
     "time": schema.TimeSection,
     "split": schema.SplitSection,
+    "sample": schema.SampleSection,
+    "keep": schema.KeepSection,
 }
 _FEATURES: list[type[Section]] = [
     schema.CategoricalFeature,

@@ -29,6 +29,9 @@ class FileInfo(_Strict):
     xxh3: str  # xxh3_128 of the file's bytes
 
 
+Role = Literal["user", "item", "context"]  # whom a feature describes
+
+
 class SparseFeature(_Strict):
     name: str
     rows: PositiveInt  # ids are 0..rows-1
@@ -36,6 +39,7 @@ class SparseFeature(_Strict):
     share_table: str | None = None  # the feature whose table it uses: both have the same ids
     padding_id: NonNegativeInt | None = None  # an id that stands for no id
     pooling: Literal["sum", "mean"] | None = None  # of the vectors of a row's ids; None: sum
+    role: Role | None = None  # None: not said
 
 
 class SourceFile(_Strict):
@@ -72,11 +76,15 @@ class ClicksDescription(_Description):
     kind: Literal["clicks"] = "clicks"
     layout: ClicksLayout = "npy"
     dense: list[str]
+    dense_roles: dict[str, Role] = {}  # of those dense features whose role is known
     dense_stored: Literal["ready", "plus-one"] = "ready"  # plus-one: the files hold x + 1, a model gets log(x + 2)
     sparse: list[SparseFeature]
     multi_hot: list[PositiveInt] = []  # ids per row of each sparse feature; empty: one each
     modulo: Literal[True] | None = None  # row of the table = id in the files modulo the rows of the table
     splits: dict[str, list[RowRange]]  # train, val, test and UNLABELLED
+    keep: list[str] = []  # the columns of `keep_file`, which no model reads: of users, for example
+    weights: bool = False  # whether rows have weights: `weights_file`
+    negatives: float = 1.0  # the share of training rows without a click that was kept: the others are not stored
     source: list[SourceFile] = []
 
     def day_files(self, day: str) -> tuple[str, str, str]:
@@ -86,6 +94,14 @@ class ClicksDescription(_Description):
             return file, file, file
         sparse = f"{day}_sparse_multi_hot.npz" if self.multi_hot else f"{day}_sparse.npy"
         return f"{day}_dense.npy", sparse, f"{day}_labels.npy"
+
+    def weights_file(self, day: str) -> str:
+        """Return the file with the weight of each of a day's rows: float32 [n], finite and not negative."""
+        return f"{day}_weights.npy"
+
+    def keep_file(self, day: str) -> str:
+        """Return the Parquet file with the columns `keep` of each of a day's rows, as they were in the log."""
+        return f"{day}_keep.parquet"
 
     @property
     def record_words(self) -> int:

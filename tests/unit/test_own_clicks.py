@@ -228,6 +228,39 @@ def test_labels_are_values_or_conditions(prepared: Prepare, label: dict[str, Any
     assert arrays(path)[2].tolist() == ([1, 0, 1, 0] if label.get("drop") else [1, 0, 1, 0, 0])
 
 
+def test_kept_columns_and_weights_are_stored_beside_the_rows_of_each_split(prepared: Prepare) -> None:
+    frame = pl.DataFrame(
+        {
+            "click": [1, 0, 1, 0, 1, 0, 1],
+            "fold": ["t", "", "", "v", "v", "t", ""],
+            "user": [7, None, 9, 7, 8, 7, 9],
+            "tags": [["a"], [], None, ["b", "c"], ["d"], [], ["e"]],
+            "w": [1.0, 0.1, 0.0, 2.0, 3.0, 4.0, 5.0],
+        }
+    )
+    keep = {"columns": ["user", "tags"], "weight": "w"}
+    path = prepared(frame, split=BY_FOLD, keep=keep, feature=[{"column": "user", "type": "categorical"}])
+    dataset = open_dataset(path, "digests")
+    assert (dataset.clicks.keep, dataset.clicks.weights) == (["user", "tags"], True)
+    for split, fold in zip(SPLITS, ("", "v", "t"), strict=True):
+        own = frame.filter(pl.col("fold") == fold)
+        assert pl.read_parquet(path / dataset.clicks.keep_file(split)).equals(own.select("user", "tags"))
+        stored = dataset.array(dataset.clicks.weights_file(split))
+        assert stored.dtype == np.float32
+        assert stored.tolist() == own["w"].cast(pl.Float32).to_list()
+    for bad in ("-1", "", "inf", "1e40"):
+        log = GOOD.replace("1,,a,1", f"1,,a,{bad}", 1)
+        with pytest.raises(DataError, match=r"row 1, column price: .*(weight|infinite)"):
+            prepared(log, split=BY_FOLD, keep={"weight": "price"}, feature=[SITE])
+
+
+def test_roles_of_features_are_described(prepared: Prepare) -> None:
+    features = [{**SITE, "role": "item"}, {**PRICE, "role": "user", "flag_missing": True}, {**SITE, "name": "other"}]
+    clicks = open_dataset(prepared(GOOD, split=BY_FOLD, feature=features)).clicks
+    assert [feature.role for feature in clicks.sparse] == ["item", None]
+    assert clicks.dense_roles == {"price": "user", "price is missing": "user"}
+
+
 def sizes_of(path: Path) -> list[int]:
     return [open_dataset(path).clicks.splits[split][0].stop for split in SPLITS]
 

@@ -145,8 +145,11 @@ def _day_problems(dataset: Dataset, day: str, used_rows: int) -> Iterator[str]:
         f"{day}_dense.npy": ((rows, len(description.dense)), ("f4",)),
         f"{day}_sparse.npy": ((rows, len(description.sparse)), ("i4", "i8")),
         f"{day}_labels.npy": ((rows, 1), ("i4",)),
+        description.weights_file(day): ((rows,), ("f4",)),
     }
-    for name in dict.fromkeys(files):
+    weights = [description.weights_file(day)] if description.weights else []
+    kept = [description.keep_file(day)] if description.keep else []
+    for name in dict.fromkeys([*files, *weights, *kept]):
         if info and description.layout == "bin" and info.bytes != (size := rows * 4 * description.record_words):
             yield f"{name}: {info.bytes:,} bytes, expected {size:,}: {rows:,} records"
         if name in expected:

@@ -132,6 +132,7 @@ class Encoder:
                     share_table=None if owner(feature) == feature.name else owner(feature),
                     padding_id=MISSING if owner(feature) in with_bags else None,
                     pooling=feature.pooling if is_bag and isinstance(feature, CategoricalFeature) else None,
+                    role=feature.role,
                 )
             )
         return made

@@ -15,6 +15,7 @@ from recmill.config.problems import Problem, report, validated
 from recmill.config.sections import Section, key
 from recmill.errors import ConfigError
 from recmill.registry import unknown
+from recmill.schema import Role
 
 MISSING, UNSEEN, FIRST_VALUE = 0, 1, 2  # ids: no value; rare or not in the training rows; the most frequent value
 _CONDITION = re.compile(r"(>=|<=|>|<|==|!=)\s*(-?\d+(?:\.\d+)?)", re.ASCII)
@@ -84,8 +85,21 @@ class SplitSection(Section):
         return problems
 
 
+class SampleSection(Section):
+    negatives: float = key(
+        1.0, "The share of training rows without a click to keep; scores are corrected for it.", gt=0, le=1
+    )
+    seed: int = key(1, "The seed that chooses them.", ge=0, lt=2**63)
+
+
+class KeepSection(Section):
+    columns: list[str] = key([], "Columns to store beside the features, for metrics by group, for example.")
+    weight: str = key("", "A column with the weight of each row, 0 or more. Default: all rows count the same.")
+
+
 class Feature(Section):
     name: str = key("", "The feature's name; default: the column.")
+    role: Role | None = key(None, "Whom it describes: user, item or context. A two-tower model needs it.")
 
 
 class CategoricalFeature(Feature):
@@ -163,6 +177,10 @@ class NumericFeature(Feature):
     def columns(self) -> list[str]:
         return [self.column]
 
+    @property
+    def dense_names(self) -> list[str]:
+        return [self.name, *([f"{self.name} is missing"] if self.flag_missing else [])]
+
     def contradictions(self) -> list[str]:
         is_good = not self.clip or (len(self.clip) == 2 and 0 <= self.clip[0] < self.clip[1] <= 1)
         return [] if is_good else [f"clip {self.clip} of '{self.name}': give two quantiles, like [0.001, 0.999]."]
@@ -185,6 +203,8 @@ class ClicksSchema(Section):
     label: LabelSection = key(..., "What to predict.")
     time: TimeSection | None = key(None, "When a row was recorded.")
     split: SplitSection = key(SplitSection(), "Which rows are for training, validation and test.")
+    sample: SampleSection = key(SampleSection(), "Which of the training rows to leave out.")
+    keep: KeepSection = key(KeepSection(), "What else to store of each row.")
     feature: list[Annotated[AnyFeature, Field(discriminator="type")]] = key([], "The features, in order.")
 
     @property
@@ -198,7 +218,11 @@ class ClicksSchema(Section):
     @property
     def dense_names(self) -> list[str]:
         """The numbers that the network reads: those of the features, each with its flag behind it."""
-        return [name for f in self.numeric for name in [f.name, *([f"{f.name} is missing"] if f.flag_missing else [])]]
+        return [name for feature in self.numeric for name in feature.dense_names]
+
+    @property
+    def dense_roles(self) -> dict[str, Role]:
+        return {name: feature.role for feature in self.numeric if feature.role for name in feature.dense_names}
 
     def feature_columns(self) -> list[str]:
         """Return the columns that the features are made of."""
@@ -208,6 +232,7 @@ class ClicksSchema(Section):
     def columns(self) -> list[str]:
         """Return all columns that preparation reads."""
         others = [self.label.column, self.time.column if self.time else "", self.split.column, self.split.group]
+        others += [self.keep.weight, *self.keep.columns]
         return list(dict.fromkeys(column for column in [*others, *self.feature_columns()] if column))
 
 
@@ -255,6 +280,10 @@ def _contradictions(schema: ClicksSchema) -> Iterator[str]:
         yield "all its features are numeric. The models here need at least one table: make one of them a 'bucket'."
     if schema.time is None and (schema.split.by == "time" or any(isinstance(f, TimeFeature) for f in schema.feature)):
         yield "split.by = 'time' and features of type 'time' need [time] with a column."
+    if schema.keep.weight and schema.keep.weight in [schema.label.column, *schema.feature_columns()]:
+        yield f"keep.weight: '{schema.keep.weight}' is the label or a feature, too. Use one of them."
+    if len(set(schema.keep.columns)) < len(schema.keep.columns):
+        yield f"keep.columns {schema.keep.columns}: a column occurs twice. Name it once."
     if schema.label.column in schema.feature_columns():
         yield f"'{schema.label.column}' is the label, so it cannot be a feature. Remove that feature."
     owners = {f.name: f for f in schema.feature if isinstance(f, CategoricalFeature) and not f.share_table}

@@ -14,7 +14,8 @@ from recmill.errors import DataError
 from recmill.schema import SPLITS
 
 _TRAIN, _VAL, _TEST = range(len(SPLITS))
-NOT_USED = len(SPLITS)
+DROPPED_ROWS, NOT_SAMPLED = len(SPLITS), len(SPLITS) + 1  # rows of no split
+NUM_KINDS = len(SPLITS) + 2
 
 
 def split_rules(log: ClicksSchema, blocks: Iterable[tuple[int, RawRows]]) -> dict[str, Any]:
@@ -48,12 +49,17 @@ class Splits:
         self._starts: list[int] = rules.get("starts", [])
 
     def of(self, before: int, rows: RawRows) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of each row's split, len(SPLITS) for rows that are not used, and whether it is a click.
+        """Return the number of each row's split, or DROPPED_ROWS or NOT_SAMPLED, and whether it is a click.
 
         `before`: how many rows are before these in all files together.
         """
         found = labels(rows, self._log)
-        which = np.where(found == DROPPED, NOT_USED, self._split(before, rows))
+        which = np.where(found == DROPPED, DROPPED_ROWS, self._split(before, rows))
+        sample = self._log.sample
+        if sample.negatives < 1:
+            drawn = rng.uniform(rng.stream_key(sample.seed, "negatives"), before + np.arange(len(rows)))
+            is_left_out = (which == _TRAIN) & (found == 0) & (drawn >= sample.negatives)
+            which = np.where(is_left_out, NOT_SAMPLED, which)
         return which, found == 1
 
     def _split(self, before: int, rows: RawRows) -> np.ndarray:

@@ -20,8 +20,8 @@ from recmill.datasets.own_clicks.encoding import Encoder, Recipe
 from recmill.datasets.own_clicks.learning import Learner
 from recmill.datasets.own_clicks.reading import check_columns, found_files, read
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, load_schema
-from recmill.datasets.own_clicks.splitting import NOT_USED, Splits, split_rules
-from recmill.datasets.own_clicks.values import RawRows
+from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, split_rules
+from recmill.datasets.own_clicks.values import RawRows, weights
 from recmill.datasets.own_clicks.writing import SplitWriter
 from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
 from recmill.errors import DataError
@@ -116,11 +116,11 @@ class _Blocks:
 
 def _counted(splits: Splits, blocks: _Blocks) -> dict[str, list[int]]:
     """Return the rows and the clicks of each split, and the rows that are not used."""
-    rows, clicks = np.zeros(NOT_USED + 1, np.int64), np.zeros(NOT_USED + 1, np.int64)
+    rows, clicks = np.zeros(NUM_KINDS, np.int64), np.zeros(NUM_KINDS, np.int64)
     for before, block in blocks.with_progress("splitting"):
         which, is_click = splits.of(before, block)
-        rows += np.bincount(which, minlength=NOT_USED + 1)
-        clicks += np.bincount(which, weights=is_click, minlength=NOT_USED + 1).astype(np.int64)
+        rows += np.bincount(which, minlength=NUM_KINDS)
+        clicks += np.bincount(which, weights=is_click, minlength=NUM_KINDS).astype(np.int64)
     return {"rows": rows.tolist(), "clicks": clicks.tolist()}
 
 
@@ -146,6 +146,7 @@ def _written(data: Path, encoder: Encoder, splits: Splits, blocks: _Blocks, rows
     sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in encoder.recipe.log.tables]
     largest = max(feature.rows for feature in encoder.sparse_features())
     id_type = np.int32 if largest < 2**31 else np.int64
+    keep = encoder.recipe.log.keep
     others = Encoder(encoder.recipe, data)
     writers = [SplitWriter(data, split, count, sizes, id_type) for split, count in zip(SPLITS, rows, strict=False)]
     for before, block in blocks.with_progress("writing"):
@@ -153,7 +154,12 @@ def _written(data: Path, encoder: Encoder, splits: Splits, blocks: _Blocks, rows
         for number, writer in enumerate(writers):
             is_own = which == number
             if is_own.any():
-                writer.append((encoder if number == 0 else others).encode(block.where(is_own)))
+                own = block.where(is_own)
+                writer.append((encoder if number == 0 else others).encode(own))
+                if keep.weight:
+                    writer.append_weights(weights(own, encoder.recipe.log))
+                if keep.columns:
+                    writer.append_kept(own.frame.select(keep.columns))
     for writer in writers:
         writer.close()
     return {name: dict(counts) for name, counts in encoder.tally.counts.items()}
@@ -162,7 +168,11 @@ def _written(data: Path, encoder: Encoder, splits: Splits, blocks: _Blocks, rows
 def _sealed(plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int]]) -> Description:
     sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in plan.log.tables]
     multi_hot = sizes if max(sizes) > 1 else []
-    notes = [f"{counts['rows'][NOT_USED]:,} rows left out by label.drop"] if counts["rows"][NOT_USED] else []
+    notes = [
+        f"{counts['rows'][kind]:,} rows left out by {key}"
+        for kind, key in ((DROPPED_ROWS, "label.drop"), (NOT_SAMPLED, "sample.negatives"))
+        if counts["rows"][kind]
+    ]
     learned = [f.name for f in plan.log.tables if (data / vocabulary_file(f.name)).exists()]
     for name in learned:
         if encoder.recipe.learned[name].rows == FIRST_VALUE:
@@ -176,7 +186,11 @@ def _sealed(plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int
             files=files,
             notes=notes,
             dense=plan.log.dense_names,
+            dense_roles=plan.log.dense_roles,
             sparse=encoder.sparse_features(),
+            keep=plan.log.keep.columns,
+            weights=bool(plan.log.keep.weight),
+            negatives=plan.log.sample.negatives,
             multi_hot=multi_hot,
             splits={
                 split: [RowRange(day=split, start=0, stop=rows)]
@@ -185,7 +199,8 @@ def _sealed(plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int
         )
 
     ids = "sparse_multi_hot.npz" if multi_hot else "sparse.npy"
-    parts = ("dense.npy", ids, "labels.npy")
+    parts = ["dense.npy", ids, "labels.npy", *(["keep.parquet"] if plan.log.keep.columns else [])]
+    parts += ["weights.npy"] if plan.log.keep.weight else []
     rows_of = {f"{split}_{part}": rows for split, rows in zip(SPLITS, counts["rows"], strict=False) for part in parts}
     rows_of |= {vocabulary_file(name): encoder.recipe.learned[name].rows for name in learned}
     return seal(data, describe, rows_of | {RECIPE_FILE: 1})

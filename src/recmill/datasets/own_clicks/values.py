@@ -91,6 +91,17 @@ def numbers(rows: RawRows, column: str, missing: list[str]) -> np.ndarray:
     return array
 
 
+def weights(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
+    """Return the column of keep.weight as float32; every row must have a number that is not negative."""
+    column = schema.keep.weight
+    found = numbers(rows, column, schema.input.missing)
+    if (is_bad := ~(found >= 0) | (found > np.finfo(np.float32).max)).any():
+        row = int(is_bad.argmax())
+        fact = f"{rows.frame[column][row]!r} is no weight, which is a number from 0 to 3.4e38"
+        raise rows.error(row, column, fact, "Correct it.")
+    return found.astype(np.float32)
+
+
 def times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     """Return the column of [time] as microseconds since 1970."""
     assert schema.time

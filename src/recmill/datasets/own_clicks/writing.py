@@ -5,16 +5,25 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 
 from recmill.data.click_rows import ClickRows
 from recmill.datasets.writing import NpyWriter
+from recmill.errors import ResourceError
+
+_GROUP_ROWS = 1 << 18
 
 
 class SplitWriter:
-    """Writes dense values, ids and labels of a known number of rows; several ids per feature as an npz."""
+    """Writes dense values, ids and labels of a known number of rows; several ids per feature as an npz.
+
+    Weights and kept columns of the rows may follow.
+    """
 
     def __init__(self, directory: Path, name: str, rows: int, sizes: list[int], id_type: type) -> None:
         self._directory, self._name, self._rows = directory, name, rows
+        self._weights: NpyWriter | None = None
+        self._kept: list[Path] = []
         self._sizes = sizes
         self._is_bag = max(sizes) > 1
         self._labels = NpyWriter(directory / f"{name}_labels.npy", np.int32, (rows, 1))
@@ -36,12 +45,34 @@ class SplitWriter:
         for writer, ids in zip(self._ids, np.split(block.ids, ends, axis=1), strict=True):
             writer.append(ids)
 
+    def append_weights(self, weights: np.ndarray) -> None:
+        if self._weights is None:
+            self._weights = NpyWriter(self._directory / f"{self._name}_weights.npy", np.float32, (self._rows,))
+        self._weights.append(weights)
+
+    def append_kept(self, columns: pl.DataFrame) -> None:
+        self._kept.append(self._directory / f".{self._name}_keep_{len(self._kept)}.arrow")
+        columns.write_ipc(self._kept[-1])
+
     def close(self) -> None:
         assert self._dense
-        for writer in (self._dense, self._labels, *self._ids):
+        for writer in (self._dense, self._labels, *self._ids, *([self._weights] if self._weights else [])):
             writer.__exit__(None)
-        if not self._is_bag:
-            return
+        if self._kept:
+            self._join_kept()
+        if self._is_bag:
+            self._join_ids()
+
+    def _join_kept(self) -> None:
+        path = self._directory / f"{self._name}_keep.parquet"
+        try:
+            pl.scan_ipc(self._kept).sink_parquet(path, row_group_size=_GROUP_ROWS)
+        except pl.exceptions.ComputeError as error:
+            raise ResourceError(f"{path}: could not be written ({error}). Is the disk full?") from error
+        for piece in self._kept:
+            piece.unlink()
+
+    def _join_ids(self) -> None:
         npz = self._directory / f"{self._name}_sparse_multi_hot.npz"
         with zipfile.ZipFile(npz, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             for index, (path, _) in enumerate(self._id_files()):
