@@ -2,14 +2,17 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_type
+from typing import TYPE_CHECKING, Any, assert_type
 
+import numpy as np
 import pytest
 
 import recmill
+from recmill.config import load_config
 from recmill.errors import ConfigError
 
 if TYPE_CHECKING:  # this part is checked by mypy and never run
@@ -86,7 +89,34 @@ def test_methods_of_a_run_name_what_was_meant() -> None:
 
 
 def test_a_key_of_the_config_given_to_train_is_named_as_an_override() -> None:
-    with pytest.raises(ConfigError, match=r'unknown argument of train \'epochs\'.*overrides=\["train.num_epochs=3"\]'):
+    with pytest.raises(ConfigError, match=r'unknown argument of train \'epochs\'.*overrides={"train.num_epochs": 3}'):
         recmill.train("c.toml", "r", epochs=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"'proc'\. Did you mean 'procs'\?"):
         recmill.train("c.toml", "r", proc=3)  # type: ignore[call-arg]
+
+
+def test_overrides_may_be_a_dictionary_flat_or_nested() -> None:
+    flat = {"optim.dense.lr": 0.5, "train.precision": "bfloat16", "eval.ks": [1, 7], "sharding.tables.a": "row_wise"}
+    nested = {"optim": {"dense": {"lr": np.float64(0.5)}}, "train": {"precision": "bfloat16"}, "eval.ks": (1, 7)}
+    texts = ["optim.dense.lr=0.5", "train.precision=bfloat16", "eval.ks=[1, 7]", "sharding.tables.a=row_wise"]
+    expected = load_config("quickstart/dlrm", texts)
+    assert load_config("quickstart/dlrm", flat) == expected
+    assert load_config("quickstart/dlrm", nested | {"sharding": {"tables": {"a": "row_wise"}}}) == expected
+    assert (expected.settings.optim.dense.lr, expected.settings.eval.ks) == (0.5, [1, 7])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"train": {"presicion": "bfloat16"}}, "unknown key 'train.presicion'. Did you mean 'train.precision'?"),
+        ({"train.precision": "bfloat"}, "unknown value 'bfloat'. Did you mean 'bfloat16'?"),
+        ({"train.max_steps": None}, "'train.max_steps' is None. Leave it out to keep the config's value."),
+        (7, "overrides: expected a dictionary or a list of texts"),
+        ([("train.seed", 1)], "overrides: expected a dictionary or a list of texts"),
+    ],
+)
+def test_wrong_overrides_are_errors_that_name_what_was_meant(overrides: Any, expected: str, tmp_path: Path) -> None:
+    for function, arguments in ((recmill.train, [tmp_path / "r"]), (recmill.plan, [])):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            function("quickstart/dlrm", *arguments, overrides=overrides)
+    assert not (tmp_path / "r").exists()

@@ -119,6 +119,32 @@ def test_formats_of_times_are_told_apart(tmp_path: Path, values: list[str], expe
     assert schema.time.format == expected
 
 
+@pytest.mark.parametrize(
+    ("first", "hours", "parts", "why"),
+    [
+        (0, 20, [], "1 day in the sample; no hour (too few days); no weekday (one value only)"),
+        (0, 36, [], "2 days in the sample; no hour (too few days)"),
+        (0, 5 * 24, ["hour"], "5 days in the sample; no weekday (too few days)"),
+        (0, 14 * 24, ["hour", "weekday"], "14 days in the sample"),
+        (9, 1, ["weekday"], "28 days in the sample; no hour (one value only)"),
+    ],
+)
+def test_parts_of_times_are_proposed_only_if_their_values_repeat(
+    tmp_path: Path, first: int, hours: int, parts: list[str], why: str
+) -> None:
+    """One row for each hour of the log; or, for a single hour, one at nine o'clock of each of 28 days."""
+    offsets = range(hours) if hours > 1 else range(first, 28 * 24, 24)
+    times = [1_704_067_200 + 3600 * offset for offset in offsets] * 10  # from Monday, 2024-01-01
+    frame = pl.DataFrame({"click": [0, 1] * (len(times) // 2), "site": ["a", "b", "b", "c"] * (len(times) // 4)})
+    frame.with_columns(at=pl.Series(times)).write_csv(tmp_path / "log.csv")
+    found = recmill.guess_schema(tmp_path / "log.csv", "click", tmp_path / "clicks.toml")
+    assert why in next(row["why"] for row in found["columns"] if row["column"] == "at")
+    schema = load_schema(tmp_path / "clicks.toml")
+    assert [feature.part for feature in schema.feature if feature.type == "time"] == parts
+    assert schema.split.by == "time"
+    assert "at is left out" not in found["schema"]
+
+
 def test_a_label_of_yes_and_no_and_names_that_only_look_like_amounts(tmp_path: Path) -> None:
     frame = drawn().with_columns(
         click=pl.when(pl.col("click") == 1).then(pl.lit("Yes")).otherwise(pl.lit("No")),

@@ -1,5 +1,6 @@
 """`recmill check-plugin`: run the checks of `recmill.contracts` on a model, dataset or metric, and report each."""
 
+import inspect
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 from recmill import registry
 from recmill.commands.options import flag
 from recmill.commands.prepare import prepare
-from recmill.config import Section, load_config
+from recmill.config import Overrides, Section, load_config, override_texts
 from recmill.config.load import parse_value
 from recmill.contracts import Broken
 from recmill.data.opening import open_dataset
@@ -37,10 +38,11 @@ class Options(Section):
 @dataclass(frozen=True)
 class Outcome:
     check: str  # the fact that was checked
+    rule: str  # of the contract that it follows from
     problem: str  # empty if the fact holds
 
 
-def check_plugin(name: str, *, data: str | Path | None = None, overrides: Sequence[str] = ()) -> list[Outcome]:
+def check_plugin(name: str, *, data: str | Path | None = None, overrides: Overrides = ()) -> list[Outcome]:
     """Return the outcome of each check of the contract; raise ConfigError if `name` cannot be used at all.
 
     `data`: a prepared dataset for a model; otherwise it is checked on small synthetic data. `overrides`: config keys
@@ -90,9 +92,9 @@ def _small_data(kind: str, directory: Path) -> Path:
     return directory / "data"
 
 
-def _dataset_options(overrides: Sequence[str]) -> dict[str, Any]:
+def _dataset_options(overrides: Overrides) -> dict[str, Any]:
     options = {}
-    for override in overrides:
+    for override in override_texts(overrides):
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"--set {override}: expected an option of the dataset, like --set users=50.")
@@ -103,10 +105,11 @@ def _dataset_options(overrides: Sequence[str]) -> dict[str, Any]:
 def _outcome(check: Callable[..., None], *subject: Any) -> Outcome:
     """Run a check; datasets get a new directory for each."""
     fact = check.__name__.replace("_", " ")
+    rule = inspect.getdoc(check) or ""
     if isinstance(subject[-1], Path):
         subject = (*subject[:-1], Path(tempfile.mkdtemp(dir=subject[-1])))
     try:
         check(*subject)
     except Exception as error:  # noqa: BLE001  # whatever a plug-in raises is what is reported
-        return Outcome(fact, str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}")
-    return Outcome(fact, "")
+        return Outcome(fact, rule, str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}")
+    return Outcome(fact, rule, "")

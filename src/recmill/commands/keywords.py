@@ -53,9 +53,8 @@ def meant_key(name: str, known: list[str]) -> str | None:
 
 def _message(function: str, name: str, value: Any, known: list[str]) -> str:
     if "overrides" in known and (key := meant_key(name, known)):
-        shown = f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else value
         return (
             f"unknown argument of {function} '{name}'. Keys of the config go to overrides: "
-            f'overrides=["{key}={shown}"]. Arguments: {", ".join(known)}.'
+            f'overrides={{"{key}": {value!r}}}. Arguments: {", ".join(known)}.'
         )
     return unknown(f"argument of {function}", name, known)

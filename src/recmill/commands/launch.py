@@ -13,7 +13,7 @@ from typing import Any
 from recmill.commands import assemble, train
 from recmill.commands.options import flag
 from recmill.commands.plan import check_fits
-from recmill.config import Config, load_config, to_toml
+from recmill.config import Config, Overrides, load_config, to_toml
 from recmill.environment import config_variables
 from recmill.errors import ConfigError, ResourceError
 from recmill.files.atomic import write_text
@@ -68,7 +68,7 @@ def launch(
     run: str | Path,
     *,
     on: str,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     init_from: str | Path | None = None,
     allow_partial: bool = False,
     fallback: bool = False,
@@ -129,7 +129,7 @@ def launch(
 
 
 def _check(
-    config: str | Path, run: str | Path, overrides: Sequence[str], data_elsewhere: bool
+    config: str | Path, run: str | Path, overrides: Overrides, data_elsewhere: bool
 ) -> tuple[Config, Path, Dataset | None]:
     loaded = load_config(config, overrides, config_variables())
     if data_elsewhere:

@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 from recmill.commands import assemble
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import flag
-from recmill.config import Config, load_config
+from recmill.config import Config, Overrides, load_config, override_texts
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section
 from recmill.environment import config_variables
@@ -72,7 +72,7 @@ class PlanOptions(TypedDict, total=False):
     rows: str | None
     ids_per_row: list[int] | None
     samples: int | None
-    overrides: list[str]
+    overrides: Overrides
     price_per_hour: float
     scaling: bool
     plot: str | None
@@ -123,7 +123,8 @@ class PlanReport:
 @checked_keywords
 def plan(config: str | Path | Mapping[str, Any], **options: Unpack[PlanOptions]) -> PlanReport:
     """Plan the run of `config`. Nothing is started, and nothing but `plot` is written."""
-    checked = checked_options("plan", Options, dict(options))
+    overrides = override_texts(options.get("overrides", ()))
+    checked = checked_options("plan", Options, {**options, "overrides": overrides})
     if checked.plot and given_path(checked.plot, "--plot").suffix != ".svg":
         raise ConfigError(f"--plot {checked.plot}: use a name that ends in .svg.")
     device = read_device(checked.device)

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from recmill.commands import assemble
 from recmill.commands.history import number
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, flag
-from recmill.config import Config, differences, fingerprint, key_of, load_config, to_toml
+from recmill.config import Config, Overrides, differences, fingerprint, key_of, load_config, override_texts, to_toml
 from recmill.config.options import given_path
 from recmill.config.sections import Section, Settings, ShardingSection, TrainSection
 from recmill.data.opening import Checks
@@ -81,7 +81,7 @@ def train(
     run: str | Path,
     *,
     procs: int = 1,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     verify: bool | None = None,
     init_from: str | Path | None = None,
     allow_partial: bool = False,
@@ -92,15 +92,16 @@ def train(
 
     "step" and "checkpoint" name what was tested: with checkpoint.keep_best the best by validation, otherwise the last.
     A run that a signal stops raises `recmill.errors.Preempted` or, on Ctrl-C, `Interrupted`.
-    `config`: a TOML file or the same as a mapping; `overrides`: ["optim.dense.lr=0.02", ...]; `procs`: processes on
-    this machine (under torchrun: those that torchrun started); `verify`: read every byte of the dataset first, or none;
-    by default those of files that are not known to be correct. A new run starts from the newest checkpoint of the run
-    `init_from` (or "RUN@best", "RUN@STEP"), with `allow_partial` from those tensors that have the same size.
-    `fallback`: if the newest checkpoint is corrupt, resume from the newest that is not. `profile`: record steps 51 to
-    60 with torch's profiler.
+    `config`: a TOML file, the name of a shipped config, or a mapping. `overrides`: {"optim.dense.lr": 0.02}, also
+    nested, or ["optim.dense.lr=0.02"]. `procs`: processes on this machine (under torchrun: those that torchrun
+    started). `verify`: read every byte of the dataset first, or none; by default those of files that are not known to
+    be correct. A new run starts from the newest checkpoint of the run `init_from` (or "RUN@best", "RUN@STEP"), with
+    `allow_partial` from those tensors that have the same size. `fallback`: if the newest checkpoint is corrupt, resume
+    from the newest that is not. `profile`: record steps 51 to 60 with torch's profiler.
     """
     variables = config_variables()
-    checked = load_config(config, [*overrides, *(["observe.profile_steps=[50, 60]"] if profile else [])], variables)
+    profiled = ["observe.profile_steps=[50, 60]"] if profile else []
+    checked = load_config(config, [*override_texts(overrides), *profiled], variables)
     if allow_partial and init_from is None:
         raise ConfigError("--allow-partial goes with --init-from RUN: it says what to do where that run differs.")
     if process_environment().rank == 0:

@@ -19,6 +19,7 @@ from recmill.config.sections import Section, Settings
 from recmill.config.shipped import shipped_configs
 from recmill.errors import ConfigError
 
+Overrides = Sequence[str] | Mapping[str, Any]  # ["optim.dense.lr=0.02"] or {"optim.dense.lr": 0.02}, also nested
 _MAX_BYTES = 10**6  # of a config file
 _BY_TABLE = {".sharding.tables", ".tables.stores", ".tables.dynamic"}  # sections whose keys are names of tables
 _DEEP_KEY = re.compile(r"""(?:[\w"'-]{1,100}\s*\.\s*){100}""")  # 50,000 parts take tomllib a minute and 10 GB
@@ -39,7 +40,7 @@ class Config:
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    source: str | Path | Mapping[str, Any], overrides: Overrides = (), variables: Mapping[str, str] | None = None
 ) -> Config:
     """Load a TOML file, a shipped config by its name, or a mapping; apply overrides such as "optim.dense.lr=0.02".
 
@@ -47,7 +48,7 @@ def load_config(
     """
     name = "config" if isinstance(source, Mapping) else str(source)
     try:
-        return _loaded(name, source, overrides, variables or {})
+        return _loaded(name, source, override_texts(overrides), variables or {})
     except RecursionError:
         raise ConfigError(f"{name} or --set: a value or key is nested too deeply.") from None
 
@@ -81,13 +82,13 @@ def key_of(variable: str) -> str:
 
 
 def _loaded(
-    name: str, source: str | Path | Mapping[str, Any], overrides: Sequence[str], variables: Mapping[str, str]
+    name: str, source: str | Path | Mapping[str, Any], overrides: list[str], variables: Mapping[str, str]
 ) -> Config:
     values = json.loads(json.dumps(source, default=plain)) if isinstance(source, Mapping) else read_toml(Path(source))
     problems: list[Problem] = []
     origins: dict[str, str] = {}  # by key
     given = [(variable, key_of(variable), f"{variable}={value}") for variable, value in variables.items()]
-    for override in [overrides] if isinstance(overrides, str) else overrides:
+    for override in overrides:
         given.append(("--set", override.partition("=")[0].strip(), f"--set {override}"))
     for origin, key, override in given:
         if problem := _apply_override(values, key, override):
@@ -98,6 +99,26 @@ def _loaded(
     if problems:
         raise ConfigError(report(name, problems, origins))
     return config
+
+
+def override_texts(overrides: Overrides, prefix: str = "") -> list[str]:
+    """Return overrides as `--set` takes them, key=value; `prefix`: of the keys of a nested mapping."""
+    if isinstance(overrides, str):
+        return [overrides]
+    if isinstance(overrides, Mapping):
+        texts = []
+        for key, value in overrides.items():
+            if isinstance(value, Mapping):
+                texts += override_texts(value, f"{prefix}{key}.")
+            elif value is None:
+                raise ConfigError(f"overrides: '{prefix}{key}' is None. Leave it out to keep the config's value.")
+            else:
+                texts.append(f"{prefix}{key}={json.dumps(value, default=plain, ensure_ascii=False)}")
+        return texts
+    if not isinstance(overrides, Sequence) or not all(isinstance(text, str) for text in overrides):
+        expected = '{"optim.dense.lr": 0.02} or ["optim.dense.lr=0.02"]'
+        raise ConfigError(f"overrides: expected a dictionary or a list of texts, like {expected}, got {overrides!r}.")
+    return [*overrides]
 
 
 def plain(value: Any) -> Any:

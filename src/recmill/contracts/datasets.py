@@ -33,6 +33,7 @@ def _module(name: str) -> DatasetModule:
 
 
 def it_describes_itself_and_its_options(name: str, options: Options, directory: Path) -> None:
+    """The module and each option have a help text, and dataset.json holds the recipe of the plan."""
     module = _module(name)
     expect(bool(getattr(module, "__doc__", None)), "the module has no docstring, which is the help of its command")
     without = [key for key, field in module.Options.model_fields.items() if not field.description]
@@ -46,6 +47,7 @@ def it_describes_itself_and_its_options(name: str, options: Options, directory: 
 
 
 def it_gives_the_same_bytes_twice_and_others_with_another_seed(name: str, options: Options, directory: Path) -> None:
+    """The same options and seed give the same files."""
     has_seed = "seed" in _module(name).Options.model_fields
     for folder, seed in (("one", 5), ("two", 5), ("other", 6)):
         prepare(name, directory / folder, **options | ({"seed": seed} if has_seed else {}))
@@ -57,6 +59,7 @@ def it_gives_the_same_bytes_twice_and_others_with_another_seed(name: str, option
 
 
 def interrupted_and_resumed_it_gives_the_same_bytes(name: str, options: Options, directory: Path) -> None:
+    """A preparation that was interrupted can be repeated, and leaves nothing behind."""
     module = _module(name)
     plan = module.plan(checked_options(name, module.Options, options))
     with (
@@ -73,6 +76,7 @@ def interrupted_and_resumed_it_gives_the_same_bytes(name: str, options: Options,
 
 
 def it_is_complete_and_its_ids_are_in_range(name: str, options: Options, directory: Path) -> None:
+    """dataset.json lists every file, and no id is beyond its table."""
     prepare(name, directory / "d", **options)
     dataset = open_dataset(directory / "d", verify="digests")
     found = {file.name for file in (directory / "d").iterdir()} - {PREPARATION_FILE}
@@ -81,6 +85,7 @@ def it_is_complete_and_its_ids_are_in_range(name: str, options: Options, directo
 
 
 def its_splits_are_disjoint_and_cover_all_rows(name: str, options: Options, directory: Path) -> None:
+    """Each row belongs to one of train, val and test; each history has an item for each of them."""
     prepare(name, directory / "d", **options)
     description = open_dataset(directory / "d").description
     if isinstance(description, ClicksDescription):
@@ -95,6 +100,7 @@ def its_splits_are_disjoint_and_cover_all_rows(name: str, options: Options, dire
 
 
 def its_histories_state_how_often_each_item_occurs(name: str, options: Options, directory: Path) -> None:
+    """items.parquet lists the ids 1, 2, 3, ... with their original ids and counts."""
     prepare(name, directory / "d", **options)
     if open_dataset(directory / "d").description.kind == "clicks":
         return

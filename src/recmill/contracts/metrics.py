@@ -20,17 +20,20 @@ def _examples(metric: MetricModule, first: int, last: int) -> tuple[np.ndarray, 
 
 
 def the_number_of_its_sums_is_always_the_same(metric: MetricModule) -> None:
+    """sums() returns as many numbers for no row or one row as for many."""
     lengths = {rows: len(metric.sums(*_examples(metric, 0, rows))) for rows in (0, 1, 500)}
     expect(len(set(lengths.values())) == 1, f"sums() returns different numbers of values, by rows: {lengths}")
 
 
 def its_sums_over_parts_add_up_to_the_sums_over_all(metric: MetricModule) -> None:
+    """sums() is additive, so that batches and processes do not affect the value."""
     parts = [np.asarray(metric.sums(*_examples(metric, *part)), np.float64) for part in ((0, 123), (123, 500))]
     total = np.asarray(metric.sums(*_examples(metric, 0, 500)), np.float64)
     expect(np.allclose(parts[0] + parts[1], total), f"{parts[0]} + {parts[1]} is not {total}: return sums, not means")
 
 
 def its_value_is_a_finite_number(metric: MetricModule) -> None:
+    """value() makes one float of the sums."""
     value = metric.value(*map(float, metric.sums(*_examples(metric, 0, 500))))
     expect(isinstance(value, float) and math.isfinite(value), f"value() returned {value!r}, expected a float")
 

@@ -32,6 +32,7 @@ def first_batch(config: Config, dataset: Dataset) -> Batch:
 
 
 def it_and_its_task_have_the_functions_of_their_protocols(config: Config, dataset: Dataset) -> None:
+    """A model module has TASK, KIND, Config, tables() and build(); one for histories also window_rules()."""
     module = model_module(config)
     protocol = SequenceModelModule if module.KIND == "histories" else ModelModule
     expect(isinstance(module, protocol), f"the module lacks a function of {protocol.__name__}")
@@ -40,6 +41,7 @@ def it_and_its_task_have_the_functions_of_their_protocols(config: Config, datase
 
 
 def it_declares_the_tables_that_it_builds(config: Config, dataset: Dataset) -> None:
+    """tables() lists the tables of the network's attribute `tables`, with the same rows and widths."""
     tables = model_module(config).tables(config.model, dataset.description)
     declared = sorted((table.rows, table.dim) for table in tables)
     state = build(config, dataset).state_dict()
@@ -51,6 +53,7 @@ def it_declares_the_tables_that_it_builds(config: Config, dataset: Dataset) -> N
 
 
 def the_loss_and_every_gradient_are_finite(config: Config, dataset: Dataset) -> None:
+    """Every parameter takes part in the loss, and no value overflows."""
     network, batch = build(config, dataset), first_batch(config, dataset)
     loss = task_module(config).loss_sum(network, batch) / batch.weight()
     loss.backward()
@@ -61,6 +64,7 @@ def the_loss_and_every_gradient_are_finite(config: Config, dataset: Dataset) -> 
 
 
 def it_can_overfit_one_batch(config: Config, dataset: Dataset) -> None:
+    """The loss of one batch falls to a tenth in 200 steps of Adam: the network can learn."""
     network, batch = build(config, dataset).eval(), first_batch(config, dataset)  # eval: no dropout
     optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
     losses = []
@@ -76,6 +80,7 @@ def it_can_overfit_one_batch(config: Config, dataset: Dataset) -> None:
 
 
 def its_state_can_be_saved_and_loaded(config: Config, dataset: Dataset) -> None:
+    """state_dict() holds everything that the output depends on, so that a run can be resumed."""
     batch = first_batch(config, dataset)
     one, other = build(config, dataset).eval(), build(config, dataset, seed=2).eval()
     other.load_state_dict(one.state_dict())
@@ -84,7 +89,8 @@ def its_state_can_be_saved_and_loaded(config: Config, dataset: Dataset) -> None:
 
 
 def padding_rows_change_no_gradient(config: Config, dataset: Dataset) -> None:
-    """Divide a batch of 32 among three processes: the share of 10 rows gets a padding row of weight 0."""
+    """The score of a row does not depend on the other rows of its batch, which padding fills up."""
+    # A batch of 32 is divided among three processes: the share of 10 rows gets a padding row of weight 0.
     shares = [next(build_source(config, dataset, rank=rank, size=3).train_batches(0, 0)) for rank in range(3)]
     batch = first_batch(config, dataset)
     expect(
@@ -102,6 +108,7 @@ def padding_rows_change_no_gradient(config: Config, dataset: Dataset) -> None:
 
 
 def two_processes_and_evaluate_give_the_metrics_of_one_process(config: Config, dataset: Dataset) -> None:
+    """The number of processes does not change what is learned, and `evaluate` repeats the test."""
     section = config.settings.train.model_copy(update={"max_steps": 8, "kernels": "auto"})
     values = replace(config, settings=config.settings.model_copy(update={"train": section})).as_dict()
     with tempfile.TemporaryDirectory(prefix="recmill-check-") as directory:

@@ -332,11 +332,14 @@ def print_checks(checks: Sequence[Any], would_work: bool) -> None:
 
 
 def print_outcomes(outcomes: Sequence[dict[str, str]]) -> None:
-    """Print what `commands.check_plugin` found: a line for each check, then the problems."""
-    print_table(["check", ""], [[outcome["check"], "FAIL" if outcome["problem"] else "pass"] for outcome in outcomes])
+    """Print what `commands.check_plugin` found: each check with its rule and, if it fails, the problem."""
     for outcome in outcomes:
+        _print(f"{'FAIL' if outcome['problem'] else 'pass'}  {outcome['check']}", 6)
+        _print(f"      rule: {outcome['rule']}", 6)
         if outcome["problem"]:
-            _print(f"{outcome['check']}: {outcome['problem']}")
+            _print(f"      problem: {outcome['problem']}", 6)
+    num_failed = sum(bool(outcome["problem"]) for outcome in outcomes)
+    _print(f"{counted(len(outcomes), 'check')}: {len(outcomes) - num_failed} passed, {num_failed} failed")
 
 
 def print_checkpoints(found: Sequence[dict[str, Any]]) -> None:

@@ -87,7 +87,8 @@ def as_toml(section: InputSection, label: LabelSection, guesses: list[Guess]) ->
     parts.append(tomli_w.dumps({"split": {"by": "time" if by_time else "rows", "val": 0.1, "test": 0.1}}))
     for found in guesses:
         name = found.column if found.column.isprintable() else repr(found.column)
-        reason = f"# {name}: {found.why}\n" if found.features else f"# {name} is left out: {found.why}\n"
+        is_used = found.features or found.time_format
+        reason = f"# {name}: {found.why}\n" if is_used else f"# {name} is left out: {found.why}\n"
         parts.append(reason + "\n".join(f"[[feature]]\n{tomli_w.dumps(feature)}" for feature in found.features))
     return "\n".join(parts)
 
@@ -174,8 +175,7 @@ def _column(name: str, column: pl.Series, text: pl.Series, is_click: np.ndarray)
     if distinct < 2:
         return Guess(name, f"one value only in {rows}")
     if form := _time_format(column, filled):
-        parts = [{"name": f"{name}_{part}", "type": "time", "part": part} for part in ("hour", "weekday")]
-        return Guess(name, f"times ({form})", parts, form)
+        return _time(name, filled, form)
     made = _feature(name, column, filled, distinct)
     is_plain = made.kind == "categorical" and made.why != _LISTS and "separator" not in made.features[0]
     if is_plain and distinct > _OWN_ID * len(filled):
@@ -183,6 +183,25 @@ def _column(name: str, column: pl.Series, text: pl.Series, is_click: np.ndarray)
     if 0 < is_click.sum() < len(is_click) and (alone := _auroc_of(made, text, is_click)) > _KNOWS_LABEL:
         return Guess(name, f"it gives the label away: alone it reaches an AUROC of {alone:.3f}")
     return made
+
+
+def _time(name: str, filled: pl.Series, form: str) -> Guess:
+    """Return a guess with those parts of the time whose values repeat.
+
+    On average, each value must occur on two dates: of a log of one day, the hours of validation were never trained.
+    """
+    moments = pl.from_epoch(parsed_times(filled, form), time_unit="us")
+    days = moments.dt.date()
+    parts, reasons = [], []
+    for part, values in {"hour": moments.dt.hour(), "weekday": moments.dt.weekday()}.items():
+        dates = pl.DataFrame({"day": days, "part": values}).n_unique()
+        if 2 <= values.n_unique() <= dates / 2:
+            parts.append({"name": f"{name}_{part}", "type": "time", "part": part})
+        else:
+            fact = "one value only" if values.n_unique() < 2 else "too few days"
+            reasons.append(f"no {part} ({fact})")
+    covered = f"{days.n_unique():,} day{'s' if days.n_unique() > 1 else ''} in the sample"
+    return Guess(name, "; ".join([f"times ({form}), {covered}", *reasons]), parts, form)
 
 
 def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> Guess:

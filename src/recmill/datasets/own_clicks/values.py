@@ -109,8 +109,6 @@ def times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     values = rows.frame[column]
     if isinstance(values.dtype, pl.Date | pl.Datetime):
         parsed = values.cast(pl.Datetime("us")).dt.epoch("us")
-    elif form in _UNITS:
-        parsed = values.cast(pl.String).str.strip_chars().cast(pl.Int64, strict=False) * _UNITS[form]
     else:
         parsed = parsed_times(values.cast(pl.String), form)
     if parsed.null_count():
@@ -121,6 +119,9 @@ def times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
 
 
 def parsed_times(values: pl.Series, form: str) -> pl.Series:
+    """Return texts as microseconds since 1970, null where they do not have the format."""
+    if form in _UNITS:
+        return values.str.strip_chars().cast(pl.Int64, strict=False) * _UNITS[form]
     if form == "iso":
         return _iso(values)
     if "%H" in form and "%M" not in form:  # a parser of hours wants minutes, too
