@@ -236,7 +236,7 @@ def test_all_processes_end_with_the_error_of_the_one_whose_disk_fails(clicks_con
 
 
 def test_counters_and_the_closing_sentence_equal_a_recount_from_the_ids(clicks_config: Config, tmp_path: Path) -> None:
-    """Validations at 7 and 14 change no counter. With the memory that the sentence advises, no row is read."""
+    """Validations at 7 and 14 change no counter. With the memory that the sentence advises, fewer rows are read."""
     config = clicks_config | {"tables": CACHED | {"lookahead": 0}}
     train(config, tmp_path / "run")
     loaded = load_config(config)
@@ -263,15 +263,17 @@ def test_counters_and_the_closing_sentence_equal_a_recount_from_the_ids(clicks_c
     assert lines[-1]["store_disk_gb"] > 0
     pattern = (
         r"cached_ssd: ([\d.]+)% of the rows that steps needed were read from the disk; training waited for it "
-        r"([\d.]+)% of the time; with ([\d,]+) MB more in each process, no row would be read"
+        r"([\d.]+)% of the time; with tables\.cache_memory_budget_mb = (\d+) instead of 2, "
+        r"(no row|(\d+)% fewer rows) would be read"
     )
     found = re.search(pattern, (tmp_path / "run" / "log.txt").read_text())
     assert found
     assert found[1] == f"{100 * all_misses / all_rows:.1f}"
     assert 0 <= float(found[2]) <= 100
-    more = CACHED["cache_memory_budget_mb"] + int(found[3]) + 1
-    train(config | {"tables": CACHED | {"lookahead": 0, "cache_memory_budget_mb": more}}, tmp_path / "more")
-    assert sum(counters(tmp_path / "more", "store_misses")) == 0
+    more = {"lookahead": 0, "cache_memory_budget_mb": int(found[3])}
+    train(config | {"tables": CACHED | more}, tmp_path / "more")
+    share = 0 if found[4] == "no row" else 1.1 - int(found[5]) / 100
+    assert share <= 0.6 and sum(counters(tmp_path / "more", "store_misses")) <= share * all_misses
 
 
 def test_cached_host_mem_on_cpu_is_device_mem_and_says_so(clicks_config: Config, tmp_path: Path) -> None:

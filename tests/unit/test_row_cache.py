@@ -691,3 +691,28 @@ def test_a_file_without_garbage_needs_exactly_its_disk_budget(tmp_path: Path) ->
             else:
                 assert budget == needed
                 assert (rows.read(np.arange(3000)) == model.weights).all()
+
+
+def reads(of: RowLayout, slots: int, coming: list[np.ndarray], lookahead: int, path: Path) -> tuple[int, list[float]]:
+    """Return the rows read, of many batches in the second half, and forecasts for 1.5 and 2.5 times the slots."""
+    with RowCache(of, small_plan(slots, 1 << 19), path) as rows:
+        hinted = earlier = 0
+        for number, keys in enumerate(coming):
+            while lookahead and hinted < len(coming) and rows.hint(hinted, coming[hinted]):
+                hinted += 1
+            if number == len(coming) // 2 > 100:
+                earlier = rows.counters().misses
+            rows.pin(keys, number if lookahead else -1)
+            rows.unpin()
+        return rows.counters().misses - earlier, [rows.forecast(int(slots * factor)) for factor in (1.5, 2.5)]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("count", [60, 240])  # all in the trace; only the latest in it
+def test_the_reads_of_a_larger_cache_are_forecast(lookahead: int, count: int, tmp_path: Path) -> None:
+    of, slots = layout(20_000, dim=4), 3000
+    coming = batches(31, count, of.rows, 600)
+    now, forecasts = reads(of, slots, coming, lookahead, tmp_path)
+    larger = [reads(of, int(slots * factor), coming, lookahead, tmp_path)[0] for factor in (1.5, 2.5)]
+    assert forecasts == pytest.approx([misses / now for misses in larger], abs=0.1)
+    assert reads(of, slots, coming, lookahead, tmp_path)[1] == forecasts  # whatever the threads did

@@ -54,7 +54,7 @@ _KERNELS = _Recipe(
 _ROWS = _Recipe(
     "rows",
     ("rows.cpp", "disk_probe.cpp", "keys.cpp"),
-    ("row_reader.h",),
+    ("row_reader.h", "row_forecast.h"),
     "-std=c++17 -O2 -ffp-contract=off -pthread -shared -fPIC",
     needs_trial=False,
 )

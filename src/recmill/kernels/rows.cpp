@@ -15,6 +15,7 @@
 #include <deque>
 #include <utility>
 
+#include "row_forecast.h"
 #include "row_reader.h"
 
 #if defined(__x86_64__)
@@ -146,13 +147,6 @@ struct Node {  // of a list of rows
     uint32_t key, next;
 };
 
-constexpr struct Shares {
-    int64_t of[256];
-    constexpr Shares() : of() {
-        for (int64_t uses = 0; uses < 256; ++uses) of[uses] = 65535 / (uses + 1);
-    }
-} kShares;
-
 constexpr uint32_t kSlotBit = 1u << 31;
 constexpr uint32_t kSideBit = 1u << 31;  // of a ticket: the index of a row that `read` wants; else a slot
 constexpr int64_t kHeader = 12;          // checksum, key, generation
@@ -160,11 +154,9 @@ constexpr int kBuffers = 2;
 constexpr int kSpareSegments = 3;  // beyond what the share of live records allows
 constexpr double kMinLive = 0.7;
 constexpr int64_t kBlock = 256;    // keys handled while the mutex is held
-constexpr int64_t kFetchAhead = 4;  // hinted batches whose rows are loaded; more are only protected
-constexpr int64_t kMaxHorizon = 128;
-constexpr int64_t kPassed = 32, kMaxPassed = 1024;  // slots that are compared to evict one: about, and at most
-constexpr int64_t kHalveEvery = 64;  // batches
+constexpr int64_t kMaxPassed = 1024;  // slots that are compared to evict one, at most
 constexpr int64_t kChunkBytes = 256 << 10;
+constexpr int64_t kTraceEntries = 16;  // bytes of a segment for each
 
 class Cache final : public Receiver {
   public:
@@ -191,6 +183,7 @@ class Cache final : public Receiver {
         for (auto& buffer : buffers_) buffer = take<uint8_t>(o_.segment_bytes);
         compaction_chunk_ = take<uint8_t>(chunk_bytes_);
         snapshot_chunk_ = take<uint8_t>(chunk_bytes_);
+        trace_.start(take<uint32_t>(o_.segment_bytes / kTraceEntries), o_.segment_bytes / kTraceEntries, o_.slots);
         requests_.resize(o_.depth);
         const int64_t read_bytes = rounded(record_bytes_ + o_.alignment - 1);
         uint8_t* memory = take<uint8_t>(o_.depth * read_bytes);
@@ -265,6 +258,7 @@ class Cache final : public Receiver {
         }
         wake_reader();
         lookups_ += count;
+        trace_.end_batch();
         if (batch >= 0) forget_hints(batch);
         if (pins_ % kHalveEvery == 0)
             for (int64_t s = 0; s < next_free_; ++s) slots_[s].uses /= 2;
@@ -323,12 +317,12 @@ class Cache final : public Receiver {
         Lock lock(mutex_);
         if (problem_ || closing_) return 0;
         if (o_.slots >= rows_) return 1;  // nothing is evicted or read
+        is_hinted_ = true;
         if (hints_.empty()) {
             if (wanted_rows_) clear_needs();  // rows of batches that never came
             if (current_ < batch - 1 || current_ >= batch) current_ = batch - 1;
         }
-        const int64_t horizon = o_.lookahead ? std::min(o_.lookahead, kMaxHorizon) : kMaxHorizon;
-        if (batch - current_ > horizon) return 0;
+        if (batch - current_ > horizon()) return 0;
         if (!hints_.empty() && (wanted_rows_ + last_new_ > 2 * o_.slots || used_nodes_ + last_new_ > o_.slots)) return 0;
         const uint8_t mark = mark_of(batch);
         const int64_t before = wanted_rows_;
@@ -448,6 +442,7 @@ class Cache final : public Receiver {
                 else ++trained_rows_;
             }
         }
+        if (!pins_) loaded_rows_ = trained_rows_;
         return problem_;
     }
 
@@ -467,6 +462,12 @@ class Cache final : public Receiver {
                                   trained_rows_};
         std::copy(std::begin(values), std::end(values), out);
         *wait = wait_seconds_;
+    }
+
+    // Returns how many of the sampled rows a cache with `slots` would have read.
+    int64_t forecast(int64_t slots) {
+        Lock lock(mutex_);
+        return trace_.reads(slots, is_hinted_ ? horizon() : 0, loaded_rows_);
     }
 
     void problem(int64_t* out) {
@@ -593,6 +594,7 @@ class Cache final : public Receiver {
         ++used_rows_;
         misses_ += (slot.flags & kWasRead) != 0;
         first_touches_ += (slot.flags & kWasFirst) != 0;
+        trace_.add(slot.key, slot.flags & kWasFirst);
         slot.flags &= uint8_t(~(kWasRead | kWasFirst));
         if (batch >= 0 && wanted_[number] == mark_of(batch)) wanted_[number] = 0, --wanted_rows_;
         if (slot.flags & kLoading) {
@@ -670,18 +672,15 @@ class Cache final : public Receiver {
         return is_loading ? kBusy : kFull;
     }
 
+    int64_t horizon() const { return o_.lookahead ? std::min(o_.lookahead, kMaxHorizon) : kMaxHorizon; }
+
     int64_t next_slot() { return hand_ = hand_ + 1 < o_.slots ? hand_ + 1 : 0; }
 
-    // Rows that no hinted batch needs come first, the least used of them before the others; then those that are needed
-    // latest. The last batch that needs a row stands for the next one, which is not known; for rows that are used often
-    // it is too late, so it is divided by the uses. 0: not now.
     int64_t worth_evicting(int64_t number) const {
         const Slot& slot = slots_[number];
         if (!may_leave(slot)) return 0;
-        const int64_t distance = distance_to(wanted_[number]);
-        if (!wanted_[number] || distance > kMaxHorizon) return (1 << 16) + kShares.of[slot.uses];
-        if (distance <= kFetchAhead || slot.flags & (kWasRead | kWasFirst)) return 0;
-        return 1 + (distance * kShares.of[slot.uses] >> 8);
+        const uint8_t wanted = wanted_[number];
+        return ::worth_evicting(wanted, distance_to(wanted), slot.uses, slot.flags & (kWasRead | kWasFirst));
     }
 
     int64_t evict(int64_t number) {
@@ -1165,7 +1164,9 @@ class Cache final : public Receiver {
     std::vector<std::pair<uint32_t, int64_t>> noted_;  // segment and records not yet read, the newest last
 
     int64_t lookups_ = 0, used_rows_ = 0, misses_ = 0, first_touches_ = 0, bytes_read_ = 0, bytes_written_ = 0;
-    int64_t trained_rows_ = 0;
+    int64_t trained_rows_ = 0, loaded_rows_ = 0;
+    Trace trace_;
+    bool is_hinted_ = false;
     double wait_seconds_ = 0;
 
     std::unique_ptr<Reader> reader_;
@@ -1206,6 +1207,7 @@ int64_t rows_load(void* cache, const int64_t* keys, int64_t count, const float* 
 int64_t rows_advance(void* cache) { return static_cast<Cache*>(cache)->advance(); }
 int64_t rows_position(void* cache) { return static_cast<Cache*>(cache)->position(); }
 void rows_counters(void* cache, int64_t* out, double* wait) { static_cast<Cache*>(cache)->counters(out, wait); }
+int64_t rows_forecast(void* cache, int64_t slots) { return static_cast<Cache*>(cache)->forecast(slots); }
 void rows_problem(void* cache, int64_t* out) { static_cast<Cache*>(cache)->problem(out); }
 
 }  // extern "C"

@@ -153,8 +153,7 @@ def fit(
             recorder.end_step()
         progress.close()
         profiled.close()
-        if (summary := stores.summary(time.monotonic() - started)) and world.is_main:
-            log.info("%s", summary)
+        seconds = time.monotonic() - started
         (stops,) = world.sum([float(stop.is_set)])
         if (not stops or position.step == num_steps) and validated_step != position.step:
             validated = validate(position)
@@ -165,6 +164,8 @@ def fit(
         if position.step not in (start.step, saver.committed_step):
             saver.save(meter.recorded_in(position))
         saver.finish()
+        if (summary := stores.summary(seconds)) and world.is_main:
+            log.info("%s", summary)
         recorder.lap(SAVE)
         recorder.finish()
         (stops,) = world.sum([float(stop.is_set)])

@@ -8,6 +8,9 @@ from recmill.tables.stores.row_cache import Counters, RowCache
 from recmill.tables.table_lookup import cached_tables
 from recmill.world import World
 
+_FACTORS = (1.25, 1.5, 2, 3, 4)  # by which a budget could be larger
+_WORTHWHILE = 0.5  # a share of reads: the closing sentence names the smallest budget that saves so many
+
 
 class StoreMeter:
     """Collects the counters of all ranks. Without cached tables, it does nothing."""
@@ -17,6 +20,7 @@ class StoreMeter:
         self._caches = [tables.cache for tables in cached if isinstance(tables.cache, RowCache)]
         stores: Stores = getattr(model, "stores", Stores())
         self._is_used = bool(stores.in_files)
+        self._budget_bytes = stores.budget_bytes
         self._keyed = [keyed for tables in cached for keyed in tables.dynamic.values()]
         self._is_dynamic = any(spec.dynamic for spec in getattr(model, "cached_specs", []))
         self._earlier_keys = self._key_totals()
@@ -55,16 +59,40 @@ class StoreMeter:
         """
         if not self._is_used:
             return None
-        lacking = sum(_lacking_bytes(cache) for cache in self._caches)
-        totals = self._world.gather((self._totals(), lacking)) or []
-        rows = max(sum(total.rows for total, _ in totals), 1)
-        misses = sum(total.misses for total, _ in totals)
-        most = max((lacking for _, lacking in totals), default=0)
-        advice = f"; with {most / 1e6:,.0f} MB more in each process, no row would be read" if most and misses else ""
-        return (
+        totals = self._world.gather((self._totals(), self._lacking_bytes(), self._forecasts())) or []
+        rows = max(sum(total.rows for total, *_ in totals), 1)
+        misses = sum(total.misses for total, *_ in totals)
+        said = (
             f"cached_ssd: {misses / rows:.1%} of the rows that steps needed were read from the disk; training waited "
-            f"for it {self._wait_seconds / max(seconds, 1e-9):.1%} of the time{advice}"
+            f"for it {self._wait_seconds / max(seconds, 1e-9):.1%} of the time"
         )
+        if not misses:
+            return said
+        lacking = max(lacking for _, lacking, _ in totals)
+        saved = [1 - sum(reads) / misses for reads in zip(*(reads for *_, reads in totals), strict=True)]
+        pairs = zip(_FACTORS, saved, strict=True)
+        factor, share = next((pair for pair in pairs if pair[1] >= _WORTHWHILE), (_FACTORS[-1], saved[-1]))
+        more = min(lacking, round(self._budget_bytes * (factor - 1)))
+        effect = "no row" if more == lacking else f"{share:.0%} fewer rows"
+        now, then = (-(-size // (1 << 20)) for size in (self._budget_bytes, self._budget_bytes + more))
+        return f"{said}; with tables.cache_memory_budget_mb = {then} instead of {now}, {effect} would be read"
+
+    def _lacking_bytes(self) -> int:
+        """Estimate how much more memory this rank would need to hold every row that was ever trained."""
+        lacking = [(c.counters().trained_rows - c.plan.slots) * c.layout.slot_bytes for c in self._caches]
+        return sum(size for size in lacking if size > 0)
+
+    def _forecasts(self) -> list[float]:
+        """Estimate how many rows this rank would have read with each of _FACTORS times its budget."""
+        caches = [cache for cache in self._caches if cache.plan.slots < cache.layout.rows]
+        in_use = max(1, sum(cache.plan.memory_bytes for cache in caches))
+        reads = [0.0] * len(_FACTORS)
+        for cache in caches:
+            share = self._budget_bytes * cache.plan.memory_bytes / in_use
+            for i, factor in enumerate(_FACTORS):
+                slots = cache.plan.slots + int(share * (factor - 1)) // cache.layout.slot_bytes
+                reads[i] += cache.counters().misses * cache.forecast(slots)
+        return reads
 
     def _dynamic_values(self) -> dict[str, float]:
         """Return how many ids have a row, and how many got or lost one since the last report."""
@@ -85,12 +113,6 @@ class StoreMeter:
         """Add up the counters of this rank's caches."""
         counters = [cache.counters() for cache in self._caches]
         return Counters(*map(sum, zip(*counters, strict=True))) if counters else Counters(*[0] * len(Counters._fields))
-
-
-def _lacking_bytes(cache: RowCache) -> int:
-    """Estimate how much more memory the cache would need to hold every row that was ever trained."""
-    slot_bytes = (cache.plan.memory_bytes - cache.plan.index_bytes) // max(1, cache.plan.slots)
-    return max(0, cache.counters().trained_rows - cache.plan.slots) * slot_bytes
 
 
 def note(values: dict[str, float]) -> str:

@@ -38,6 +38,7 @@ _MAX_SEGMENT_BYTES = 8 << 20
 _MAX_RECORDS = 2**31 - 2
 _MIN_LIVE = 0.7
 _SNAPSHOT_SEGMENTS = 2  # of a chunk
+_TRACE_SHARE = 4  # of a segment
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class RowLayout:
         return VALUE_BYTES * (self.dim + self.state_columns)
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of a row in memory."""
+        return _SLOT_BYTES + self.value_bytes
+
+    @property
     def record_bytes(self) -> int:
         """Bytes of a row in the file."""
         return _HEADER_BYTES + self.value_bytes
@@ -100,7 +106,7 @@ def plan_cache(layout: RowLayout, budget_bytes: int, min_slots: int = 1, max_slo
         )
     segment_bytes = _segment_bytes(layout, budget_bytes)
     index_bytes = int(layout.rows * _ROW_BYTES) + 1
-    slot_bytes = layout.value_bytes + _SLOT_BYTES
+    slot_bytes = layout.slot_bytes
     fixed_bytes = index_bytes + _buffer_bytes(layout, segment_bytes)
     most = layout.rows if max_slots is None else min(layout.rows, max_slots)
     slots = min(most, max(0, budget_bytes - fixed_bytes) // slot_bytes)
@@ -128,9 +134,9 @@ def _segment_bytes(layout: RowLayout, budget_bytes: int) -> int:
 
 
 def _buffer_bytes(layout: RowLayout, segment_bytes: int) -> int:
-    """Return the bytes of write buffers, a snapshot's chunk, chunks and read buffers, for the largest alignment."""
+    """Return the bytes of write buffers, a snapshot's chunk, a trace, chunks and read buffers (largest alignment)."""
     chunk = min(_CHUNK_BYTES, segment_bytes) + 3 * _MAX_ALIGNMENT
-    segments = (_BUFFERS + _SNAPSHOT_SEGMENTS) * segment_bytes
+    segments = (_BUFFERS + _SNAPSHOT_SEGMENTS) * segment_bytes + segment_bytes // _TRACE_SHARE
     return segments + 2 * chunk + _depth(segment_bytes) * (layout.record_bytes + 2 * _MAX_ALIGNMENT)
 
 
@@ -224,7 +230,7 @@ class RowCache:
         self._library = load_rows_library()
         for function in ("rows_open", "rows_pin", "rows_read", "rows_hint", "rows_memory", "rows_engine", "rows_load"):
             getattr(self._library, function).restype = c_int64
-        for function in ("rows_snapshot_begin", "rows_snapshot_next", "rows_advance", "rows_position"):
+        for function in ("rows_snapshot_begin", "rows_snapshot_next", "rows_advance", "rows_position", "rows_forecast"):
             getattr(self._library, function).restype = c_int64
         self.file = open_row_file(directory)
         options = self._options(self.file, engine, lookahead, disk_budget_bytes, eviction_seed)
@@ -334,6 +340,14 @@ class RowCache:
         self._call("rows_counters", _address(counts), ctypes.byref(wait))
         return Counters._make([*counts.tolist(), wait.value])
 
+    def forecast(self, slots: int) -> float:
+        """Estimate which share of the rows that were read would have been read if the cache had `slots` instead.
+
+        A sample of the latest batches is simulated. Its memory is that of a snapshot: none may be open.
+        """
+        now = self._call("rows_forecast", self.plan.slots)
+        return self._call("rows_forecast", slots) / now if now else 1.0
+
     def memory_bytes(self) -> int:
         """Return every byte allocated, with `weights` and `state`."""
         return int(self._call("rows_memory")) + self.weights.nbytes + self.state.nbytes
@@ -367,10 +381,9 @@ class RowCache:
         if kind == 1:
             raise IndexError(f"key {first} is not in 0..{second - 1}")
         if kind == 2:
-            slot_bytes = self.layout.value_bytes + _SLOT_BYTES
             raise ResourceError(
                 f"A batch with {first:,} lookups needs more distinct rows than the cache can hold ({second:,}). "
-                f"Raise tables.cache_memory_budget_mb, by {_mb((first - second) * slot_bytes)} to be sure, "
+                f"Raise tables.cache_memory_budget_mb, by {_mb((first - second) * self.layout.slot_bytes)} to be sure, "
                 "or use smaller batches or more processes."
             )
         if kind in (4, 5):
