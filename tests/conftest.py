@@ -114,6 +114,11 @@ def gsasrec(bert4rec: Config) -> Config:
 
 
 @pytest.fixture
+def esasrec(gsasrec: Config) -> Config:
+    return gsasrec | {"model": gsasrec["model"] | {"loss": "sampled_softmax", "block": "ligr"}}
+
+
+@pytest.fixture
 def run_cli(tmp_path: Path) -> RunCli:
     """The installed command, in a directory of its own."""
 

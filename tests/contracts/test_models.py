@@ -39,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sasrec with a tied head and smoothing": {"head": "tied", "label_smoothing": 0.1},
     "sasrec with gbce": {"loss": "gbce"},
     "sasrec with gbce and a tied head": {"loss": "gbce", "head": "tied"},
+    "sasrec as esasrec": {"loss": "sampled_softmax", "head": "tied", "block": "ligr"},
 }
 every_loss = pytest.mark.parametrize("name", [*sorted(registry.MODELS), *VARIANTS])
 
@@ -150,6 +151,7 @@ MOST_KERNELS = {"dlrm": 62, "dcnv2": 95, "projection": 83, "bert4rec": 203, "sas
     "sasrec with a tied head and smoothing": 211,
     "sasrec with gbce": 221,
     "sasrec with gbce and a tied head": 221,
+    "sasrec as esasrec": 262,
 }
 
 

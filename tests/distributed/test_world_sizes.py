@@ -28,7 +28,7 @@ from ..processes import free_port
 from .runs import assert_same_run, close_to, losses
 
 
-@pytest.mark.parametrize("model", ["dlrm", "bert4rec", "sasrec"])
+@pytest.mark.parametrize("model", ["dlrm", "bert4rec", "sasrec", "esasrec"])
 def test_any_number_of_processes_gives_the_same_losses_and_metrics(
     model: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -71,6 +71,7 @@ def test_all_that_ranking_has_is_the_same_for_one_and_two_processes(sasrec: dict
         ("bert4rec", "row_wise"),
         ("sasrec", "row_wise"),
         ("gsasrec", "row_wise"),
+        ("esasrec", "row_wise"),
     ],
 )
 def test_two_sharded_processes_equal_plain_torch(

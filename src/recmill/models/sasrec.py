@@ -1,8 +1,9 @@
 """SASRec: predict the next item at every position of a history, from the items before it (Kang & McAuley, 2018).
 
 As in later work, the loss is cross-entropy over the whole catalogue (Klenitskiy & Vasilev, 2023) or uses hundreds of
-negatives (gSASRec: Petrov & Macdonald, 2023), not one per item. Differences from the paper: GELU and four times the
-width in the feed-forward layers, no dropout of attention weights.
+negatives (gSASRec: Petrov & Macdonald, 2023; sampled softmax), not one per item. With sampled softmax and LiGR blocks
+it is eSASRec (Tikhonovich et al., 2025). Differences from the papers: GELU and four times the width in plain
+feed-forward layers, no dropout of attention weights or within feed-forward layers, negatives shared by a batch.
 """
 
 from dataclasses import replace
@@ -24,22 +25,21 @@ __all__ = ["KIND", "TASK", "Config", "build", "tables", "window_rules"]
 
 
 class Config(SequenceModelConfig):
-    loss: Literal["softmax", "gbce"] = key(
-        "softmax", "Cross-entropy over the catalogue, or gBCE over the target and sampled negatives."
+    loss: Literal["softmax", "sampled_softmax", "gbce"] = key(
+        "softmax", "Cross-entropy over the catalogue, or over the target and sampled negatives; or gBCE over these."
     )
-    num_negatives: PositiveInt = key(256, "Random items that every target of a batch is compared with (gbce).")
+    num_negatives: PositiveInt = key(256, "Random items that all targets of a batch are compared with, if sampled.")
     gbce_t: float = key(0.75, "Calibration: 0 is plain binary cross-entropy (gbce).", ge=0.0, le=1.0)
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
-        if self.loss == "softmax":
-            problems += [
-                f"model.{key} has no meaning for model.loss = 'softmax'. Remove it, or use 'gbce'."
-                for key in self.changed_keys()
-                if key in ("num_negatives", "gbce_t")
-            ]
-        elif self.label_smoothing:
-            problems.append("model.label_smoothing has no meaning for model.loss = 'gbce'. Remove it.")
+        users = {"num_negatives": ("sampled_softmax", "gbce"), "gbce_t": ("gbce",), "label_smoothing": ("softmax",)}
+        problems += [
+            f"model.{key} has no meaning for model.loss = '{self.loss}'. "
+            f"Remove it, or use {' or '.join(map(repr, losses))}."
+            for key, losses in users.items()
+            if key in self.changed_keys() and self.loss not in losses
+        ]
         return problems
 
 
@@ -49,12 +49,11 @@ def tables(config: Config, description: HistoriesDescription) -> list[TableSpec]
 
 
 def window_rules(config: Config) -> WindowRules:
-    negatives = config.num_negatives if config.loss == "gbce" else 0
+    negatives = 0 if config.loss == "softmax" else config.num_negatives
     return replace(sliding_window(config), predicts_next=True, negatives=negatives)
 
 
 def build(config: Config, description: HistoriesDescription, device: "torch.device") -> "nn.Module":
     (table,) = tables(config, description)
-    gbce = {"name": "gbce", "negatives": config.num_negatives, "calibration": config.gbce_t}
-    loss = gbce if config.loss == "gbce" else {}
+    loss = {"name": config.loss, "negatives": config.num_negatives, "calibration": config.gbce_t}
     return network(config, table, description, device, attention="causal", **loss)

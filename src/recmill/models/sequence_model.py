@@ -32,6 +32,9 @@ class SequenceModelConfig(Section):
     norm: Literal["place", "window"] = key(
         "place", "Layer normalization of each position, or of all positions of a window (TorchRec's example)."
     )
+    block: Literal["plain", "ligr"] = key(
+        "plain", "Transformer blocks as in the papers, or with gates and SwiGLU (LiGR, as in eSASRec)."
+    )
     sliding_step: int | float = key(
         0, "Items between the windows of a long history; below 1: a share of max_length; 0: no overlap.", ge=0
     )
@@ -80,7 +83,7 @@ def network(
     from recmill.nn.transformer import TransformerShape
 
     shape = TransformerShape(
-        config.max_length, config.num_layers, config.num_heads, config.dropout, attention, config.norm
+        config.max_length, config.num_layers, config.num_heads, config.dropout, attention, config.norm, config.block
     )
     loss = Loss(smoothing=config.label_smoothing, **loss_fields)
     return ItemTransformer(table, description.num_items, shape, device, config.head, loss)

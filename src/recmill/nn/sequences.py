@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recmill.kernels.layers import UsesKernels
 from recmill.nn.cross_entropy import cross_entropy_sum
 from recmill.nn.dropout import RowDropout
-from recmill.nn.losses import Loss, gbce_sum
+from recmill.nn.losses import Loss, sampled_sum
 from recmill.nn.norms import apply_norm, make_norm
 from recmill.nn.rows import Rows
 from recmill.nn.transformer import EncoderBlock, TransformerShape
@@ -57,11 +57,11 @@ class ItemTransformer(UsesKernels, nn.Module):
         """Return logits [M, V] of the queries; column j is item j + 1.
 
         With `targets`, which are answers [M], weights [M] and negatives [K], return the weighted sum of the losses
-        instead. gBCE scores only the answers and the negatives.
+        instead. Sampled losses score only the answers and the negatives.
         """
         rows = Rows(lengths_B, longest, queries_M, row_keys_B, len(tokens_N))
         items = None
-        if targets and self._loss.name == "gbce":
+        if targets and self._loss.name != "softmax":
             answers_M, _, negatives_K = targets
             items = torch.cat([answers_M, negatives_K])
         embedded_ND, head_VD, bias_V = self._embed(tokens_N, items)
@@ -74,7 +74,7 @@ class ItemTransformer(UsesKernels, nn.Module):
             return torch.addmm(bias_V, queries_MD, head_VD.t())
         answers_M, weights_M, _ = targets
         if items is not None:
-            return gbce_sum(queries_MD, head_VD, bias_V, items, weights_M, self._loss.power(self._num_items))
+            return sampled_sum(self._loss, queries_MD, head_VD, bias_V, items, weights_M, self._num_items)
         smoothing = self._loss.smoothing
         return cross_entropy_sum(queries_MD, head_VD, bias_V, answers_M - 1, weights_M, smoothing, self.kernel_library)
 

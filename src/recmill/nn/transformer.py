@@ -17,6 +17,7 @@ from recmill.nn.norms import Norm, WindowNorm, apply_norm, make_norm
 from recmill.nn.rows import Rows, Tokens
 
 Attention = Literal["causal", "bidirectional"]
+Block = Literal["plain", "ligr"]
 
 
 def attention_layout(
@@ -33,7 +34,10 @@ def attention_layout(
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """`causal`: a token attends to itself and earlier ones; `bidirectional`: to its complete row."""
+    """`causal`: a token attends to itself and earlier ones; `bidirectional`: to its complete row.
+
+    `plain` blocks have GELU, `ligr` blocks gates and SwiGLU without biases (Borisyuk et al., 2025, as in eSASRec).
+    """
 
     max_length: int
     num_layers: int
@@ -41,12 +45,27 @@ class TransformerShape:
     dropout: float
     attention: Attention = "bidirectional"
     norm: Norm = "place"
+    block: Block = "plain"
+
+
+class SwiGlu(nn.Module):
+    """down(silu(gate(x)) * up(x)), without biases."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_and_up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_and_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class EncoderBlock(UsesKernels, nn.Module):
     """Pre-norm attention and feed-forward; the output of each is dropped out and added to its input.
 
-    `site` numbers the dropout after attention; that of the feed-forward layers is `site + 1`.
+    In a LiGR block, each output is first multiplied by sigmoid(W input + b), a gate for every element. `site`
+    numbers the dropout after attention; that of the feed-forward layers is `site + 1`.
     """
 
     def __init__(self, dim: int, shape: TransformerShape, site: int) -> None:
@@ -57,7 +76,11 @@ class EncoderBlock(UsesKernels, nn.Module):
         self.feed_norm = make_norm(shape.norm, shape.max_length, dim)
         self.query_key_value = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
-        self.feed = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        is_plain = shape.block == "plain"
+        plain_feed = nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+        self.feed = nn.Sequential(*plain_feed) if is_plain else SwiGlu(dim, 4 * dim)
+        self.attention_gate = None if is_plain else nn.Linear(dim, dim)
+        self.feed_gate = None if is_plain else nn.Linear(dim, dim)
         self.attention_dropout = RowDropout(shape.dropout, site)
         self.feed_dropout = RowDropout(shape.dropout, site + 1)
 
@@ -70,7 +93,7 @@ class EncoderBlock(UsesKernels, nn.Module):
             return out_ND if outputs == "all" else out_ND[rows.queries_M]
         library = self.library_for(x_ND)
         dim = x_ND.shape[1]
-        if library is None or dim // self.num_heads % 16:
+        if library is None or dim // self.num_heads % 16 or not isinstance(self.feed, nn.Sequential):
             return self._forward_in_torch(x_ND, rows, outputs)
         dropout = self.attention_dropout.probability if self.training else 0.0
         shape = BlockShape(dim, 4 * dim, self.num_heads, self.is_causal, self.attention_dropout.site, dropout)
@@ -82,8 +105,10 @@ class EncoderBlock(UsesKernels, nn.Module):
         attended_ND = self._attend(apply_norm(self.attention_norm, x_ND, rows), rows)
         if outputs == "queries":
             x_ND, attended_ND = x_ND[rows.queries_M], attended_ND[rows.queries_M]
-        x_ND = x_ND + self.attention_dropout(self.out(attended_ND), rows, outputs)
-        return x_ND + self.feed_dropout(self.feed(apply_norm(self.feed_norm, x_ND, rows)), rows, outputs)
+        change_ND = self.attention_dropout(self.out(attended_ND), rows, outputs)
+        x_ND = x_ND + _gated(self.attention_gate, x_ND, change_ND)
+        change_ND = self.feed_dropout(self.feed(apply_norm(self.feed_norm, x_ND, rows)), rows, outputs)
+        return x_ND + _gated(self.feed_gate, x_ND, change_ND)
 
     def _attend(self, x_ND: Tensor, rows: Rows) -> Tensor:
         values = self.query_key_value(x_ND)
@@ -117,3 +142,7 @@ class EncoderBlock(UsesKernels, nn.Module):
         itself_TT = torch.eye(rows.longest, dtype=torch.bool, device=rows.lengths_B.device)
         earlier_TT = torch.ones_like(itself_TT).tril()
         return ((rows.is_real_BT[:, None, :] & earlier_TT) | itself_TT)[:, None]
+
+
+def _gated(gate: nn.Linear | None, x_ND: Tensor, change_ND: Tensor) -> Tensor:
+    return change_ND if gate is None else torch.sigmoid(gate(x_ND)) * change_ND

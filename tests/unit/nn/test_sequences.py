@@ -236,3 +236,41 @@ def test_torch_accepts_what_packed_attention_gives_it(
     out.sum().backward()
     assert block.query_key_value.weight.grad is not None
     assert block.query_key_value.weight.grad.shape == (48, 16)
+
+
+def test_a_ligr_block_equals_torchs_attention_behind_gates() -> None:
+    """x + sigmoid(W x + b) * attention(norm(x)), and the same around SwiGLU: with torch's own layers, row by row."""
+    torch.manual_seed(0)
+    block = EncoderBlock(16, TransformerShape(8, 1, 2, 0.0, "causal", block="ligr"), site=1)
+    weights = dict(block.named_parameters())
+    with torch.no_grad():
+        for parameter in weights.values():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    attention.load_state_dict(
+        {
+            "in_proj_weight": weights["query_key_value.weight"],
+            "in_proj_bias": weights["query_key_value.bias"],
+            "out_proj.weight": weights["out.weight"],
+            "out_proj.bias": weights["out.bias"],
+        }
+    )
+    gate_weight, up_weight = weights["feed.gate_and_up.weight"].split(64)
+
+    def expected(x: Tensor) -> Tensor:
+        normed = F.layer_norm(x, (16,), weights["attention_norm.weight"], weights["attention_norm.bias"])[None]
+        hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        attended = attention(normed, normed, normed, attn_mask=hidden)[0][0]
+        x = x + (x @ weights["attention_gate.weight"].T + weights["attention_gate.bias"]).sigmoid() * attended
+        normed = F.layer_norm(x, (16,), weights["feed_norm.weight"], weights["feed_norm.bias"])
+        inner = F.silu(normed @ gate_weight.T) * (normed @ up_weight.T)
+        fed = inner @ weights["feed.down.weight"].T
+        return x + (x @ weights["feed_gate.weight"].T + weights["feed_gate.bias"]).sigmoid() * fed
+
+    x, lengths = torch.randn(11, 16), [4, 1, 6]
+    queries = torch.tensor([1, 3, 4, 10])
+    rows = Rows(torch.tensor(lengths), 6, queries, torch.arange(3), 11)
+    everywhere = torch.cat([expected(row) for row in x.split(lengths)])
+    torch.testing.assert_close(block(x, rows), everywhere)
+    torch.testing.assert_close(block(x, rows, "queries"), everywhere[queries])
+    assert not any(name.startswith("feed.") and name.endswith("bias") for name in weights)
