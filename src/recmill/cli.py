@@ -5,6 +5,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import sys
 import traceback
 import typing
@@ -25,6 +26,7 @@ from recmill.launch.failures import WorkerError, report_failure
 from recmill.launch.processes import needs_worker
 from recmill.observe import printed
 
+_PROCESSES = re.compile(r"(n|num_)?_?gpus?|nproc(_per_node|s)?|(num_)?(workers|processes)|world_size|devices")
 _DEBUG = "--debug"  # accepted anywhere on the command line
 
 
@@ -72,11 +74,16 @@ def _run(arguments: list[str]) -> int:
 
 
 def _with_key(error: click.NoSuchOption, command: click.Command) -> click.UsageError:
-    """Suggest --set to somebody who uses a key of the config as a flag."""
+    """Suggest --procs to somebody who looks for GPUs or workers, --set to one who uses a config key as a flag."""
     from recmill.commands.keywords import meant_key
 
     flags = {parameter.name: parameter for parameter in command.params if parameter.name}
     name = error.option_name.lstrip("-").replace("-", "_")
+    if "procs" in flags and _PROCESSES.fullmatch(name):
+        hint = (
+            "Did you mean '--procs N'? It is the number of processes on a machine; each uses one GPU, if there are any."
+        )
+        return click.UsageError(f"No such option '{error.option_name}'. {hint}", error.ctx)
     if "overrides" in flags and (key := meant_key(name, [*flags])):
         fact = f"No such option '{error.option_name}'. Did you mean '--set {key}=VALUE'?"
         return click.UsageError(fact, error.ctx)

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -98,6 +99,34 @@ _LIMITS = {
     resource.RLIMIT_AS: "address space. Raise the limit (ulimit -v)",
     resource.RLIMIT_DATA: "data. Raise the limit (ulimit -d)",
 }
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question with the known name that `name` resembles most, and a space; empty if there is none."""
+    near = _nearest(name, known)
+    return f"Did you mean '{near}'? " if near else ""
+
+
+def did_you_mean_path(path: str | Path) -> str:
+    """Return the same for a path that does not exist: an existing one that differs in one part."""
+    missing, below = Path(path), Path()
+    while not missing.parent.is_dir() and missing != missing.parent:
+        missing, below = missing.parent, missing.name / below
+    try:
+        names = [sibling.name for sibling in missing.parent.iterdir() if (sibling / below).exists()]
+    except OSError:
+        return ""
+    stem = missing.name.partition(".")[0]
+    near = _nearest(missing.name, (name for name in names if _nearest(stem, [name.partition(".")[0]]) is not None))
+    return f"Did you mean '{missing.parent / near / below}'? " if near else ""
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    import difflib  # only when something is wrong
+
+    by_lower_case = {text.lower(): text for text in known}
+    near = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    return by_lower_case[near[0]] if near else None
 
 
 def remedy_for(error: OSError) -> str:

@@ -269,16 +269,38 @@ def test_an_unknown_name_on_the_command_line_is_answered_with_the_nearest(run_cl
 def test_runs_without_a_checkpoint_or_config_are_checkpoint_errors(
     run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert_one_clear_error(run_cli("evaluate", "nowhere"), 4, "no config.toml")
+    assert_one_clear_error(run_cli("evaluate", "nowhere"), 4, "nowhere: no such directory. ")
     (tmp_path / "empty").mkdir()
     shutil.copy(write_config(tmp_path, dlrm), tmp_path / "empty" / "config.toml")
     assert_one_clear_error(run_cli("evaluate", "empty", "--procs", "2"), 4, "no complete checkpoint yet")
 
 
+def test_what_was_meant_is_named_for_runs_datasets_configs_and_files(
+    run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    shutil.copy(write_config(tmp_path, dlrm), tmp_path / "runs" / "first" / "config.toml")
+    (tmp_path / "data" / "clicks").mkdir(parents=True)
+    (tmp_path / "log.csv").write_text("user_id,item_id,click\n1,2,0\n2,3,1\n1,3,1\n")
+    prepare = ("prepare", "histories", "--output", "d", "--item-column", "item_id")
+    for arguments, code, meant in (
+        (("evaluate", "runs/frist"), 4, "'runs/first'"),
+        (("results", "runs"), 4, "name one, like runs/first"),
+        (("checkpoint", "list", "rnus/first"), 4, "'runs/first'"),
+        (("audit", "data/click"), 3, "'data/clicks'"),
+        (("train", "own/dlmr", "--run", "r"), 2, "'own/dlrm'"),
+        (("schema", "--input", "logs.csv", "--label", "click"), 3, "'log.csv'"),
+        (("schema", "--input", "log.csv", "--label", "clicked"), 3, "'click'"),
+        ((*prepare, "--input", "log.csv", "--user-column", "userid"), 3, "'user_id'"),
+        ((*prepare, "--input", "log.cvs", "--user-column", "user_id"), 3, "'log.csv'"),
+    ):
+        assert_one_clear_error(run_cli(*arguments), code, meant if "like" in meant else f"Did you mean {meant}?")
+
+
 def test_debug_shows_where_an_error_came_from(run_cli: RunCli, tmp_path: Path) -> None:
     done = run_cli("evaluate", "nowhere", "--debug")
     assert "Traceback" in done.stderr
-    assert "no config.toml" in done.stderr
+    assert "nowhere: no such directory" in done.stderr
 
 
 def test_help_is_there_for_every_command(run_cli: RunCli) -> None:

@@ -438,3 +438,23 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(file: str, tmp_path: Path
     flip_bit(path / file)
     with pytest.raises(DataError, match=f"{re.escape(file)}: its content changed"):
         audit(path)
+
+
+def test_a_log_with_a_schema_is_not_judged_by_criteos_rules(tmp_path: Path, run_cli: RunCli) -> None:
+    """Of 16 training rows, sites c to l occur once and are rare. The two rows of validation have sites z and a."""
+    log = {"click": [0, 1] * 10, "site": [*"abababcdefghijkl", *"za", *"ab"], "price": [0.5 + row for row in range(20)]}
+    pl.DataFrame(log).write_csv(tmp_path / "log.csv")
+    (tmp_path / "clicks.toml").write_text(
+        'label = {column = "click"}\nsplit = {by = "rows"}\n[[feature]]\ncolumn = "site"\ntype = "categorical"\n'
+        '[[feature]]\ncolumn = "price"\ntype = "numeric"\n'
+    )
+    prepare("clicks", tmp_path / "d", input=str(tmp_path / "log.csv"), schema_file=str(tmp_path / "clicks.toml"))
+    report = audit(tmp_path / "d")
+    (site,) = report.tables
+    assert (site.rare_in_train, site.unseen_or_rare) == (10 / 16, {"val": 0.5, "test": 0.0})
+    texts = [finding.text for finding in report.findings]
+    assert "site: 62.5% of the ids in train are rare and share one row: lower its min_frequency in the schema" in texts
+    assert not [text for text in texts if "dense" in text or "--min-frequency" in text]
+    printed = run_cli("audit", tmp_path / "d").stdout
+    assert "dense" not in printed
+    assert "logarithm" not in printed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recmill.errors import KINDS, DataError, ResourceError, as_user_error
+from recmill.errors import KINDS, DataError, ResourceError, as_user_error, did_you_mean, did_you_mean_path
 
 
 def test_exit_codes_stay_the_same() -> None:
@@ -140,3 +140,18 @@ def test_missing_permission_to_read_or_write_has_its_own_remedy(
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"{public_path}/{remedy}")
+
+
+def test_names_and_paths_that_do_not_exist_get_the_nearest_one(tmp_path: Path) -> None:
+    assert did_you_mean("User_ID", ["item_id", "user_id"]) == "Did you mean 'user_id'? "
+    assert did_you_mean("zzz", ["item_id", "user_id"]) == ""
+    (tmp_path / "runs" / "dlrm" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "sasrec").mkdir()
+    assert did_you_mean_path(tmp_path / "runs" / "dlmr") == f"Did you mean '{tmp_path}/runs/dlrm'? "
+    assert did_you_mean_path(tmp_path / "rusn" / "dlrm") == f"Did you mean '{tmp_path}/runs/dlrm'? "
+    assert did_you_mean_path(tmp_path / "run" / "sasrec" / "checkpoints") == "", "runs/sasrec has none"
+    assert did_you_mean_path(tmp_path / "xyz") == ""
+    for name in ("a.csv", "log.csv", "log.toml"):
+        (tmp_path / name).touch()
+    assert did_you_mean_path(tmp_path / "none.csv") == "", "a suffix alone is no resemblance"
+    assert did_you_mean_path(tmp_path / "lgo.toml") == f"Did you mean '{tmp_path}/log.toml'? "

@@ -67,11 +67,13 @@ def test_bytes_that_are_not_utf_8_do_not_prevent_a_resume(tmp_path: Path) -> Non
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
 
 
-def test_a_pipe_in_place_of_the_metrics_is_refused_when_a_run_starts(tmp_path: Path) -> None:
+def test_a_pipe_or_a_link_to_itself_in_place_of_the_metrics_is_refused_when_a_run_starts(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    os.mkfifo(run.metrics_file)  # to which appending would wait for a reader
-    with pytest.raises(ResourceError, match=r"metrics.jsonl is not a file\. Remove it"):
-        run.forget_metrics_after(2)
+    for make in (os.mkfifo, lambda path: path.symlink_to(path.name)):  # appending would wait for a reader, or fail
+        run.metrics_file.unlink(missing_ok=True)
+        make(run.metrics_file)
+        with pytest.raises(ResourceError, match=r"metrics.jsonl is not a file\. Remove it"):
+            run.forget_metrics_after(2)
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])

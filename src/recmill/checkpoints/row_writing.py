@@ -21,7 +21,7 @@ from recmill.checkpoints.format import Checkpoint, FileFacts, KeyList, RowFile, 
 from recmill.checkpoints.incremental import dense_pieces, pieces_of
 from recmill.checkpoints.row_files import saved_keys
 from recmill.checkpoints.safe_reader import described_tensors
-from recmill.errors import CheckpointError
+from recmill.errors import CheckpointError, did_you_mean
 from recmill.failpoints import reach
 from recmill.files.atomic import sync_directory
 from recmill.files.reading import read_json
@@ -87,7 +87,9 @@ def table_layout(checkpoint: Checkpoint, name: str) -> TableLayout:
 
 
 def unknown_table(checkpoint: Checkpoint, name: str, known: Iterable[str]) -> CheckpointError:
-    return CheckpointError(f"{checkpoint.path} has no table '{name}'. It has {', '.join(sorted(known))}.")
+    tables = sorted(known)
+    near = did_you_mean(name, tables)
+    return CheckpointError(f"{checkpoint.path} has no table '{name}'. {near}It has {', '.join(tables)}.")
 
 
 def write_copy(

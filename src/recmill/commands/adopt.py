@@ -24,7 +24,7 @@ from recmill.datasets.clicks import dense_names, sparse_names, split_rows
 from recmill.datasets.criteo.checksums import published_md5s
 from recmill.datasets.criteo.options import CRITEO
 from recmill.datasets.writing import ADOPTED, MADE_BY, recipe_changes, seal
-from recmill.errors import ConfigError, DataError, ResourceError
+from recmill.errors import ConfigError, DataError, ResourceError, did_you_mean_path
 from recmill.hardware.cpu import num_cores
 from recmill.observe.progress import Progress
 from recmill.schema import (
@@ -109,7 +109,8 @@ def adopt(path: str | Path, **options: Unpack[AdoptOptions]) -> dict[str, Any]:
     checked: Options = checked_options("adopt", Options, dict(options))
     path = given_path(path, "DIRECTORY")
     if not path.is_dir():
-        raise DataError(f"{path}: no such directory. Give the one that holds day_0_dense.npy or train_data.bin.")
+        near = did_you_mean_path(path)
+        raise DataError(f"{path}: no such directory. {near}Give the one that holds day_0_dense.npy or train_data.bin.")
     if checked.modulo and checked.table_size is None:
         raise ConfigError("--modulo needs --table-size: ids are taken modulo it.")
     if checked.output is not None:

@@ -15,7 +15,7 @@ from recmill.config.options import given_path
 from recmill.config.sections import ALL_TABLES, DYNAMIC_ON_CUDA, SSD_ON_CUDA, DynamicTable
 from recmill.data.opening import Checks, open_dataset
 from recmill.data.windows import WindowRules
-from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
+from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError, did_you_mean_path
 from recmill.hardware.memory import memory_bytes
 from recmill.launch import early
 from recmill.metrics.binary import Values
@@ -347,8 +347,15 @@ def new_metrics(
 
 def open_directory(path: str | Path) -> RunDirectory:
     run = RunDirectory(given_path(path, "RUN"))
+    if not run.path.exists():
+        raise CheckpointError(
+            f"{run.path}: no such directory. {did_you_mean_path(path)}RUN is the directory that `recmill train` was "
+            "given as --run."
+        )
     if not run.config_file.is_file():
-        raise CheckpointError(f"{run.path}: no config.toml, so this is no run directory. Train first: recmill train.")
+        inside = sorted(run.path.glob("*/config.toml"))
+        remedy = f"It holds runs: name one, like {inside[0].parent}." if inside else "Train first: recmill train."
+        raise CheckpointError(f"{run.path}: no config.toml, so this is no run directory. {remedy}")
     return run
 
 

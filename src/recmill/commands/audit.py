@@ -17,6 +17,7 @@ from recmill.config.sizes import parse_bytes
 from recmill.data.checks import BadValues, ClickChecks
 from recmill.data.click_rows import BLOCK_ROWS, Block, StoredDay, split_blocks
 from recmill.data.opening import open_dataset
+from recmill.data.recipes import RECIPE_FILE, vocabulary_file
 from recmill.data.seen import BitSet, SeenRows, row_hashes
 from recmill.datasets.vocabularies import RARE
 from recmill.errors import ConfigError
@@ -56,14 +57,14 @@ class PartReport:
     split: str
     rows: int
     clicks: int  # rows with label 1
-    dense: str  # how the dense values seem to have been transformed: log(x+3), for example
+    dense: str  # how the dense values seem to have been transformed: log(x+3), for example; of own logs empty
 
 
 @dataclass(frozen=True)
 class TableReport:
     """The ids of one table.
 
-    `prepare criteo` maps both rare and unseen ids to one row. If train uses that row, `unseen` does not count it and
+    Vocabularies map both rare and unseen ids to one row. If train uses that row, `unseen` does not count it and
     is too small, and `unseen_or_rare` counts it and is too large; otherwise `unseen_or_rare` is empty.
     """
 
@@ -210,8 +211,10 @@ class _IdCounts:
     def __init__(self, description: ClicksDescription, table: int) -> None:
         self._feature = description.sparse[table]
         self._seen = BitSet(self._feature.rows)
-        # `prepare criteo` gives both rare and unseen ids the row RARE.
-        self._has_rare = description.name == "criteo" and description.recipe.get("ids") == "contiguous"
+        # `prepare criteo` and vocabularies of own logs give both rare and unseen ids the row RARE.
+        is_criteo = description.name == "criteo" and description.recipe.get("ids") == "contiguous"
+        self._has_rare = is_criteo or vocabulary_file(self._feature.name) in description.files
+        self._remedy = "lower --min-frequency" if is_criteo else "lower its min_frequency in the schema"
         self._in_train = 0
         self._occurrences = Counter[str]()  # by split
         self._unseen = Counter[str]()
@@ -263,7 +266,7 @@ class _IdCounts:
         ]
         rare = self._rare["train"] / max(self._occurrences["train"], 1) if self._has_rare else None
         if rare and rare > MANY_UNSEEN:
-            text = f"{name}: {rare:.1%} of the ids in train are rare and share one row: lower --min-frequency"
+            text = f"{name}: {rare:.1%} of the ids in train are rare and share one row: {self._remedy}"
             findings.append(Finding("remark", text))
         report = TableReport(name, self._feature.rows, self._in_train, unseen, unseen_or_rare, rare)
         return report, [*self._rounding_findings(), *findings]
@@ -317,7 +320,9 @@ def _part_reports(dataset: Dataset, values: _Values) -> list[PartReport]:
         for part in ranges:
             rows[part.day, split] += part.stop - part.start
     days = {day for day, _ in rows}
-    dense = {day: _dense_transform(StoredDay(dataset, day).take(slice(0, BLOCK_ROWS)).dense) for day in days}
+    dense = dict.fromkeys(days, "")
+    if RECIPE_FILE not in dataset.description.files:  # whose schema says how numbers are transformed
+        dense = {day: _dense_transform(StoredDay(dataset, day).take(slice(0, BLOCK_ROWS)).dense) for day in days}
     return [PartReport(day, split, n, values.clicks[day, split], dense[day]) for (day, split), n in rows.items()]
 
 

@@ -15,7 +15,7 @@ from recmill.config.options import checked_options
 from recmill.config.sections import Section
 from recmill.data.frames import is_frame
 from recmill.data.recipes import kept_dataset
-from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError
+from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError, did_you_mean
 from recmill.files.atomic import new_file
 from recmill.metrics.binary import BinaryMetrics, Values, sigmoid
 from recmill.observe.log import quiet_libraries
@@ -136,7 +136,8 @@ class Predictor:
         needed = self.encoder.recipe.log.feature_columns()
         if missing := [column for column in needed if column not in frame.columns]:
             raise DataError(
-                f"the frame has no column '{missing[0]}', which the model needs; it needs {', '.join(needed)}."
+                f"the frame has no column '{missing[0]}', which the model needs. "
+                f"{did_you_mean(missing[0], frame.columns)}It needs {', '.join(needed)}."
             )
         logits, _ = self.logits(RawRows(frame.select(needed), "the frame", range(1, frame.height + 1)))
         return pl.DataFrame({"score": sigmoid(logits).astype(np.float32), "logit": logits})

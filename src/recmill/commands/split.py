@@ -13,7 +13,7 @@ from recmill.commands.keywords import checked_keywords
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section, key
 from recmill.datasets.compressed import read_blocks
-from recmill.errors import ConfigError, DataError, UserError
+from recmill.errors import ConfigError, DataError, UserError, did_you_mean_path
 from recmill.files.atomic import new_directory
 from recmill.observe.progress import Progress
 
@@ -44,7 +44,7 @@ def split(input: str | Path, output: str | Path, **options: Unpack[SplitOptions]
     input = given_path(input, "--input")
     output = given_path(output, "--output").absolute()
     if not input.is_file():
-        raise DataError(f"{input}: no such file. --input is one raw log: plain, .gz or .zst.")
+        raise DataError(f"{input}: no such file. {did_you_mean_path(input)}--input is one raw log: plain, .gz or .zst.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DataError(f"{output} exists and is not an empty directory. Choose another --output, or move it away.")
     title = f"splitting {input.name}"

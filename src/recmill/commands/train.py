@@ -142,6 +142,8 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
             f"{facts}\nTo continue from its weights with other settings: --run NEW --init-from {directory.path}\n"
             "To resume it, use its own config.toml."
         )
+    if saved is not None and (most := checked.settings.train.max_steps):
+        _check_reached(directory, directory.saved_step(), most)
     dataset = assemble.open_matching_dataset(checked, checks)
     is_finished = saved == checked and _is_finished(directory, dataset)
     if saved and not is_finished and checked.settings.observe.mlperf and not directory.mlperf_log.is_file():
@@ -548,9 +550,13 @@ def _check_steps(num_steps: int, position: "Position", config: Config, run: RunD
             f"{dataset.path} has fewer rows for training than one train.global_batch_size of "
             f"{config.settings.train.global_batch_size:,}, and data.drop_last leaves them out. Change one of the two."
         )
-    if position.step > num_steps:
+    _check_reached(run, position.step, num_steps)
+
+
+def _check_reached(run: RunDirectory, step: int, num_steps: int) -> None:
+    if step > num_steps:
         raise ConfigError(
-            f"{run.path} is already at step {position.step:,}, beyond the {num_steps:,} of train.num_epochs and "
+            f"{run.path} is already at step {step:,}, beyond the {num_steps:,} of train.num_epochs and "
             "train.max_steps. Raise them, or choose another --run."
         )
 

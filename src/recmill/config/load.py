@@ -17,7 +17,7 @@ from recmill import registry
 from recmill.config.problems import Problem, contradictions, contradictions_within, report, validated
 from recmill.config.sections import Section, Settings
 from recmill.config.shipped import shipped_configs
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, did_you_mean, did_you_mean_path
 
 Overrides = Sequence[str] | Mapping[str, Any]  # ["optim.dense.lr=0.02"] or {"optim.dense.lr": 0.02}, also nested
 _MAX_BYTES = 10**6  # of a config file
@@ -142,7 +142,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return _parse_toml(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         name = str(path).removeprefix("configs/").removesuffix(".toml")
-        remedy = "Name a run config (.toml), or one that `recmill configs list` shows."
+        meant = did_you_mean_path(path) or did_you_mean(name, shipped_configs())
+        remedy = f"{meant}Name a run config (.toml), or one that `recmill configs list` shows."
         if name in shipped_configs():
             remedy = f"The config that comes with Recmill is called {name}."
         raise ConfigError(f"{path}: no such file. {remedy}") from None

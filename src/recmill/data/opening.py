@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from recmill.data.checks import REMEDY, value_problems
 from recmill.data.npy_files import read_header
 from recmill.data.verification import digest_problems
-from recmill.errors import DataError
+from recmill.errors import DataError, did_you_mean_path
 from recmill.files.reading import read_small
 from recmill.schema import DESCRIPTION_FILE, Dataset, HistoriesDescription, from_json
 
@@ -47,9 +47,10 @@ def _described(path: Path) -> Dataset:
     if path.exists() and not path.is_dir():
         raise DataError(f"{path} is a file: data.path is the directory of a prepared dataset.")
     if not path.is_dir():
+        near = did_you_mean_path(path)
         raise DataError(
-            f"{path}: no such directory. data.path is the directory of a prepared dataset; make it first: "
-            f"recmill prepare NAME --output {path}."
+            f"{path}: no such directory. {near}data.path is the directory of a prepared dataset; make "
+            f"it first: recmill prepare NAME --output {path}."
         )
     try:
         text = read_small(path / DESCRIPTION_FILE)

@@ -94,7 +94,9 @@ def print_audit(report: Any) -> None:
     for part in report.parts:
         rate = None if part.split == "unlabelled" else part.clicks / part.rows
         parts.append([part.day, part.split, f"{part.rows:,}", percent(rate), part.dense])
-    print_table(["day", "split", "rows", "label rate", "dense values"], parts)
+    has_transforms = any(part.dense for part in report.parts)  # else a schema says what they are
+    columns = ["day", "split", "rows", "label rate", "dense values"][: None if has_transforms else -1]
+    print_table(columns, [row[: len(columns)] for row in parts])
     _print()
     splits = list(report.shared_rows)
     has_rare = any(table.rare_in_train is not None for table in report.tables)
@@ -433,10 +435,11 @@ def print_plan(report: Any) -> None:
     ]
     print_table([*header, "at a checkpoint"], rows)
     _print()
-    _print_fit(report)
-    _print_forecast(report)
-    _print()
     print_device(site.device)
+    _print_scaling(report.scaling)
+    _print()
+    _print_forecast(report)
+    _print_fit(report)
 
 
 def _mb(count: float) -> str:
@@ -461,38 +464,40 @@ def _print_fit(report: Any) -> None:
 
 def _print_forecast(report: Any) -> None:
     step, run, size = report.step, report.run, report.site.size
+    disk = f"a checkpoint {human_bytes(report.checkpoint_bytes)}, all that are kept {human_bytes(report.disk_bytes)}"
+    _print(f"disk: {disk}{f', dataset {human_bytes(report.dataset_bytes)}' if report.dataset_bytes else ''}")
+    if report.preparation_hours:
+        _print(f"preparation: {report.preparation_hours:.1f} h on two cores, at the rate measured there")
     parts = ", ".join(f"{name} {1e3 * spent:.2f}" for name, spent in step.as_dict().items() if name != "total")
     _print(f"step: {1e3 * step.total:,.2f} ms ({parts})")
     _print(
         f"speed: {human_rate(report.samples_per_s)} samples/s, {human_rate(report.samples_per_s / size)} per process"
     )
+    _print(f"verdict: {run.verdict.text}")
     if run.steps:
         spent = f"training {human_time(run.training)}, validation {human_time(run.validating)}"
         _print(f"run: {run.steps:,} steps, {run.hours:,.2f} h ({spent}, checkpoints {human_time(run.saving)})")
-    _print(f"verdict: {run.verdict.text}")
     if report.cost is None:
         _print("cost: not known, because the number of steps is not. Give --samples.")
     elif report.cost:
         _print(f"cost: {report.cost:,.2f}")
-    disk = f"a checkpoint {human_bytes(report.checkpoint_bytes)}, all that are kept {human_bytes(report.disk_bytes)}"
-    _print(f"disk: {disk}{f', dataset {human_bytes(report.dataset_bytes)}' if report.dataset_bytes else ''}")
-    if report.preparation_hours:
-        _print(f"preparation: {report.preparation_hours:.1f} h on two cores, at the rate measured there")
-    if report.scaling:
-        _print()
-        first = report.scaling[0]
-        rows = [
-            [
-                f"{s.ranks:,}",
-                f"{s.nodes:,}",
-                "yes" if s.fits else "no",
-                f"{1e3 * s.step.total:,.2f}",
-                human_rate(s.samples_per_s),
-                f"{100 * s.samples_per_s * first.ranks / (s.ranks * first.samples_per_s):.0f} %",
-                s.verdict.partition(":")[0],
-            ]
-            for s in report.scaling
+
+
+def _print_scaling(scaling: Sequence[Any]) -> None:
+    rows = [
+        [
+            f"{s.ranks:,}",
+            f"{s.nodes:,}",
+            "yes" if s.fits else "no",
+            f"{1e3 * s.step.total:,.2f}",
+            human_rate(s.samples_per_s),
+            f"{100 * s.samples_per_s * scaling[0].ranks / (s.ranks * scaling[0].samples_per_s):.0f} %",
+            s.verdict.partition(":")[0],
         ]
+        for s in scaling
+    ]
+    if rows:
+        _print()
         print_table(["processes", "machines", "fits", "ms per step", "samples/s", "efficiency", "verdict"], rows)
 
 

@@ -128,9 +128,9 @@ class RunDirectory:
 
     def _keep_metrics(self, is_kept: Callable[[int, str], bool]) -> None:
         """Remove the lines of other steps and splits, and incomplete ones, which a killed run may leave."""
-        if not self.metrics_file.exists():
+        if not os.path.lexists(self.metrics_file):
             return
-        if not self.metrics_file.is_file():  # a pipe, whose reader every report would wait for
+        if not self.metrics_file.is_file():  # a pipe, whose reader every report would wait for, or a link to itself
             raise ResourceError(f"{self.metrics_file} is not a file. Remove it; checkpoints do not depend on it.")
         kept = [line for line in self.read_metrics() if is_kept(line["step"], line.get("split", ""))]
         write_text(self.metrics_file, "".join(f"{json.dumps(line)}\n" for line in kept))

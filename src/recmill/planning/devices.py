@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from recmill import registry
 from recmill.config.problems import validated
 from recmill.config.sections import Section, key
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, did_you_mean_path
 from recmill.files.reading import read_small
 from recmill.hardware.cpu import num_cores
 from recmill.hardware.memory import memory_bytes
@@ -128,7 +128,8 @@ def read_device(name: str) -> Device:
     try:
         values = tomllib.loads(read_small(Path(name)).decode())
     except FileNotFoundError:
-        raise ConfigError(f"--device {name}: no such file. Write one: recmill plan --calibrate {name}.") from None
+        remedy = f"{did_you_mean_path(name)}Write one: recmill plan --calibrate {name}."
+        raise ConfigError(f"--device {name}: no such file. {remedy}") from None
     except ValueError as error:
         raise ConfigError(f"--device {name}: {error}. Use a TOML file like those of --calibrate.") from None
     device, problems = validated(Device, values)

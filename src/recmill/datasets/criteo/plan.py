@@ -20,7 +20,7 @@ from recmill.datasets.criteo.npy_logs import open_npy
 from recmill.datasets.criteo.options import CRITEO, Options, Rules, rules_of
 from recmill.datasets.vocabularies import FIRST_ID
 from recmill.datasets.writing import MADE_BY, Work, seal
-from recmill.errors import ConfigError, DataError
+from recmill.errors import ConfigError, DataError, did_you_mean_path
 from recmill.hardware.cpu import num_cores
 from recmill.schema import (
     RECORDS,
@@ -248,7 +248,9 @@ def _find_npy_logs(path: Path, sparse_path: str | None) -> list[RawLog]:
 def _find_logs(path: Path, source: str | None) -> list[RawLog]:
     """Return the logs in the directory `path`, or the single log `path`, in order."""
     if not path.exists():
-        raise DataError(f"{path}: no such file or directory. --input is where the raw logs are.")
+        raise DataError(
+            f"{path}: no such file or directory. {did_you_mean_path(path)}--input is where the raw logs are."
+        )
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
     matches = [(file, match) for file in files if (match := _LOG_FILE.fullmatch(file.name))]
     days = [(file, f"day_{int(match['day'])}") for file, match in matches if match["day"]]

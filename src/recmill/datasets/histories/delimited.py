@@ -5,7 +5,6 @@ Fields are counted here because Polars silently fills a row that is too short wi
 """
 
 import csv
-import difflib
 import io
 import logging
 import math
@@ -21,7 +20,7 @@ import numpy as np
 import polars as pl
 
 from recmill.datasets.compressed import expansion, read_blocks
-from recmill.errors import DataError
+from recmill.errors import DataError, did_you_mean
 from recmill.observe.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -118,9 +117,8 @@ class Table:
         if columns.count(column) != 1:
             fact = f"two columns '{column}'" if column in columns else f"no column '{column}'"
             there = ", ".join(columns) or "nothing"
-            near = difflib.get_close_matches(column, columns, n=1) if column not in columns else []
-            other = f"Name another column ({field.option}), or choose another file."
-            remedy = f"Did you mean '{near[0]}'?" if near else other
+            near = did_you_mean(column, columns).strip() if column not in columns else ""
+            remedy = near or f"Name another column ({field.option}), or choose another file."
             raise DataError(f"{self.path}: {fact} in its first row, which has: {there}. {remedy}")
         return columns.index(column)
 

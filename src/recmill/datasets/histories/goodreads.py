@@ -16,7 +16,7 @@ from recmill.datasets.compressed import SUFFIXES, expansion, forecast_rows, read
 from recmill.datasets.histories import delimited
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
 from recmill.datasets.histories.writing import MIN_HISTORY
-from recmill.errors import DataError
+from recmill.errors import DataError, did_you_mean_path
 from recmill.observe.progress import Progress
 
 __all__ = ["Options", "plan", "write"]
@@ -56,7 +56,7 @@ def plan(options: Options) -> InteractionsPlan:
     if path.is_dir():
         path = next((p for suffix in SUFFIXES if (p := path / f"{_FILE}{suffix}").is_file()), path / _FILE)
     if not path.is_file():
-        raise DataError(f"{path}: no such file. --input is {_FILE} or its directory.")
+        raise DataError(f"{path}: no such file. {did_you_mean_path(path)}--input is {_FILE} or its directory.")
     name_files = [Path(file) for file in (options.titles, options.book_ids) if file]
     for file in name_files:
         if not file.is_file():

@@ -14,7 +14,7 @@ from recmill.config.sections import key
 from recmill.datasets.compressed import SUFFIXES, forecast_rows, read_blocks
 from recmill.datasets.histories import delimited
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
-from recmill.errors import DataError
+from recmill.errors import DataError, did_you_mean_path
 
 __all__ = ["Options", "plan", "write"]
 
@@ -40,7 +40,8 @@ _EDITIONS = {  # file of ratings: its separator, file of titles, its separator
 def plan(options: Options) -> InteractionsPlan:
     directory = Path(options.input)
     if not directory.is_dir():
-        raise DataError(f"{directory}: no such directory. --input is where the unpacked MovieLens files are.")
+        near = did_you_mean_path(directory)
+        raise DataError(f"{directory}: no such directory. {near}--input is where the unpacked MovieLens files are.")
     found = {name: path for name in _EDITIONS if (path := _find(directory, name))}
     if len(found) != 1:
         there = [path.name for path in found.values()] or sorted(path.name for path in directory.iterdir())[:5]

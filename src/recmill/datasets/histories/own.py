@@ -18,7 +18,7 @@ from recmill.data.parquet_files import reading
 from recmill.datasets.compressed import forecast_rows
 from recmill.datasets.histories import delimited
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
-from recmill.errors import ConfigError, DataError
+from recmill.errors import ConfigError, DataError, did_you_mean, did_you_mean_path
 
 __all__ = ["Options", "plan", "plan_frame", "write"]
 
@@ -96,7 +96,7 @@ def _reader(
 ) -> tuple[int, Callable[[], Iterator[pl.DataFrame]]]:
     """Return about how many rows a file has, and a function that reads these columns of it."""
     if not path.is_file():
-        raise DataError(f"{path}: no such file. {option} is one file: .csv, .tsv or .parquet.")
+        raise DataError(f"{path}: no such file. {did_you_mean_path(path)}{option} is one file: .csv, .tsv or .parquet.")
     suffix = Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
     if suffix not in (*_SEPARATORS, ".parquet"):
         raise DataError(f"{path}: '{suffix}' is none of .csv, .tsv, .parquet (.gz and .zst after the first two).")
@@ -128,7 +128,9 @@ def _select(path: str, frame: pl.LazyFrame, columns: dict[str, str]) -> pl.LazyF
     for name, column in columns.items():
         if column not in schema:
             remedy = f"Name another column ({_option(name, columns)})."
-            raise DataError(f"{path}: no column '{column}'; it has: {', '.join(schema)}. {remedy}")
+            raise DataError(
+                f"{path}: no column '{column}'; it has: {', '.join(schema)}. {did_you_mean(column, schema)}{remedy}"
+            )
     return frame.select(_typed_column(path, schema, *names) for names in columns.items())
 
 

@@ -15,7 +15,7 @@ from recmill.datasets.compressed import read_blocks
 from recmill.datasets.own_clicks.reading import check_columns, columns_of, read
 from recmill.datasets.own_clicks.schema import InputSection, LabelSection
 from recmill.datasets.own_clicks.values import CLICK, NO_CLICK, parsed_times
-from recmill.errors import ConfigError, DataError
+from recmill.errors import ConfigError, DataError, did_you_mean
 from recmill.metrics.auc import auroc
 
 SAMPLE_ROWS = 40_000
@@ -64,7 +64,8 @@ def guess(files: list[Path], label: str | None) -> tuple[InputSection, LabelSect
     if label is None:
         raise ConfigError(_which_label(sample))
     if label not in columns:
-        raise DataError(f"{files[0]}: no column '{label}'; it has {', '.join(columns)}. Correct --label.")
+        near = did_you_mean(label, columns)
+        raise DataError(f"{files[0]}: no column '{label}'; it has {', '.join(columns)}. {near}Correct --label.")
     texts = {name: _text(sample[name], section.missing) for name in columns}
     clicks = _clicks(label, texts[label])
     is_click = texts[label].fill_null("").is_in([*CLICK, *clicks.positive]).to_numpy()

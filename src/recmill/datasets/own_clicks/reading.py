@@ -10,7 +10,7 @@ from recmill.data.parquet_files import reading
 from recmill.datasets.histories import delimited
 from recmill.datasets.own_clicks.schema import InputSection
 from recmill.datasets.own_clicks.values import RawRows
-from recmill.errors import DataError
+from recmill.errors import DataError, did_you_mean, did_you_mean_path
 
 _BLOCK_ROWS = 1 << 17
 
@@ -21,7 +21,10 @@ def found_files(given: str, option: str = "--input") -> list[Path]:
         return [Path(given)]
     found = sorted(Path(name) for name in glob.glob(given, recursive=True) if Path(name).is_file())  # noqa: PTH207
     if not found:
-        raise DataError(f"{option} {given}: no such file. Give a file, or a pattern in quotes, like 'logs/*.csv'.")
+        near = did_you_mean_path(given)
+        raise DataError(
+            f"{option} {given}: no such file. {near}Give a file, or a pattern in quotes, like 'logs/*.csv'."
+        )
     return found
 
 
@@ -36,10 +39,15 @@ def check_columns(
     problems = []
     for file in files:
         there = columns_of(file, section)
-        problems += [f"  {file}: no column '{c}'; it has {', '.join(there)}\n" for c in columns if c not in there]
+        problems += [no_column(file, c, there) for c in columns if c not in there]
         problems += [f"  {file}: two columns '{c}'\n" for c in columns if there.count(c) > 1]
     if problems:
         raise DataError(f"{fact}:\n{''.join(problems)}{remedy}")
+
+
+def no_column(file: Path, column: str, there: list[str]) -> str:
+    near = did_you_mean(column, there)
+    return f"  {file}: no column '{column}'; it has {', '.join(there)}{f'. {near.strip()}' if near else ''}\n"
 
 
 def columns_of(file: Path, section: InputSection) -> list[str]:

@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt
 from recmill.config.load import read_toml
 from recmill.config.problems import Problem, report, validated
 from recmill.config.sections import Section, key
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, did_you_mean_path
 from recmill.registry import unknown
 from recmill.schema import Role
 
@@ -239,7 +239,10 @@ class ClicksSchema(Section):
 def load_schema(path: Path) -> ClicksSchema:
     """Read and check the file, and name features after their columns. All problems are reported at once."""
     if not path.exists():
-        raise ConfigError(f"--schema {path}: no such file. Make one from the log: recmill schema --output {path}.")
+        near = did_you_mean_path(path)
+        raise ConfigError(
+            f"--schema {path}: no such file. {near}Make one from the log: recmill schema --output {path}."
+        )
     values = read_toml(path)
     listed = values.get("feature", [])
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
