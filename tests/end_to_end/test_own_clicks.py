@@ -61,6 +61,29 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_scores_are_calibrated_although_most_unclicked_rows_were_left_out_of_training(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        write_log(tmp_path / f"{number}.csv", 4000, number)
+    (tmp_path / "clicks.toml").write_text(f"{SCHEMA}\n[sample]\nnegatives = 0.2\n")
+    data, run = tmp_path / "data", tmp_path / "run"
+    recmill.prepare("clicks", data, input=f"{tmp_path}/?.csv", schema_file=str(tmp_path / "clicks.toml"))
+    train, val = (np.load(data / f"{split}_labels.npy") for split in ("train", "val"))
+    log = pl.read_csv(tmp_path / "1.csv")["click"]
+    assert (train == 1).sum() == log.sum(), "every click is kept"
+    assert (train == 0).sum() == pytest.approx(0.2 * (len(log) - int(log.sum())), rel=0.1)
+    assert len(val) == 4000, "metrics are on all rows"
+    config = recmill.config.load_config("own/dlrm").as_dict()
+    config["data"]["path"] = str(data)
+    config["train"]["num_epochs"] = 16
+    recmill.train(config, run)
+    tested = json.loads((run / "results.json").read_text())["test"]
+    assert tested["calibration"] == pytest.approx(1, abs=0.08), "predicted clicks per click: uncorrected, about 1.9"
+    result = recmill.predict(run, tmp_path / "3.csv", tmp_path / "scores.parquet")
+    assert result["metrics"]["calibration"] == pytest.approx(tested["calibration"], abs=1e-6)
+    scores, clicks = pl.read_parquet(tmp_path / "scores.parquet")["score"], pl.read_csv(tmp_path / "3.csv")["click"]
+    assert scores.to_numpy().sum() / clicks.to_numpy().sum() == pytest.approx(tested["calibration"], abs=1e-4)
+
+
 def test_scores_of_the_test_rows_give_the_metrics_of_the_run_without_the_dataset(trained: Path) -> None:
     result = CliRunner().invoke(
         commands,

@@ -19,6 +19,9 @@ import recmill
 from recmill import failpoints
 from recmill.data.click_rows import StoredDay
 from recmill.data.opening import open_dataset
+from recmill.datasets.histories import delimited
+from recmill.datasets.own_clicks import steps
+from recmill.datasets.own_clicks.coding import Coder
 from recmill.datasets.own_clicks.encoding import Encoder, hashed, load_recipe, time_parts
 from recmill.datasets.own_clicks.reading import read
 from recmill.datasets.own_clicks.schema import load_schema
@@ -466,6 +469,40 @@ def test_interrupted_work_is_resumed_and_the_bytes_are_the_same(
     recmill.prepare("clicks", tmp_path / name, input=source, schema_file=schema)
     described = [json.loads((path / "dataset.json").read_text())["files"] for path in (whole, tmp_path / name)]
     assert described[0] == described[1]
+
+
+def test_values_are_told_apart_even_if_a_64_bit_hash_of_all_of_them_is_the_same(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half_broken(values: pl.Series, seed: int) -> pl.Series:
+        return pl.Series(np.zeros(len(values), np.uint64)) if seed == 0 else real(values, seed)
+
+    real = pl.Series.hash
+    log = "click,site\n" + "".join(f"{i % 2},s{i % 7}\n" for i in range(200))
+    expected = prepared(log, feature=[SITE])
+    monkeypatch.setattr(pl.Series, "hash", half_broken)
+    found = prepared(log, feature=[SITE])
+    assert arrays(found)[1].tolist() == arrays(expected)[1].tolist()
+    assert open_dataset(found).clicks.sparse[0].rows == 2 + 7
+
+
+def test_codes_are_those_of_first_occurrences_and_may_begin_anew(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = np.random.default_rng(1)
+    values = [f"v{i}" for i in draw.integers(0, 20_000, 30_000)]
+    coder = Coder()
+    codes = np.concatenate([coder.codes(pl.Series(values[start : start + 7000])) for start in range(0, 30_000, 7000)])
+    known: dict[str, int] = {}
+    assert codes.tolist() == [known.setdefault(value, len(known)) for value in values]
+    assert coder.values().to_list() == list(known)
+    log = "click,site\n" + "".join(f"{i % 2},{value}\n" for i, value in enumerate(values))
+    expected = prepared(log, feature=[SITE])
+    monkeypatch.setattr(steps, "_MAX_VALUES", 100)
+    monkeypatch.setattr(delimited, "_BLOCK_BYTES", 1 << 14)
+    found = prepared(log, feature=[SITE])
+    same = [json.loads((path / "dataset.json").read_text())["files"] for path in (expected, found)]
+    assert same[0] == same[1]
 
 
 def test_a_schema_can_be_read_again_from_the_recipe(prepared: Prepare, tmp_path: Path) -> None:

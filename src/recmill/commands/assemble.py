@@ -338,10 +338,12 @@ def new_metrics(
 ) -> Metrics:
     """Create the metrics of one evaluation, with intervals from `resamples`; those of rankings also for popularity."""
     from recmill.data.histories import HistorySource
-    from recmill.tasks import next_item
+    from recmill.tasks import ctr, next_item
 
     if isinstance(source, HistorySource) and with_popularity:
         return next_item.new_metrics(config.settings.eval, resamples, source.train_counts())
+    if not isinstance(source, HistorySource) and task_module(config) is ctr:
+        return ctr.new_metrics(config.settings.eval, resamples, source.negatives)
     return task_module(config).new_metrics(config.settings.eval, resamples)
 
 

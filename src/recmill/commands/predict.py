@@ -17,7 +17,7 @@ from recmill.data.frames import is_frame
 from recmill.data.recipes import kept_dataset
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError, did_you_mean
 from recmill.files.atomic import new_file
-from recmill.metrics.binary import BinaryMetrics, Values, sigmoid
+from recmill.metrics.binary import BinaryMetrics, Values, corrected_logits, sigmoid
 from recmill.observe.log import quiet_libraries
 from recmill.observe.progress import Progress
 from recmill.schema import Dataset
@@ -119,7 +119,7 @@ class Predictor:
                 part = encoded[start : start + _ROWS_AT_ONCE]
                 batch = self._maker.batch(part, len(part), np.ones(len(part), np.float32))
                 found.append(network(*batch.inputs()).float().numpy())
-        logits = np.concatenate(found)
+        logits = corrected_logits(np.concatenate(found), self._dataset.clicks.negatives)
         if not np.isfinite(logits).all():
             raise CheckpointError(
                 f"{self._checkpoint}: its model gives scores that are not finite numbers. Use another checkpoint, or "

@@ -448,7 +448,7 @@ def _train(
             if best := find(run.checkpoints, "best", hold=hold_best):
                 load(best, model)
                 tested = best.position
-                results["val"] = evaluate_split(parts, "val", parts.task.new_metrics(settings.eval))
+                results["val"] = evaluate_split(parts, "val", assemble.new_metrics(config, source, False))
         if world.is_main and best:
             log.info("testing step %s, the best by validation", f"{tested.step:,}")
         elif world.is_main:

@@ -124,6 +124,7 @@ class ClickSource:
                 "Make their tables dynamic (tables.dynamic), or prepare the dataset with --table-size as well."
             )
         self._dataset = dataset
+        self.negatives = description.negatives
         self._batching = batching
         self._features = [feature.name for feature in description.sparse]
         self._multi_hot = multi_hot

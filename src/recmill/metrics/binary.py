@@ -26,6 +26,14 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     return 0.5 * (1.0 + np.tanh(0.5 * logits.astype(np.float64)))
 
 
+def corrected_logits(logits: np.ndarray, negatives: float) -> np.ndarray:
+    """Return the logits of all rows, given those of a model that saw only the share `negatives` of unclicked rows.
+
+    Leaving out unclicked rows multiplies the odds of a click by 1 / negatives.
+    """
+    return logits if negatives == 1 else logits + np.float32(math.log(negatives))
+
+
 def log_loss_sum(logits: np.ndarray, labels: np.ndarray) -> float:
     """Return the sum of -log p(label), in float64: a rounded probability could be 0 or 1."""
     logits = logits.astype(np.float64)
@@ -36,17 +44,21 @@ def log_loss_sum(logits: np.ndarray, labels: np.ndarray) -> float:
 class BinaryMetrics:
     """Keeps every score of this rank, because AUROC is exact; the other metrics are sums.
 
-    The bootstrap draws `resamples` times for confidence intervals; 0: there are none.
+    The bootstrap draws `resamples` times for confidence intervals; 0: there are none. Logits are corrected for the
+    share of unclicked rows that the model was trained on, `negatives`.
     """
 
-    def __init__(self, own: "Mapping[str, MetricModule] | None" = None, resamples: int = 0) -> None:
+    def __init__(
+        self, own: "Mapping[str, MetricModule] | None" = None, resamples: int = 0, negatives: float = 1.0
+    ) -> None:
         self._resamples = resamples
+        self._negatives = negatives
         self._own = OwnMetrics(own or {})
         self._logits = [np.empty(0, np.float32)]
         self._labels = [np.empty(0, np.bool_)]
 
     def update(self, logits: np.ndarray, labels: np.ndarray) -> None:
-        self._logits.append(logits.astype(np.float32))
+        self._logits.append(corrected_logits(logits.astype(np.float32), self._negatives))
         self._labels.append(labels.astype(np.bool_))
         self._own.update(self._logits[-1], self._labels[-1])
 

@@ -16,9 +16,9 @@ def loss_sum(network: Callable[..., Tensor], batch: CtrBatch) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits_B, batch.labels_B, weight=batch.weights_B, reduction="sum")
 
 
-def new_metrics(section: EvalSection, resamples: int = 0) -> BinaryMetrics:
-    """Create metrics; `resamples` of the rows give intervals."""
-    return BinaryMetrics(own_metrics(section.metrics), resamples)
+def new_metrics(section: EvalSection, resamples: int = 0, negatives: float = 1.0) -> BinaryMetrics:
+    """Create metrics; `resamples` of the rows give intervals. `negatives`: see `corrected_logits`."""
+    return BinaryMetrics(own_metrics(section.metrics), resamples, negatives)
 
 
 def headline(values: Values) -> str:

@@ -3,8 +3,10 @@
 A recipe is the schema with what preparation learned from the training rows. It is data, never code.
 """
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ from recmill.datasets.own_clicks.schema import (
     CrossFeature,
     NumericFeature,
     TableFeature,
+    TimeFeature,
 )
 from recmill.datasets.own_clicks.values import RawRows, labels, numbers, several_texts, single_texts, texts, times
 from recmill.errors import DataError
 from recmill.schema import SparseFeature
 
 NO_LABEL = -1
-_PARTS = {"hour": 24, "weekday": 7, "is_weekend": 2, "day": 31, "month": 12}
+PARTS = {"hour": 24, "weekday": 7, "is_weekend": 2, "day": 31, "month": 12}
 _JOINT = "\x1f"  # between the values of a cross
 _DAY = 86_400_000_000
 
@@ -69,9 +72,12 @@ class Tally:
 
     rows: int = 0
     counts: dict[str, Counter[str]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, feature: str, **found: np.ndarray) -> None:
-        self.counts.setdefault(feature, Counter()).update({name: int(is_so.sum()) for name, is_so in found.items()})
+        counted = {name: int(np.count_nonzero(is_so)) for name, is_so in found.items()}
+        with self._lock:
+            self.counts.setdefault(feature, Counter()).update(counted)
 
 
 def load_recipe(directory: Path) -> Recipe:
@@ -111,12 +117,21 @@ class Encoder:
         log = self.recipe.log
         self.tally.rows += len(rows)
         dense = [values for feature in log.numeric for values in self._numbers(rows, feature)]
-        ids = [self._ids(rows, feature) for feature in log.tables]
+        sizes = [self.recipe.learned[feature.name].ids_per_row for feature in log.tables]
+        ids: np.ndarray = np.empty((len(rows), sum(sizes)), self.id_type)
+        for feature, end, size in zip(log.tables, np.cumsum(sizes).tolist(), sizes, strict=True):
+            ids[:, end - size : end] = self._ids(rows, feature)
         return ClickRows(
             np.stack(dense, axis=1).astype(np.float32) if dense else np.empty((len(rows), 0), np.float32),
-            np.concatenate(ids, axis=1),
+            ids,
             labels(rows, log, may_be_missing) if with_labels else np.full(len(rows), NO_LABEL, np.int32),
         )
+
+    @cached_property
+    def id_type(self) -> type:
+        """The type of ids, which lengths of lists fit in, too."""
+        largest = max(learned.rows for learned in self.recipe.learned.values())
+        return np.int32 if largest < 2**31 else np.int64
 
     def sparse_features(self) -> list[SparseFeature]:
         """Return the features with tables, as dataset.json describes them."""
@@ -149,8 +164,7 @@ class Encoder:
     def _ids(self, rows: RawRows, feature: TableFeature) -> np.ndarray:
         """Return int64 [rows, ids per row]."""
         if isinstance(feature, CategoricalFeature):
-            given = texts(rows, feature.column, self.recipe.log.input.missing)
-            return self._looked_up(rows, given, feature)
+            return self._categories(rows, feature)
         if isinstance(feature, CrossFeature):
             parts = [single_texts(rows, column, self.recipe.log.input.missing) for column in feature.columns]
             joined = pl.DataFrame({str(i): part for i, part in enumerate(parts)}).select(
@@ -166,21 +180,38 @@ class Encoder:
             ids = np.where(np.isnan(values), MISSING, 1 + np.searchsorted(boundaries, values, side="right"))
             self.tally.add(feature.name, missing=ids == MISSING)
             return ids[:, None].astype(np.int64)
-        of_times = time_parts(times(rows, self.recipe.log), feature.part)
-        self.tally.add(feature.name, unseen=~np.isin(of_times, self.recipe.learned[feature.name].seen))
+        of_times = parts_of(rows, self.recipe.log, feature)
+        is_seen = np.zeros(PARTS[feature.part], bool)
+        is_seen[self.recipe.learned[feature.name].seen] = True
+        self.tally.add(feature.name, unseen=~is_seen[of_times])
         return 1 + of_times[:, None]
 
-    def _looked_up(self, rows: RawRows, given: pl.Series, feature: CategoricalFeature) -> np.ndarray:
-        given = several_texts(given, feature, self.recipe.log.input.missing)
+    def _categories(self, rows: RawRows, feature: CategoricalFeature) -> np.ndarray:
+        """Return the ids of each row, and count what they stand for."""
+
+        def looked_up(values: RawRows) -> np.ndarray:
+            return self._looked_up(values, feature).astype(self.id_type)
+
+        found = rows.per_value(feature.column, f"ids of {feature.name}", looked_up)
+        if not self.recipe.learned[feature.name].has_lists:
+            self.tally.add(feature.name, missing=found == MISSING, unseen=found == UNSEEN)
+            return found
+        ids, lengths = found[:, :-1], found[:, -1]
+        is_clipped = lengths > ids.shape[1]
+        self.tally.add(feature.name, missing=lengths == 0, unseen=(ids == UNSEEN).any(axis=1), clipped=is_clipped)
+        return ids
+
+    def _looked_up(self, rows: RawRows, feature: CategoricalFeature) -> np.ndarray:
+        """Return the ids of each row; those of lists are followed by the length of the list."""
+        missing = self.recipe.log.input.missing
+        given = several_texts(texts(rows, feature.column, missing), feature, missing)
         learned = self.recipe.learned[feature.name]
         if learned.has_lists != isinstance(given.dtype, pl.List):
             kinds = ("lists", "single values") if learned.has_lists else ("single values", "lists")
             fact = f"column {feature.column} holds {kinds[1]}, and in training it held {kinds[0]}"
             raise DataError(f"{rows.file}: {fact}. Give it the form that it had in training.")
         if not learned.has_lists:
-            ids = self._ids_of(given, feature)
-            self.tally.add(feature.name, missing=ids == MISSING, unseen=ids == UNSEEN)
-            return ids[:, None]
+            return self._ids_of(given, feature)[:, None]
         size = learned.ids_per_row
         lengths = given.list.len().fill_null(0).cast(pl.Int64).to_numpy()
         kept = given.list.head(size)
@@ -188,9 +219,9 @@ class Encoder:
         flat = self._ids_of(kept.filter(pl.Series(kept_lengths > 0)).explode(), feature)
         row_of = np.repeat(np.arange(len(given)), kept_lengths)
         place = np.arange(len(flat)) - np.repeat(np.cumsum(kept_lengths) - kept_lengths, kept_lengths)
-        ids = np.full((len(given), size), MISSING, np.int64)
+        ids = np.full((len(given), size + 1), MISSING, np.int64)
         ids[row_of, place] = flat
-        self.tally.add(feature.name, missing=lengths == 0, unseen=(ids == UNSEEN).any(axis=1), clipped=lengths > size)
+        ids[:, -1] = lengths
         return ids
 
     def _ids_of(self, given: pl.Series, feature: CategoricalFeature) -> np.ndarray:
@@ -231,6 +262,12 @@ def hashed(given: pl.Series, name: str, table_rows: int) -> np.ndarray:
     return found["id"].fill_null(MISSING).to_numpy()
 
 
+def parts_of(rows: RawRows, log: ClicksSchema, feature: TimeFeature) -> np.ndarray:
+    """Return the part of each row's time that the feature is about."""
+    assert log.time
+    return rows.per_value(log.time.column, feature.part, lambda values: time_parts(times(values, log), feature.part))
+
+
 def time_parts(microseconds: np.ndarray, part: str) -> np.ndarray:
     """Return a part of each time, in UTC, from 0 on: Monday, January and the first of a month are 0."""
     when = pl.Series(microseconds).cast(pl.Datetime("us")).dt
@@ -256,4 +293,4 @@ def fixed_rows(feature: AnyFeature) -> int:
         return feature.table_size if feature.ids == "hash" and not feature.share_table else 0
     if isinstance(feature, CrossFeature):
         return feature.table_size
-    return _PARTS[feature.part] + 1 if feature.type == "time" else 0
+    return PARTS[feature.part] + 1 if feature.type == "time" else 0

@@ -7,7 +7,7 @@ import polars as pl
 
 from recmill import rng
 from recmill.data.recipes import vocabulary_file
-from recmill.datasets.own_clicks.encoding import Learned, fixed_rows, owner, table_of, time_parts
+from recmill.datasets.own_clicks.encoding import Learned, fixed_rows, owner, parts_of, table_of
 from recmill.datasets.own_clicks.schema import (
     FIRST_VALUE,
     MISSING,
@@ -18,7 +18,7 @@ from recmill.datasets.own_clicks.schema import (
     NumericFeature,
     TimeFeature,
 )
-from recmill.datasets.own_clicks.values import RawRows, numbers, several_texts, texts, times
+from recmill.datasets.own_clicks.values import RawRows, Values, numbers, several_texts, texts
 from recmill.datasets.writing import write_parquet
 
 _MERGED_ROWS = 1 << 21  # counts that may wait to be added up
@@ -31,6 +31,7 @@ class Learner:
     def __init__(self, log: ClicksSchema, training_rows: int) -> None:
         self._log = log
         self._counts: dict[str, list[pl.DataFrame]] = {}  # by the owner of a table
+        self._code_counts: dict[str, tuple[Values, np.ndarray]] = {}  # by column
         self._longest: dict[str, int] = {}
         self._parts: dict[str, set[int]] = {}  # of times, by feature
         self._numbers: dict[str, list[np.ndarray]] = {}
@@ -47,28 +48,60 @@ class Learner:
             self._numbers.setdefault(column, []).append(values[kept & ~np.isnan(values)])
         for feature in self._log.tables:
             if isinstance(feature, TimeFeature):
-                parts = time_parts(times(rows, self._log), feature.part)
-                self._parts.setdefault(feature.name, set()).update(np.unique(parts).tolist())
-            if not isinstance(feature, CategoricalFeature):
-                continue
-            given = several_texts(texts(rows, feature.column, missing), feature, missing)
+                counts = np.bincount(parts_of(rows, self._log, feature))
+                self._parts.setdefault(feature.name, set()).update(np.flatnonzero(counts).tolist())
+        for column in dict.fromkeys(feature.column for feature in self._categorical):
+            if column in rows.codes:
+                self._count_codes(column, *rows.codes[column])
+            else:
+                self._count(rows, column, None)
+
+    @property
+    def _categorical(self) -> list[CategoricalFeature]:
+        return [feature for feature in self._log.tables if isinstance(feature, CategoricalFeature)]
+
+    def _count_codes(self, column: str, values: Values, codes: np.ndarray) -> None:
+        """Add up how often each code occurs, until rows have other codes."""
+        if column not in self._code_counts or self._code_counts[column][0] is not values:
+            self._count_texts(column)
+            self._code_counts[column] = values, np.zeros(len(values.series), np.int64)
+        self._code_counts[column][1][:] += np.bincount(codes, minlength=len(values.series))
+
+    def _count_texts(self, column: str) -> None:
+        """Count the texts behind the codes of a column."""
+        if column in self._code_counts:
+            values, counts = self._code_counts.pop(column)
+            occur = np.flatnonzero(counts)
+            frame = values.series.alias(column).gather(occur).to_frame()
+            self._count(RawRows(frame, "", range(frame.height)), column, counts[occur])
+
+    def _count(self, rows: RawRows, column: str, counts: np.ndarray | None) -> None:
+        """Count the texts of a column; without `counts`, each row counts once."""
+        missing = self._log.input.missing
+        for feature in (feature for feature in self._categorical if feature.column == column):
+            given = several_texts(texts(rows, column, missing), feature, missing)
+            frame = pl.DataFrame({"value": given, "count": np.ones(len(given), np.int64) if counts is None else counts})
             if isinstance(given.dtype, pl.List):
-                longest = max(given.list.len().fill_null(0).to_list(), default=0)
+                longest = int(given.list.len().fill_null(0).to_numpy().max(initial=0))
                 known = self._longest.get(feature.name, 1)
                 self._longest[feature.name] = max(known, min(longest, feature.max_values))
-                given = given.list.head(feature.max_values).explode()
+                frame = frame.with_columns(pl.col("value").list.head(feature.max_values)).explode("value")
             if not fixed_rows(table_of(self._log, feature)):
-                self._count(owner(feature), given)
+                waiting = self._counts.setdefault(owner(feature), [])
+                is_distinct = counts is not None and not isinstance(given.dtype, pl.List)
+                found = frame.drop_nulls("value")
+                waiting.append(found if is_distinct else _added_up([found]))
+                if len(waiting) > 1 and sum(part.height for part in waiting[1:]) > _MERGED_ROWS:
+                    waiting[:] = [_added_up(waiting)]
 
-    def _count(self, name: str, given: pl.Series) -> None:
-        counts = given.drop_nulls().alias("value").value_counts(name="count").cast({"count": pl.Int64})
-        waiting = self._counts.setdefault(name, [])
-        waiting.append(counts)
-        if len(waiting) > 1 and sum(part.height for part in waiting[1:]) > _MERGED_ROWS:
-            waiting[:] = [_added_up(waiting)]
+    def _all_counts(self, name: str) -> pl.DataFrame:
+        counts = self._counts[name]
+        return counts[0] if len(counts) == 1 else _added_up(counts)
 
     def learn(self, directory: Path) -> dict[str, Learned]:
         """Write the vocabularies to `directory`, and return what was learned by feature."""
+        for column in list(self._code_counts):
+            self._count_texts(column)
         learned: dict[str, Learned] = {}
         for feature in self._log.feature:
             if isinstance(feature, NumericFeature):
@@ -82,7 +115,7 @@ class Learner:
             else:
                 rows = fixed_rows(feature)
                 if isinstance(feature, CategoricalFeature) and feature.name in self._counts:
-                    rows = _write_vocabulary(directory, feature, _added_up(self._counts[feature.name]))
+                    rows = _write_vocabulary(directory, feature, self._all_counts(feature.name))
                 longest = self._longest.get(feature.name)
                 learned[feature.name] = Learned(
                     rows=rows,

@@ -229,6 +229,14 @@ class ClicksSchema(Section):
         of_time = [self.time.column] if self.time and any(isinstance(f, TimeFeature) for f in self.feature) else []
         return list(dict.fromkeys([*of_time, *(column for f in self.feature for column in f.columns)]))
 
+    def coded_columns(self) -> list[str]:
+        """Return the columns of which preparation stores numbers for the values: not those with measured numbers."""
+        split = [self.label.column, self.time.column if self.time else "", self.split.column, self.split.group]
+        of_values = [column for f in self.tables if not isinstance(f, BucketFeature) for column in f.columns]
+        numbers = {self.keep.weight, *self.keep.columns, *(c for f in self.numeric for c in f.columns)}
+        numbers |= {c for f in self.tables if isinstance(f, BucketFeature) for c in f.columns}
+        return [column for column in dict.fromkeys([*split, *of_values]) if column and column not in numbers]
+
     def columns(self) -> list[str]:
         """Return all columns that preparation reads."""
         others = [self.label.column, self.time.column if self.time else "", self.split.column, self.split.group]

@@ -73,8 +73,7 @@ class Splits:
             case "files":
                 return np.full(len(rows), self._named(Path(rows.file).name))
             case "column":
-                values = single_texts(rows, split.column, self._log.input.missing).fill_null("").to_list()
-                return np.array([self._named(value) for value in values])
+                return rows.per_value(split.column, "split", self._by_column)
         drawn = rng.uniform(rng.stream_key(split.seed, "split"), self._counters(rows, numbers))
         assert isinstance(split.val, float) and isinstance(split.test, float)
         return np.searchsorted([1 - split.val - split.test, 1 - split.test], drawn, side="right")
@@ -83,6 +82,13 @@ class Splits:
         """Return what chance depends on: the number of a row, or its group."""
         if not self._log.split.group:
             return numbers
+        return rows.per_value(self._log.split.group, "group", self._group_hashes)
+
+    def _by_column(self, rows: RawRows) -> np.ndarray:
+        values = single_texts(rows, self._log.split.column, self._log.input.missing).fill_null("").to_list()
+        return np.array([self._named(value) for value in values])
+
+    def _group_hashes(self, rows: RawRows) -> np.ndarray:
         groups = single_texts(rows, self._log.split.group, self._log.input.missing)
         known = {value: xxhash.xxh3_64_intdigest((value or "").encode()) for value in groups.unique().to_list()}
         return np.array([known[value] for value in groups.to_list()], np.uint64)

@@ -5,6 +5,7 @@ with every run that is trained on it, so that `recmill predict` encodes new rows
 """
 
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,22 +15,29 @@ import numpy as np
 import polars as pl
 
 from recmill.config.sections import Section, key
+from recmill.data.click_rows import ClickRows
 from recmill.data.recipes import RECIPE_FILE, vocabulary_file
 from recmill.datasets.compressed import expansion, forecast_rows, sample_digest
+from recmill.datasets.own_clicks.coding import Coder, can_be_numbered
 from recmill.datasets.own_clicks.encoding import Encoder, Recipe
 from recmill.datasets.own_clicks.learning import Learner
 from recmill.datasets.own_clicks.reading import check_columns, found_files, read
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, load_schema
 from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, split_rules
-from recmill.datasets.own_clicks.values import RawRows, weights
+from recmill.datasets.own_clicks.values import RawRows, Values, weights
 from recmill.datasets.own_clicks.writing import SplitWriter
+from recmill.datasets.parallel import ordered
 from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
 from recmill.errors import DataError
 from recmill.files.atomic import write_text
+from recmill.hardware.cpu import num_cores
 from recmill.observe.progress import Progress
 from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange
 
 __all__ = ["Options", "plan", "write"]
+
+_CODES = "\x1f"  # begins the name of a column of codes
+_MAX_VALUES = 1 << 22  # of a column, before a new set of codes begins
 
 
 class Options(Section):
@@ -67,44 +75,82 @@ def plan(options: Options) -> Plan:
 def write(plan: Plan, work: Work) -> Description:
     size = sum(int(path.stat().st_size * expansion(path)) for path in plan.files)
     check_disk(work, 2 * size, sum(map(forecast_rows, plan.files)))
-    blocks = _Blocks(plan, work)
+    with ThreadPoolExecutor(num_cores()) as pool:
+        return _prepared(plan, work, pool)
+
+
+def _prepared(plan: Plan, work: Work, pool: Executor) -> Description:
+    blocks = _Blocks(plan, work, pool)
     rules = work.part("split", lambda: split_rules(plan.log, blocks))
     splits = Splits(plan.log, rules)
     counts = work.part("count", lambda: _counted(splits, blocks))
     _check_classes(counts)
     recipe = work.part("learn", lambda: _learned(plan.log, splits, blocks, counts["rows"][0], work.data))
     encoder = Encoder(Recipe.model_validate(recipe, strict=False), work.data)
-    tally = work.part("write", lambda: _written(work.data, encoder, splits, blocks, counts["rows"]))
+    tally = work.part("write", lambda: _written(work.data, encoder, splits, blocks, counts["rows"], pool))
     of_training = {"tally": tally, "training_rows": counts["rows"][SPLITS.index("train")]}
     write_text(work.data / RECIPE_FILE, encoder.recipe.model_copy(update=of_training).model_dump_json(indent=1))
     return _sealed(plan, work.data, encoder, counts)
 
 
 class _Blocks:
-    """The needed columns of all rows, kept as Arrow files, so that text is parsed once."""
+    """The needed columns of all rows, kept as Arrow files, so that text is parsed once.
 
-    def __init__(self, plan: Plan, work: Work) -> None:
-        self._scratch = work.scratch
-        self._files = plan.files
-        self._kept: list[tuple[str, str, int, int]] = []  # file, Arrow file, first row, rows
+    Values of most columns have codes there, with the values in files of their own: a new set of codes begins with each
+    file, and when there are too many.
+    """
+
+    def __init__(self, plan: Plan, work: Work, pool: Executor) -> None:
+        self._scratch, self._pool = work.scratch, pool
+        self._kept: list[tuple[str, str, int, int, str]] = []  # file, Arrow file, first row, rows, file of values
         for index, file in enumerate(plan.files):
             kept = work.part(f"read-{index}", partial(self._keep, index, file, plan.log))
             self._kept += [(str(file), *block) for block in kept]
         self.rows = sum(block[3] for block in self._kept)
 
-    def _keep(self, index: int, file: Path, log: ClicksSchema) -> list[tuple[str, int, int]]:
-        kept: list[tuple[str, int, int]] = []
-        for rows in read(file, log.input, log.columns()):
+    def _keep(self, index: int, file: Path, log: ClicksSchema) -> list[tuple[str, int, int, str]]:
+        kept: list[tuple[str, int, int, str]] = []
+        coders: dict[str, Coder] = {}
+        number = 0
+        blocks = read(file, log.input, log.columns())
+        waiting = self._pool.submit(next, blocks, None)
+        while rows := waiting.result():
+            waiting = self._pool.submit(next, blocks, None)
+            frame = rows.frame
+            coded = [name for name in log.coded_columns() if can_be_numbered(frame.schema[name])]
+            coders = coders or {name: Coder() for name in coded}
+            codes = list(self._pool.map(lambda name: coders[name].codes(frame[name]), coded))  # noqa: B023
             name = f"rows-{index}-{len(kept)}.arrow"
-            rows.frame.write_ipc(self._scratch / name)
-            kept.append((name, int(rows.numbers[0]), len(rows)))
+            frame.drop(coded).hstack(
+                [pl.Series(f"{_CODES}{column}", found) for column, found in zip(coded, codes, strict=True)]
+            ).write_ipc(self._scratch / name)
+            kept.append((name, int(rows.numbers[0]), len(rows), f"values-{index}-{number}"))
+            if any(len(coder) > _MAX_VALUES for coder in coders.values()):
+                self._keep_values(coders, kept[-1][3])
+                coders, number = {}, number + 1
+        if coders:
+            self._keep_values(coders, kept[-1][3])
         return kept
+
+    def _keep_values(self, coders: dict[str, Coder], name: str) -> None:
+        for index, (column, coder) in enumerate(coders.items()):
+            coder.values().alias(column).to_frame().write_ipc(self._scratch / f"{name}-{index}.arrow")
 
     def __iter__(self) -> Iterator[tuple[int, RawRows]]:
         """Yield (number of the first row in all files together, rows)."""
         before = 0
-        for file, name, first, rows in self._kept:
-            yield before, RawRows(pl.read_ipc(self._scratch / name), file, range(first, first + rows))
+        values: dict[str, Values] = {}
+        name_of_values = ""
+        for file, name, first, rows, values_name in self._kept:
+            frame = pl.read_ipc(self._scratch / name)
+            coded = [column.removeprefix(_CODES) for column in frame.columns if column.startswith(_CODES)]
+            if values_name != name_of_values:
+                paths = [self._scratch / f"{values_name}-{index}.arrow" for index in range(len(coded))]
+                values = {c: Values(pl.read_ipc(path).to_series()) for c, path in zip(coded, paths, strict=True)}
+                name_of_values = values_name
+            codes = {c: (values[c], frame[f"{_CODES}{c}"].to_numpy()) for c in coded}
+            rest = frame.drop(f"{_CODES}{c}" for c in coded)
+            yield before, RawRows(rest, file, range(first, first + rows), codes)
             before += rows
 
     def with_progress(self, what: str) -> Iterator[tuple[int, RawRows]]:
@@ -141,28 +187,42 @@ def _learned(log: ClicksSchema, splits: Splits, blocks: _Blocks, training_rows: 
     return Recipe(log=log, learned=learner.learn(data)).model_dump(mode="json")
 
 
-def _written(data: Path, encoder: Encoder, splits: Splits, blocks: _Blocks, rows: list[int]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Encoded:
+    """The rows of a block that belong to one split."""
+
+    split: int
+    rows: ClickRows
+    raw: RawRows
+
+
+def _written(
+    data: Path, encoder: Encoder, splits: Splits, blocks: _Blocks, rows: list[int], pool: Executor
+) -> dict[str, Any]:
     """Write the files of each split, and return what the training rows held."""
-    sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in encoder.recipe.log.tables]
-    largest = max(feature.rows for feature in encoder.sparse_features())
-    id_type = np.int32 if largest < 2**31 else np.int64
-    keep = encoder.recipe.log.keep
+    log = encoder.recipe.log
+    sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in log.tables]
     others = Encoder(encoder.recipe, data)
-    writers = [SplitWriter(data, split, count, sizes, id_type) for split, count in zip(SPLITS, rows, strict=False)]
-    for before, block in blocks.with_progress("writing"):
-        which, _ = splits.of(before, block)
-        for number, writer in enumerate(writers):
-            is_own = which == number
-            if is_own.any():
-                own = block.where(is_own)
-                writer.append((encoder if number == 0 else others).encode(own))
-                if keep.weight:
-                    writer.append_weights(weights(own, encoder.recipe.log))
-                if keep.columns:
-                    writer.append_kept(own.frame.select(keep.columns))
+    writers = [SplitWriter(data, s, n, sizes, encoder.id_type) for s, n in zip(SPLITS, rows, strict=False)]
+
+    def encoded(block: tuple[int, RawRows]) -> list[_Encoded]:
+        which, _ = splits.of(*block)
+        own = [(number, block[1].where(which == number)) for number in range(len(SPLITS))]
+        encoders = [encoder, others, others]
+        return [_Encoded(number, encoders[number].encode(part), part) for number, part in own if len(part)]
+
+    with Progress("writing", blocks.rows, "rows") as progress:
+        for parts in ordered(pool, encoded, blocks, ahead=1):
+            for part in parts:
+                writers[part.split].append(part.rows)
+                if log.keep.weight:
+                    writers[part.split].append_weights(weights(part.raw, log))
+                if log.keep.columns:
+                    writers[part.split].append_kept(part.raw.frame.select(log.keep.columns))
+                progress.advance(len(part.raw))
     for writer in writers:
         writer.close()
-    return {name: dict(counts) for name, counts in encoder.tally.counts.items()}
+    return {feature.name: dict(encoder.tally.counts.get(feature.name, {})) for feature in log.feature}
 
 
 def _sealed(plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int]]) -> Description:

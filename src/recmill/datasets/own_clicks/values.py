@@ -1,7 +1,8 @@
 """Columns of raw rows as texts, numbers, times and labels, whether they come from text files or from Parquet."""
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,59 @@ DROPPED = -1
 
 
 @dataclass(frozen=True)
+class Values:
+    """The different values of a column, in the order of their codes, with what was computed of them."""
+
+    series: pl.Series
+    computed: dict[str, np.ndarray | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RawRows:
-    """Rows of a file, with the columns that are needed, and their numbers in it, from 1."""
+    """Rows of a file, with the columns that are needed, and their numbers in it, from 1.
+
+    A column in `codes` is not in the frame: each row has the code of its value.
+    """
 
     frame: pl.DataFrame
     file: str
     numbers: range | np.ndarray
+    codes: dict[str, tuple[Values, np.ndarray]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return self.frame.height
+        return len(self.numbers)
+
+    def column(self, name: str) -> pl.Series:
+        if name not in self.codes:
+            return self.frame[name]
+        values, codes = self.codes[name]
+        return values.series.gather(codes)
 
     def where(self, is_chosen: np.ndarray) -> "RawRows":
-        numbers = np.asarray(self.numbers)[is_chosen]
-        return RawRows(self.frame.filter(pl.Series(is_chosen)), self.file, numbers)
+        if is_chosen.all():
+            return self
+        codes = {name: (values, of_rows[is_chosen]) for name, (values, of_rows) in self.codes.items()}
+        frame = self.frame.filter(pl.Series(is_chosen)) if self.frame.width else self.frame
+        return RawRows(frame, self.file, np.asarray(self.numbers)[is_chosen], codes)
+
+    def per_value(self, name: str, what: str, compute: Callable[["RawRows"], np.ndarray]) -> np.ndarray:
+        """Return what `compute` makes of column `name` by row. If values have codes, it is computed once for each.
+
+        `what` names the result, which is kept for other rows with the same values.
+        """
+        if name not in self.codes:
+            return compute(self)
+        values, codes = self.codes[name]
+        if what not in values.computed:
+            different = RawRows(values.series.alias(name).to_frame(), self.file, range(1, len(values.series) + 1))
+            try:
+                values.computed[what] = compute(different)
+            except DataError:  # the values may be of other rows; an error about these rows has to name the row
+                values.computed[what] = None
+        found = values.computed[what]
+        if found is None:
+            return compute(RawRows(self.column(name).alias(name).to_frame(), self.file, self.numbers))
+        return found.take(codes, axis=0)  # two to three times as fast as found[codes]
 
     def error(self, row: int, column: str, fact: str, remedy: str) -> DataError:
         return DataError(f"{self.file}: row {int(self.numbers[row]):,}, column {column}: {fact}. {remedy}")
@@ -40,7 +81,7 @@ class RawRows:
 
 def texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
     """Return the column as text or lists of texts, null where there is no value. 1 and "1" are the same value."""
-    values = rows.frame[column]
+    values = rows.column(column)
     dtype = values.dtype
     inner = dtype.inner if isinstance(dtype, pl.List) else dtype
     if inner.is_float() or inner.is_nested() or inner == pl.Binary:
@@ -73,7 +114,7 @@ def several_texts(given: pl.Series, feature: CategoricalFeature, missing: list[s
 
 def numbers(rows: RawRows, column: str, missing: list[str]) -> np.ndarray:
     """Return the column as float64, NaN where there is no value."""
-    values = rows.frame[column]
+    values = rows.column(column)
     if values.dtype.is_numeric():
         found = values.cast(pl.Float64)
     elif values.dtype in (pl.String, pl.Boolean):
@@ -97,7 +138,7 @@ def weights(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     found = numbers(rows, column, schema.input.missing)
     if (is_bad := ~(found >= 0) | (found > np.finfo(np.float32).max)).any():
         row = int(is_bad.argmax())
-        fact = f"{rows.frame[column][row]!r} is no weight, which is a number from 0 to 3.4e38"
+        fact = f"{rows.column(column)[row]!r} is no weight, which is a number from 0 to 3.4e38"
         raise rows.error(row, column, fact, "Correct it.")
     return found.astype(np.float32)
 
@@ -105,8 +146,13 @@ def weights(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
 def times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     """Return the column of [time] as microseconds since 1970."""
     assert schema.time
+    return rows.per_value(schema.time.column, "times", lambda different: _times(different, schema))
+
+
+def _times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
+    assert schema.time
     column, form = schema.time.column, schema.time.format
-    values = rows.frame[column]
+    values = rows.column(column)
     if isinstance(values.dtype, pl.Date | pl.Datetime):
         parsed = values.cast(pl.Datetime("us")).dt.epoch("us")
     else:
@@ -147,9 +193,17 @@ def iso_time(text: str, key: str) -> int:
 
 def labels(rows: RawRows, schema: ClicksSchema, may_be_missing: bool = False) -> np.ndarray:
     """Return 1 for a click, 0 for none, and DROPPED for rows that label.drop leaves out or without a label: int32."""
+
+    def compute(different: RawRows) -> np.ndarray:
+        return _labels(different, schema, may_be_missing)
+
+    return rows.per_value(schema.label.column, f"labels {may_be_missing}", compute)
+
+
+def _labels(rows: RawRows, schema: ClicksSchema, may_be_missing: bool) -> np.ndarray:
     section = schema.label
-    if rows.frame[section.column].dtype.is_float():
-        given = rows.frame[section.column].fill_nan(None).cast(pl.String)
+    if rows.column(section.column).dtype.is_float():
+        given = rows.column(section.column).fill_nan(None).cast(pl.String)
     else:
         given = single_texts(rows, section.column, schema.input.missing)
     if given.null_count() and not may_be_missing:
