@@ -15,7 +15,7 @@ from torchrec.streamable import Pipelineable
 
 
 class _TensorBatch(Pipelineable):
-    """A batch whose fields are tensors, have the methods with which tensors change devices, or are plain numbers."""
+    """A batch whose fields are tensors, have the methods with which tensors change devices, plain numbers or None."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Return the batch on `device`: itself if it is there already."""
@@ -29,26 +29,32 @@ class _TensorBatch(Pipelineable):
 
     def record_stream(self, stream: torch.Stream) -> None:
         for value in vars(self).values():
-            if not isinstance(value, int):
+            if value is not None and not isinstance(value, int):
                 value.record_stream(stream)
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
-        """Return a batch with `function` applied to every field that is no plain number."""
+        """Return a batch with `function` applied to every field that is neither a plain number nor None."""
         fields = vars(self).items()
-        return type(self)(**{name: value if isinstance(value, int) else function(value) for name, value in fields})
+        plain = int | None
+        return type(self)(**{name: value if isinstance(value, plain) else function(value) for name, value in fields})
 
 
 @dataclass
 class CtrBatch(_TensorBatch):
-    """Rows of a click log. A row of weight 0 is a filler for a rank with fewer rows and must count nowhere."""
+    """Rows of a click log. A row of weight 0 is a filler for a rank with fewer rows and must count nowhere.
+
+    `row_keys_B` identifies each row in training, for networks with dropout or batch norm; -1: a filler.
+    """
 
     dense_BF: Tensor
     sparse: KeyedJaggedTensor
     labels_B: Tensor
     weights_B: Tensor
+    row_keys_B: Tensor | None = None
 
-    def inputs(self) -> tuple[Tensor, KeyedJaggedTensor]:
-        return self.dense_BF, self.sparse
+    def inputs(self) -> tuple[Any, ...]:
+        keys = [] if self.row_keys_B is None else [self.row_keys_B]
+        return self.dense_BF, self.sparse, *keys
 
     def weight(self) -> float:
         return float(self.weights_B.sum())
@@ -57,7 +63,8 @@ class CtrBatch(_TensorBatch):
         """Return for TorchRec's pipeline which field each argument of the network's forward() is."""
         from recmill.tables.torchrec_internals import pipeline_inputs
 
-        return pipeline_inputs("dense_BF", "sparse")
+        keys = [] if self.row_keys_B is None else ["row_keys_B"]
+        return pipeline_inputs("dense_BF", "sparse", *keys)
 
 
 class HistoryInputs(NamedTuple):

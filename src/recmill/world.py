@@ -79,6 +79,12 @@ class World:
 
         return wait_for_all_ranks
 
+    def sum_tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks, in place and on its device."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
     def sum_counts(self, counts: np.ndarray) -> np.ndarray:
         """Sum int64 counts over all ranks, in place."""
         if self.size > 1:

@@ -40,6 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sasrec with gbce": {"loss": "gbce"},
     "sasrec with gbce and a tied head": {"loss": "gbce", "head": "tied"},
     "sasrec as esasrec": {"loss": "sampled_softmax", "head": "tied", "block": "ligr"},
+    "dlrm with batch norm and dropout": {"batch_norm": True, "dropout": 0.2},
+    "deepfm with batch norm and dropout": {"batch_norm": True, "dropout": 0.2},
 }
 every_loss = pytest.mark.parametrize("name", [*sorted(registry.MODELS), *VARIANTS])
 
@@ -152,11 +154,15 @@ MOST_KERNELS = {"dlrm": 62, "dcnv2": 95, "projection": 83, "bert4rec": 203, "sas
     "sasrec with gbce": 221,
     "sasrec with gbce and a tied head": 221,
     "sasrec as esasrec": 262,
+    "dlrm with batch norm and dropout": 110,
+    "deepfm with batch norm and dropout": 110,
 }
 
 
 CLICK_MODELS = [name for name in sorted(registry.MODELS) if registry.load(registry.MODELS, name, "").KIND == "clicks"]
-EVERY_STEP = [(name, "plain") for name in MOST_KERNELS] + [(name, "overlapped") for name in CLICK_MODELS]
+EVERY_STEP = [(name, "plain") for name in MOST_KERNELS] + [
+    (name, "overlapped") for name in (*CLICK_MODELS, *VARIANTS) if name.split()[0] in CLICK_MODELS
+]
 
 
 @pytest.mark.parametrize(("name", "way"), EVERY_STEP)

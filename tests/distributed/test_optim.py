@@ -17,8 +17,8 @@ from recmill.data.opening import open_dataset
 from recmill.training import optim
 
 from ..checkpoints import newest, tensors_of
-from ..group import exit_code, train
-from .runs import losses, metric_lines
+from ..group import evaluate, exit_code, train
+from .runs import close_to, losses, metric_lines
 from .test_world_sizes import give_tables_memory
 
 Config = dict[str, Any]
@@ -180,11 +180,22 @@ def test_optimizers_equal_torch_s_own_also_after_resuming(name: str, dlrm: Confi
     assert losses(tmp_path / "run") == pytest.approx(reference(dlrm, 7, dense, tables), rel=2e-5)
 
 
-@pytest.mark.parametrize("tables", [{"name": "adam", "lr": 0.01}, {"name": "ftrl", "lr": 0.05, "weight_decay": 0.1}])
+REGULARIZED = {"batch_norm": True, "dropout": 0.25, "table_init_std": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("tables", "model"),
+    [
+        ({"name": "adam", "lr": 0.01}, {}),
+        ({"name": "ftrl", "lr": 0.05, "weight_decay": 0.1}, {}),
+        ({"name": "adagrad", "lr": 0.05, "l2": 0.1}, REGULARIZED),
+    ],
+)
 def test_a_killed_run_resumes_with_the_same_bits_and_three_processes_have_its_losses(
-    tables: Config, dlrm: Config, tmp_path: Path
+    tables: Config, model: Config, dlrm: Config, tmp_path: Path
 ) -> None:
     dlrm["optim"] = {"dense": {"name": "sgd", "lr": 0.1}, "tables": tables}
+    dlrm["model"] |= model
     dlrm |= {"checkpoint": {"every_steps": 3}, "eval": dlrm["eval"] | {"every_steps": 100}}
     dlrm["train"]["max_steps"] = 8
     train(dlrm, tmp_path / "unbroken")
@@ -196,5 +207,32 @@ def test_a_killed_run_resumes_with_the_same_bits_and_three_processes_have_its_lo
     steps = {int(value) for key, value in found.items() if key.endswith(".steps")}
     assert steps == ({8} if tables["name"] == "adam" else set())
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
-    train(dlrm, tmp_path / "three", procs=3, overrides=["sharding.default=row_wise"])
-    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "unbroken"), rel=2e-5)
+    for procs in (2, 3):
+        run = tmp_path / f"{procs}"
+        results = train(dlrm, run, procs=procs, overrides=["sharding.default=row_wise"])
+        assert losses(run) == pytest.approx(losses(tmp_path / "unbroken"), rel=2e-5)
+    if model:  # rows have no neighbours in an evaluation, so that any batch gives the same metrics
+        assert any(key.endswith("running_mean") for key in found)
+        assert evaluate(run, procs=2) == close_to(results["test"], rel=1e-6)
+
+
+def test_a_plateau_cuts_both_rates_also_after_a_kill_and_with_two_processes(dlrm: Config, tmp_path: Path) -> None:
+    """Rates of 1e-30 change nothing, so only the first validation is an improvement: at step 1, of every step.
+
+    A patience of 2 cuts after the validations of steps 3 and 5; the third cut, at step 7, ends at end_lr.
+    """
+    dlrm["optim"] = {
+        "dense": {"name": "sgd", "lr": 1e-30},
+        "tables": {"name": "sgd", "lr": 1e-30},
+        "schedule": {"name": "plateau", "patience": 2, "gamma": 0.1, "end_lr": 5e-33},
+    }
+    dlrm |= {"checkpoint": {"every_steps": 3}, "eval": dlrm["eval"] | {"every_steps": 1}}
+    dlrm["train"]["max_steps"] = 9
+    assert exit_code(recmill.train, dlrm, tmp_path / "killed", fail="train.step@step=5:kill") == -signal.SIGKILL
+    train(dlrm, tmp_path / "killed")
+    train(dlrm, tmp_path / "two", procs=2)
+    for run in ("killed", "two"):
+        lines = [line for line in metric_lines(tmp_path / run) if line["split"] == "train"]
+        expected = [1e-30] * 3 + [1e-31] * 2 + [1e-32] * 2 + [5e-33] * 2
+        assert [line["lr"] for line in lines] == pytest.approx(expected)
+        assert [line["lr_tables"] for line in lines] == pytest.approx(expected)

@@ -271,6 +271,8 @@ DECAYED: list[dict[str, Any]] = [
     {"name": "rowwise_adagrad", "weight_decay": 0.5},
     {"name": "adam", "weight_decay": 0.5},
     {"name": "ftrl"},
+    *({"name": name, "l2": 0.3} for name in ("sgd", "adagrad", "rowwise_adagrad", "adam")),
+    {"name": "adagrad", "weight_decay": 0.5, "l2": 0.3},
     {"name": "ftrl", "weight_decay": 0.5} | FTRL,
 ]
 
@@ -281,6 +283,7 @@ def row_after(options: dict[str, Any], row: np.ndarray, gradients: list[np.ndarr
     state = np.zeros((2, len(row)))
     for step, g in enumerate(gradients, start=1):
         before = row
+        g = g + options.get("l2", 0.0) * row  # the gradient of l2 / 2 * |row|^2
         if name == "sgd":
             row = row - rate * g
         elif name in ("adagrad", "rowwise_adagrad"):
@@ -304,7 +307,7 @@ def row_after(options: dict[str, Any], row: np.ndarray, gradients: list[np.ndarr
 
 @pytest.mark.parametrize("kernels", ["ours", "torch", "replicated"])
 @pytest.mark.parametrize("options", DECAYED, ids=lambda options: " ".join(map(str, options.values())))
-def test_weight_decay_and_ftrl_do_to_the_rows_of_a_batch_what_numpy_does(
+def test_weight_decay_l2_and_ftrl_do_to_the_rows_of_a_batch_what_numpy_does(
     library: KernelLibrary, kernels: str, options: dict[str, Any]
 ) -> None:
     """Row 1 is looked up in every batch, once twice; row 2 in the last one; row 0 never, and does not decay."""

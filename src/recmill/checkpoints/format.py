@@ -62,6 +62,7 @@ class Position:
     best: float | None = None  # best validation metric so far
     best_step: NonNegativeInt = 0
     worse_evals: NonNegativeInt = 0  # validations since best_step
+    rate_cuts: NonNegativeInt = 0  # how often optim.schedule.name = 'plateau' has lowered the learning rates
     loss_scale: NonNegativeFloat = 0.0  # of float16; 0: not set yet
     steps_at_scale: NonNegativeInt = 0
 
@@ -69,16 +70,22 @@ class Position:
     def is_best(self) -> bool:
         return 0 < self.best_step == self.step
 
-    def after_validation(self, value: float | None) -> "Position":
-        """Return the position after a validation at this step. `value` is None if the metric is undefined."""
+    def after_validation(self, value: float | None, patience: int = 0) -> "Position":
+        """Return the position after a validation at this step. `value` is None if the metric is undefined.
+
+        The learning rates are cut after each `patience` validations without an improvement; 0: never.
+        """
         if value is not None and (self.best is None or value > self.best):
             return replace(self, best=value, best_step=self.step, worse_evals=0)
-        return replace(self, worse_evals=self.worse_evals + 1)
+        worse = self.worse_evals + 1
+        return replace(self, worse_evals=worse, rate_cuts=self.rate_cuts + bool(patience and worse % patience == 0))
 
     def contradiction(self) -> str:
         """Say which numbers contradict each other; empty if none do. A step has at most one validation."""
         if self.best_step + self.worse_evals > self.step:
             return f"step {self.step}, but best_step {self.best_step} and worse_evals {self.worse_evals}"
+        if self.rate_cuts > self.step:
+            return f"step {self.step}, but rate_cuts {self.rate_cuts}"
         if (self.best is None) != (self.best_step == 0):
             return f"best {self.best}, but best_step {self.best_step}"
         return f"step {self.step}, but steps_at_scale {self.steps_at_scale}" if self.steps_at_scale > self.step else ""

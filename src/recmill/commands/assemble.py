@@ -195,7 +195,8 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
     if isinstance(dataset.description, ClicksDescription):
         from recmill.data.clicks import ClickSource
 
-        return ClickSource(dataset, batching, *click_rules(config, dataset))
+        with_row_keys = getattr(config.model, "needs_row_keys", False)
+        return ClickSource(dataset, batching, *click_rules(config, dataset), with_row_keys=with_row_keys)
     from recmill.data.histories import HistorySource
 
     protocols: list[str] = list(settings.eval.protocols)
@@ -227,11 +228,14 @@ def build_sharded(config: Config, dataset: Dataset, world: "World", run: Path = 
     Rows of cached tables are kept in the directory `run`, unless the config names another one.
     """
     from recmill.kernels.library import load_library
+    from recmill.nn.batch_norm import share_statistics
     from recmill.tables.sharding import shard
     from recmill.tables.stores.row_file import check_row_directory
 
     settings = config.settings
     network = build_network(config, dataset)
+    if world.size > 1:
+        share_statistics(network, world.sum_tensor)
     request = table_request(config, dataset, world.size, world.device.type, run)
     if request.stores.in_files:
         check_row_directory(request.stores.directory)

@@ -260,7 +260,7 @@ def _train(
     from recmill.training.optim import build_optimizer
     from recmill.training.parts import Parts
     from recmill.training.precision import set_tf32
-    from recmill.training.schedule import run_steps
+    from recmill.training.schedule import plateau_patience, run_steps
 
     # Build the parts
     heartbeat.beat("starting")
@@ -392,7 +392,7 @@ def _train(
         evaluate("val", at)
         reached = results["val"][parts.task.headline(results["val"])]
         value = world.broadcast(reached if isinstance(reached, float) else None)
-        at = at.after_validation(value)
+        at = at.after_validation(value, plateau_patience(settings.optim.schedule))
         if mlperf:
             mlperf.validated(at.step, began, value)
         _log_validation(at, results["val"], parts)

@@ -276,13 +276,19 @@ class TablesOptim(Section):
     lr: PositiveFloat = key(0.05, "Learning rate of the tables.", le=_MAX_FLOAT32)
     eps: PositiveFloat = key(1e-8, "Added to the denominator (Adagrad, Adam).", le=_MAX_FLOAT32)
     weight_decay: float = key(0.0, "Decoupled weight decay of the rows that a batch looks up.", ge=0.0, le=_MAX_FLOAT32)
+    l2: float = key(
+        0.0,
+        "L2 regularization: l2 / 2 * |row|^2 joins the loss for each row that a batch looks up.",
+        ge=0.0,
+        le=_MAX_FLOAT32,
+    )
     lambda1: float = key(0.0, "L1 regularization (ftrl).", ge=0.0, le=_MAX_FLOAT32)
     lambda2: float = key(0.0, "L2 regularization (ftrl).", ge=0.0, le=_MAX_FLOAT32)
     beta: float = key(0.0, "Added to the root of the sum of squares (ftrl).", ge=0.0, le=_MAX_FLOAT32)
     initial_accumulator: PositiveFloat = key(0.1, "Initial value of the sum of squares (ftrl).", le=_MAX_FLOAT32)
 
     def contradictions(self) -> list[str]:
-        of_ftrl = {"lambda1", "lambda2", "beta", "initial_accumulator"} if self.name != "ftrl" else {"eps"}
+        of_ftrl = {"lambda1", "lambda2", "beta", "initial_accumulator"} if self.name != "ftrl" else {"eps", "l2"}
         return [
             f"optim.tables.{key} has no meaning for optim.tables.name = '{self.name}'. Remove it."
             for key in sorted(of_ftrl & set(self.changed_keys()))
@@ -297,6 +303,11 @@ class TablesOptim(Section):
                 f"optim.tables.weight_decay with optim.tables.name = '{self.name}' on CUDA: FBGEMM decays rows only "
                 "with 'adam' and 'rowwise_adagrad'. Use one of them, or train on CPU."
             )
+        if self.l2 and (self.name != "rowwise_adagrad" or self.weight_decay):
+            return (
+                "optim.tables.l2 on CUDA: FBGEMM has it only for optim.tables.name = 'rowwise_adagrad', without "
+                "optim.tables.weight_decay. Use that, or train on CPU."
+            )
         return None
 
 
@@ -307,12 +318,13 @@ _SCHEDULE_KEYS = {
     "oneflow": _DECAY_KEYS,
     "linear": _DECAY_KEYS,
     "step": {"step_size", "gamma"},
+    "plateau": {"patience", "gamma", "end_lr"},
 }
 
 
 class Schedule(Section):
-    name: Literal["constant", "linear", "mlperf", "oneflow", "step"] = key(
-        "constant", "How both learning rates change from step to step."
+    name: Literal["constant", "linear", "mlperf", "oneflow", "step", "plateau"] = key(
+        "constant", "How both learning rates change; plateau: when validation stops improving."
     )
     warmup_steps: Steps = key(0, "Steps of linear warmup, or a share of the run like '5%' (linear, mlperf, oneflow).")
     decay_start_step: Steps = key(
@@ -321,9 +333,12 @@ class Schedule(Section):
     decay_steps: DecaySteps = key(
         0, "Steps of the decay, a share of the run, or 'to the end'; 0: no decay (linear, mlperf, oneflow)."
     )
-    end_lr: float = key(0.0, "Learning rate at the end of the decay (linear, oneflow); mlperf: at least 1e-7.", ge=0.0)
+    end_lr: float = key(
+        0.0, "Learning rate at the end of the decay (linear, oneflow, plateau); mlperf: at least 1e-7.", ge=0.0
+    )
     step_size: Steps = key(0, "Steps between two changes, or a share of the run (step).")
-    gamma: PositiveFloat = key(0.1, "Factor of each change (step).")
+    gamma: PositiveFloat = key(0.1, "Factor of each change (step, plateau).")
+    patience: PositiveInt = key(1, "Validations without an improvement before each change (plateau).")
 
     def contradictions(self) -> list[str]:
         changed = set(self.changed_keys()) - {"name"}
@@ -336,7 +351,9 @@ class Schedule(Section):
         is_comparable = type(self.decay_start_step) is type(self.warmup_steps)  # otherwise the data decides
         if is_comparable and (problem := self.overlap(10**9)):
             problems.append(problem)
-        if not self.decay_steps:
+        if self.name == "plateau" and self.gamma >= 1:
+            problems.append(f"optim.schedule.gamma = {self.gamma:g}: with 'plateau' rates fall. Set it below 1.")
+        if not self.decay_steps and self.name != "plateau":
             problems += [
                 f"optim.schedule.{key} without optim.schedule.decay_steps does nothing. Set both."
                 for key in sorted(changed & _SCHEDULE_KEYS[self.name] & {"decay_start_step", "end_lr"})

@@ -6,6 +6,7 @@ from itertools import islice, pairwise
 from types import MappingProxyType
 
 import numpy as np
+import torch
 
 from recmill import rng
 from recmill.batch import CtrBatch
@@ -111,10 +112,12 @@ class ClickSource:
         multi_hot: MultiHot | None = None,
         dynamic: Collection[str] = (),
         padding: Mapping[str, int] = MappingProxyType({}),
+        with_row_keys: bool = False,
     ) -> None:
         """`dynamic`: the features whose tables are dynamic. Their ids become keys, and fillers have none of them.
 
-        `padding`: ids of other features that stand for no id, by feature. Batches leave them out.
+        `padding`: ids of other features that stand for no id, by feature. Batches leave them out. `with_row_keys`:
+        training batches have `row_keys_B`.
         """
         description = dataset.clicks
         huge = [f.name for f in description.sparse if f.rows > MAX_TABLE_ROWS and f.name not in dynamic]
@@ -128,6 +131,7 @@ class ClickSource:
         self._batching = batching
         self._features = [feature.name for feature in description.sparse]
         self._multi_hot = multi_hot
+        self._with_row_keys = with_row_keys
         self._maker = BatchMaker(description, multi_hot, dynamic, padding)
         self._permutation = WindowedOrder if description.layout == "parquet" else rng.Permutation
         self._decode = block_decoder(description, _CACHED_BLOCKS)
@@ -138,7 +142,12 @@ class ClickSource:
     def train_batches(self, epoch: int, first: int) -> Iterator[CtrBatch]:
         """Yield batch `first` of the epoch and all later ones; their order depends on seed and epoch alone."""
         for share, rows in self._train_shares(self._batching, epoch, first):
-            yield self._batch(self._train, share, rows)
+            batch = self._batch(self._train, share, rows)
+            if self._with_row_keys:
+                keys = rng.bits(rng.stream_key(self._batching.seed, "rows", epoch), rows) >> np.uint64(1)
+                keys = np.where(np.arange(len(rows)) < share.num_real, keys.view(np.int64), -1)
+                batch.row_keys_B = torch.from_numpy(keys)
+            yield batch
 
     def global_ids(self, epoch: int, batch: int) -> dict[str, np.ndarray]:
         """Return the ids of all ranks in a training batch.

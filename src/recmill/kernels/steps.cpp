@@ -56,8 +56,8 @@ void sort_by_row(Lookup* lookups, Lookup* scratch, int64_t count, int64_t rows) 
 
 enum Rules { kSgd, kAdagrad, kRowwiseAdagrad, kAdam, kFtrl };
 
-// Updates one row of `dim` weights by its gradient. `settings`: learning rate; eps; weight decay; then of Adam 1 - beta1,
-// 1 - beta2 and the corrections of the bias of both means; of FTRL lambda1, lambda2, beta and the first accumulator.
+// Updates one row of `dim` weights by its gradient. `settings`: learning rate; eps; weight decay; L2; then of Adam 1 -
+// beta1, 1 - beta2 and the corrections of the bias of both means; of FTRL lambda1, lambda2, beta and the first accumulator.
 inline void update_row(float* w, const float* g, int64_t dim, float* s, float* s2, int64_t rule, const float* settings) {
     const float lr = settings[0], eps = settings[1], decay = lr * settings[2];
     if (decay != 0 && rule != kFtrl)
@@ -76,14 +76,14 @@ inline void update_row(float* w, const float* g, int64_t dim, float* s, float* s
         const float rate = lr / (std::sqrt(*s) + eps);
         for (int64_t k = 0; k < dim; ++k) w[k] -= rate * g[k];
     } else if (rule == kAdam) {
-        const float new1 = settings[3], new2 = settings[4], rate = lr / settings[5], scale = 1 / std::sqrt(settings[6]);
+        const float new1 = settings[4], new2 = settings[5], rate = lr / settings[6], scale = 1 / std::sqrt(settings[7]);
         for (int64_t k = 0; k < dim; ++k) {
             s[k] += new1 * (g[k] - s[k]);
             s2[k] += new2 * (g[k] * g[k] - s2[k]);
             w[k] -= rate * s[k] / (std::sqrt(s2[k]) * scale + eps);
         }
     } else {
-        const float lambda1 = settings[3], lambda2 = settings[4], beta = settings[5], first = settings[6];
+        const float lambda1 = settings[4], lambda2 = settings[5], beta = settings[6], first = settings[7];
         for (int64_t k = 0; k < dim; ++k) {
             const float before = std::sqrt(first + s2[k]);
             s2[k] += g[k] * g[k];
@@ -177,8 +177,13 @@ void update_bags(float* weights, const int64_t* starts, float* state, float* sta
                     }
                     g = sum.data();
                 }
+                float* w = weights + starts[f] + row * dim;
+                if (settings[3] != 0) {  // the gradient of l2 / 2 * |w|^2
+                    for (int64_t k = 0; k < dim; ++k) sum[k] = g[k] + settings[3] * w[k];
+                    g = sum.data();
+                }
                 const int64_t at = stride ? state_starts[f] + row * stride : 0;
-                update_row(weights + starts[f] + row * dim, g, dim, state + at, state2 + at, rule, settings);
+                update_row(w, g, dim, state + at, state2 + at, rule, settings);
                 i = next;
             }
         }

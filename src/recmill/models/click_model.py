@@ -1,7 +1,7 @@
 """Config keys and tables that all click models share. Not a model itself."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -9,6 +9,9 @@ from recmill.config.sections import Section, key
 from recmill.errors import ConfigError
 from recmill.schema import ClicksDescription
 from recmill.tables.spec import TableSpec
+
+if TYPE_CHECKING:
+    from recmill.nn.mlp import Regularization
 
 Width = Annotated[int, Field(gt=0, multiple_of=4)]
 TASK = "ctr"
@@ -34,11 +37,21 @@ class ClickTablesConfig(Section):
     table_init_scale: PositiveFloat = key(
         1.0, "Table rows start uniform in +-scale / sqrt(rows); use less than 1 for few samples."
     )
+    table_init_std: float = key(
+        0.0, "Instead: table rows start uniform with this standard deviation, whatever their number.", ge=0.0, le=1e6
+    )
+
+    def init_bound(self, rows: int) -> float:
+        """Return the largest first value of a table."""
+        return self.table_init_std * 3**0.5 if self.table_init_std else self.table_init_scale * rows**-0.5
 
     def contradictions(self) -> list[str]:
+        problems = []
+        if self.table_init_std and self.table_init_scale != 1.0:
+            problems.append("model.table_init_std replaces model.table_init_scale. Remove one of them.")
         if not self.needs_one_width:
-            return []
-        return [
+            return problems
+        return problems + [
             f"model.embedding_dims.{name} = {width}, but model.embedding_dim is {self.embedding_dim}: this model needs "
             "vectors of one width, to multiply them. Remove it, or use 'dcnv2' or 'projection'."
             for name, width in self.embedding_dims.items()
@@ -46,7 +59,27 @@ class ClickTablesConfig(Section):
         ]
 
 
-class ClickModelConfig(ClickTablesConfig):
+class ClickMlpsConfig(ClickTablesConfig):
+    batch_norm: bool = key(False, "Normalize each layer of the MLPs before its ReLU, by the global batch.")
+    dropout: float = key(
+        0.0,
+        "Share of the outputs of each layer that are dropped in training; not of bottom_mlp, not of gates.",
+        ge=0,
+        lt=1,
+    )
+
+    @property
+    def needs_row_keys(self) -> bool:
+        """Whether the network must know in training which rows it has."""
+        return self.batch_norm or self.dropout > 0
+
+    def regularization(self) -> "Regularization":
+        from recmill.nn.mlp import Regularization
+
+        return Regularization(self.batch_norm, self.dropout)
+
+
+class ClickModelConfig(ClickMlpsConfig):
     bottom_mlp: list[PositiveInt] = key(
         [64, 16], "Layer widths over the dense features; the last equals embedding_dim.", min_length=1
     )
@@ -77,9 +110,8 @@ def tables(config: ClickTablesConfig, description: ClicksDescription) -> list[Ta
     for name in (name for name in rows if owners[name] == name):
         others = tuple(other for other in rows if owners[other] == name != other)
         most = max(rows[user] for user in (name, *others))  # usually all features of a table have the same number
-        bound = config.table_init_scale * most**-0.5
         dim = config.embedding_dims.get(name, config.embedding_dim)
-        made.append(TableSpec(f"table_{name}", name, most, dim, bound, others, padding[name]))
+        made.append(TableSpec(f"table_{name}", name, most, dim, config.init_bound(most), others, padding[name]))
     return made
 
 

@@ -32,5 +32,5 @@ def build(config: Config, description: ClicksDescription, device: "torch.device"
     declared = tables(config, description)
     in_features = width_of_all(config, declared)
     interaction = CrossInteraction(in_features, config.num_cross_layers, config.cross_rank)
-    layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp)
+    layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp, others=config.regularization())
     return ClickNetwork(declared, layers, interaction, device, averaged(config, description))

@@ -6,7 +6,7 @@ from pydantic import PositiveInt
 
 from recmill.config.sections import key
 from recmill.models import fm
-from recmill.models.click_model import KIND, TASK, averaged, tables
+from recmill.models.click_model import KIND, TASK, ClickMlpsConfig, averaged, tables
 from recmill.schema import ClicksDescription
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
 
-class Config(fm.Config):
+class Config(fm.Config, ClickMlpsConfig):
     deep_mlp: list[PositiveInt] = key([64, 32], "Layer widths over all vectors, before the logit.", min_length=1)
 
 
@@ -24,4 +24,6 @@ def build(config: Config, description: ClicksDescription, device: "torch.device"
     from recmill.nn.field_networks import FactorNetwork
 
     num_dense = len(description.dense)
-    return FactorNetwork(tables(config, description), num_dense, config.deep_mlp, device, averaged(config, description))
+    features = tables(config, description), num_dense
+    means = averaged(config, description)
+    return FactorNetwork(*features, config.deep_mlp, device, means, config.regularization())

@@ -36,5 +36,6 @@ def build(config: Config, description: ClicksDescription, device: "torch.device"
     num_vectors = len(description.sparse) + 1  # the dense features become one as well
     padding = config.pad_to_multiple_of
     interaction = DotInteraction(num_vectors, config.embedding_dim, config.interaction_itself, padding)
-    layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp, config.init, padding)
+    sizes = len(description.dense), config.bottom_mlp, config.top_mlp
+    layers = DenseLayers(*sizes, config.init, padding, config.regularization())
     return ClickNetwork(tables(config, description), layers, interaction, device, averaged(config, description))

@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 
 from recmill.config.sections import key
 from recmill.errors import ConfigError
-from recmill.models.click_model import KIND, TASK, ClickTablesConfig, averaged, tables
+from recmill.models.click_model import KIND, TASK, ClickMlpsConfig, averaged, tables
 from recmill.schema import ClicksDescription
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
 
-class Config(ClickTablesConfig):
+class Config(ClickMlpsConfig):
     embedding_dim: PositiveInt = key(
         16, "Width of the tables and of dense features' vectors; a multiple of 4.", multiple_of=4
     )
@@ -58,4 +58,5 @@ def build(config: Config, description: ClicksDescription, device: "torch.device"
         config.num_heads,
         device,
         averaged(config, description),
+        config.regularization(),
     )

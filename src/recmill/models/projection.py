@@ -39,5 +39,5 @@ def build(config: Config, description: ClicksDescription, device: "torch.device"
     declared = tables(config, description)
     in_features = width_of_all(config, declared)
     interaction = ProjectionInteraction(in_features, config.embedding_dim, config.branch1_mlp, config.branch2_mlp)
-    layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp)
+    layers = DenseLayers(len(description.dense), config.bottom_mlp, config.top_mlp, others=config.regularization())
     return ClickNetwork(declared, layers, interaction, device, averaged(config, description))

@@ -1,7 +1,7 @@
 """The network of click models with a bottom and a top MLP, which differ in their interaction; and what all share."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recmill.nn.interactions import Interaction
-from recmill.nn.mlp import Init, linear, mlp
+from recmill.nn.mlp import NONE, Init, Regularization, linear, mlp
 from recmill.tables.spec import TableSpec
 
 
@@ -24,6 +24,7 @@ class DenseLayers:
     top_mlp: Sequence[int]
     init: Init = "torch"
     pad_to_multiple_of: int = 1
+    others: Regularization = NONE  # dropout only above the interaction
 
 
 class TableNetwork(nn.Module):
@@ -60,18 +61,19 @@ class ClickNetwork(TableNetwork):
     ) -> None:
         super().__init__(tables, device, averaged)
         self._dense_padding = -layers.num_dense % layers.pad_to_multiple_of
-        self.bottom = mlp(layers.num_dense, layers.bottom_mlp, layers.init, self._dense_padding)
+        of_bottom = replace(layers.others, dropout=0.0)
+        self.bottom = mlp(layers.num_dense, layers.bottom_mlp, layers.init, self._dense_padding, of_bottom)
         self.interaction = interaction
-        self.top = mlp(interaction.out_features, layers.top_mlp, layers.init, interaction.padding)
+        self.top = mlp(interaction.out_features, layers.top_mlp, layers.init, interaction.padding, layers.others)
         self.logit = linear(layers.top_mlp[-1], 1, layers.init)
 
-    def forward(self, dense_BF: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense_BF: Tensor, sparse: KeyedJaggedTensor, row_keys_B: Tensor | None = None) -> Tensor:
         """Return logits [B]."""
         pooled = self.tables(sparse)  # sharded tables exchange rows while the bottom MLP computes
         if self._dense_padding:
             dense_BF = F.pad(dense_BF, (0, self._dense_padding))
-        dense_BD = self.bottom(dense_BF)
-        return self.logit(self.top(self.interaction(dense_BD, self.bags(pooled, sparse)))).squeeze(1)
+        dense_BD = self.bottom(dense_BF, row_keys_B)
+        return self.logit(self.top(self.interaction(dense_BD, self.bags(pooled, sparse)), row_keys_B)).squeeze(1)
 
 
 def pooled_tables(tables: list[TableSpec], device: torch.device) -> EmbeddingBagCollection:

@@ -49,6 +49,13 @@ class RowDropout(UsesKernels, nn.Module):
             return _RecomputedDropout.apply(_fused(self.probability, x_ND.device), x_ND, *counters)
         return _drop(x_ND, *counters, **_numbers(self.probability, x_ND.device))
 
+    def of_vectors(self, x_BD: Tensor, row_keys_B: Tensor | None) -> Tensor:
+        """Drop elements of rows that are one vector each."""
+        if not isinstance(x_BD, Tensor) or not self.training:  # TorchRec's pipeline traces networks up to their tables
+            return x_BD
+        assert row_keys_B is not None, "dropout without keys of rows"
+        return self(x_BD, Rows(torch.ones_like(row_keys_B), 1, row_keys_B[:0], row_keys_B, len(x_BD)))
+
 
 def _is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda

@@ -5,13 +5,14 @@ B rows, F dense features, N fields (the dense ones first), W width of a table ro
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill.nn.click_network import TableNetwork
-from recmill.nn.mlp import linear, mlp
+from recmill.nn.mlp import NONE, Regularization, linear, mlp
 from recmill.tables.spec import TableSpec
 
 _DENSE_INIT = 0.01  # standard deviation of the vectors of dense features
@@ -52,14 +53,15 @@ class FactorNetwork(LinearNetwork):
         deep_mlp: Sequence[int],
         device: torch.device,
         averaged: Collection[str] = (),
+        others: Regularization = NONE,
     ) -> None:
         super().__init__(tables, num_dense, device, averaged)
         dim = self._row_width - 1
         self.dense_factors = nn.Parameter(torch.empty(num_dense, dim).normal_(std=_DENSE_INIT))
-        self.deep = mlp((num_dense + len(self._features)) * dim, deep_mlp) if deep_mlp else None
+        self.deep = mlp((num_dense + len(self._features)) * dim, deep_mlp, others=others) if deep_mlp else None
         self.logit = nn.Linear(deep_mlp[-1], 1, bias=False) if deep_mlp else None
 
-    def forward(self, dense_BF: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense_BF: Tensor, sparse: KeyedJaggedTensor, row_keys_B: Tensor | None = None) -> Tensor:
         """Return logits [B]."""
         rows_BNW = self.rows(sparse)
         vectors_BND = torch.cat([dense_BF.unsqueeze(2) * self.dense_factors, rows_BNW[:, :, 1:]], dim=1)
@@ -68,7 +70,7 @@ class FactorNetwork(LinearNetwork):
         logits_B = self.weighted(dense_BF, rows_BNW) + pairs_B
         if self.deep is None or self.logit is None:
             return logits_B
-        return logits_B + self.logit(self.deep(vectors_BND.flatten(1))).squeeze(1)
+        return logits_B + self.logit(self.deep(vectors_BND.flatten(1), row_keys_B)).squeeze(1)
 
 
 class TwoStreamNetwork(TableNetwork):
@@ -88,6 +90,7 @@ class TwoStreamNetwork(TableNetwork):
         num_heads: int,
         device: torch.device,
         averaged: Collection[str] = (),
+        others: Regularization = NONE,
     ) -> None:
         super().__init__(tables, device, averaged)
         self._dim = tables[0].dim
@@ -95,19 +98,22 @@ class TwoStreamNetwork(TableNetwork):
         width = (num_dense + len(self._features)) * self._dim
         places = [[num_dense + self._features.index(name) for name in names] for names in gate_features]
         self.gates = nn.ModuleList(Gate(width, self._dim, gate_mlp, fields) for fields in places if gate_mlp)
-        self.streams = nn.ModuleList(mlp(width, sizes) for sizes in streams)
+        per_stream = others, replace(others, first_site=len(streams[0]))
+        self.streams = nn.ModuleList(
+            mlp(width, sizes, others=of_stream) for sizes, of_stream in zip(streams, per_stream, strict=True)
+        )
         self.logits = nn.ModuleList(nn.Linear(sizes[-1], 1) for sizes in streams)
         left, right = (sizes[-1] // num_heads for sizes in streams)
         self.bilinear = nn.Parameter(torch.empty(num_heads, left, right))
         nn.init.normal_(self.bilinear, std=math.sqrt(2 / (num_heads * left * right + 1)))
 
-    def forward(self, dense_BF: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense_BF: Tensor, sparse: KeyedJaggedTensor, row_keys_B: Tensor | None = None) -> Tensor:
         """Return logits [B]."""
         bags_BND = self.bags(self.tables(sparse), sparse).unflatten(1, (-1, self._dim))
         vectors_BND = torch.cat([dense_BF.unsqueeze(2) * self.dense_factors, bags_BND], dim=1)
         flat = vectors_BND.flatten(1)
         inputs = [flat * gate(vectors_BND) for gate in self.gates] or [flat, flat]
-        left, right = (stream(given) for stream, given in zip(self.streams, inputs, strict=True))
+        left, right = (stream(given, row_keys_B) for stream, given in zip(self.streams, inputs, strict=True))
         num_heads = self.bilinear.shape[0]
         left_HB = left.unflatten(1, (num_heads, -1)).transpose(0, 1)
         fused = torch.bmm(left_HB, self.bilinear).transpose(0, 1).flatten(1) * right

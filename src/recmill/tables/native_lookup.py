@@ -29,7 +29,8 @@ class RowKernels:
     @property
     def are_needed(self) -> bool:
         """Whether FBGEMM's CPU kernels cannot train with these settings."""
-        return self.settings.weight_decay > 0 or "cpu" not in OPTIMIZERS[self.settings.name].is_in_fbgemm
+        has_more = self.settings.weight_decay > 0 or self.settings.l2 > 0
+        return has_more or "cpu" not in OPTIMIZERS[self.settings.name].is_in_fbgemm
 
     def sums(self, memory: RowMemory, ids: Tensor, offsets: Tensor) -> Tensor:
         """Return the sum of each bag's rows [B, features * dim]."""

@@ -42,6 +42,8 @@ class TableOptimizer:
     def update(
         self, weight: Tensor, rows: Rows, gradient: Tensor, states: list[Tensor], settings: TablesOptim, lr: float
     ) -> None:
+        if settings.l2:
+            gradient = gradient + settings.l2 * weight[rows]
         before = weight[rows].clone() if settings.weight_decay else None
         if before is not None and self.rule is not _ftrl:
             weight[rows] -= lr * settings.weight_decay * before
@@ -52,7 +54,7 @@ class TableOptimizer:
 
 def kernel_settings(settings: TablesOptim, lr: float, step: int) -> list[float]:
     """Return the `settings` of `update_row` in kernels/steps.cpp, for step `step`, counted from 1."""
-    common = [lr, settings.eps, settings.weight_decay]
+    common = [lr, settings.eps, settings.weight_decay, settings.l2]
     if settings.name == "adam":
         return [*common, 1 - _BETA1, 1 - _BETA2, 1 - _BETA1**step, 1 - _BETA2**step]
     if settings.name == "ftrl":

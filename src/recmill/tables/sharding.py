@@ -124,6 +124,8 @@ def make_sharders(optimizer: TablesOptim, codecs: dict[str, QuantizedCommCodecs]
         fused["weight_decay"] = optimizer.weight_decay
         if optimizer.name == "rowwise_adagrad":
             fused["weight_decay_mode"] = WeightDecayMode.DECOUPLE
+    if optimizer.l2 and optimizer.name == "rowwise_adagrad" and not optimizer.weight_decay:
+        fused |= {"weight_decay": optimizer.l2, "weight_decay_mode": WeightDecayMode.L2}
     # Each sharder changes its own copy.
     return [sharder(dict(fused), qcomm_codecs_registry=codecs) for sharder in (_BagSharder, _SequenceSharder)]
 

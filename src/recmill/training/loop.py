@@ -113,7 +113,7 @@ def fit(
                     saver.save(meter.recorded_in(position))
                 saved_step = position.step
                 recorder.lap(SAVE)
-            rates = set_learning_rates(optimizer, sections.optim, steps, position.step)
+            rates = set_learning_rates(optimizer, sections.optim, steps, position.step, position.rate_cuts)
             recorder.lap(OTHER)
             # Gradients are averaged over ranks, so this factor makes them those of the global batch's mean loss.
             loss_sum = take_step(batch, world.size / weight)

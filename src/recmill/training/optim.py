@@ -39,12 +39,12 @@ def build_optimizer(model: DistributedModelParallel, settings: OptimSection) -> 
 
 
 def set_learning_rates(
-    optimizer: CombinedOptimizer, settings: OptimSection, steps: RunSteps, step: int
+    optimizer: CombinedOptimizer, settings: OptimSection, steps: RunSteps, step: int, cuts: int = 0
 ) -> dict[str, float]:
     """Set and return the rates of step `step` + 1. FBGEMM reads its rate in `zero_grad()`, before backward."""
     rates = {
-        "tables": learning_rate(settings.schedule, steps, settings.tables.lr, step),
-        "dense": learning_rate(settings.schedule, steps, settings.dense.lr, step),
+        "tables": learning_rate(settings.schedule, steps, settings.tables.lr, step, cuts),
+        "dense": learning_rate(settings.schedule, steps, settings.dense.lr, step, cuts),
     }
     for name, part in optimizer.optimizers:
         for group in part.param_groups:

@@ -1,6 +1,7 @@
 """The number of steps of a run, and its schedule: shares of the run are resolved to steps, and steps to learning rates.
 
-Both are functions of the config and the size of the dataset, so a checkpoint holds no state for them.
+Both are functions of the config and the size of the dataset, so a checkpoint holds no state for them, but for
+the number of cuts by 'plateau'.
 """
 
 import math
@@ -70,8 +71,18 @@ def _interval(value: int | str, total: int) -> int:
     return max(steps, min(_MIN_INTERVAL, math.ceil(total / 5))) if isinstance(value, str) else steps
 
 
-def learning_rate(schedule: Schedule, steps: RunSteps, base: float, step: int) -> float:
-    """Return the learning rate when `step` steps are finished; `base` is the optimizer's own rate."""
+def plateau_patience(schedule: Schedule) -> int:
+    """Return after how many validations without an improvement the rates are cut; 0: never."""
+    return schedule.patience if schedule.name == "plateau" else 0
+
+
+def learning_rate(schedule: Schedule, steps: RunSteps, base: float, step: int, cuts: int = 0) -> float:
+    """Return the learning rate when `step` steps are finished; `base` is the optimizer's own rate.
+
+    `cuts`: how often validation has lowered it (plateau).
+    """
+    if schedule.name == "plateau":
+        return max(base * schedule.gamma**cuts, schedule.end_lr)
     if schedule.name == "constant":
         return base
     if schedule.name == "step":
