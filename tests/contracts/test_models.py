@@ -155,7 +155,7 @@ MOST_KERNELS = {"dlrm": 62, "dcnv2": 95, "projection": 83, "bert4rec": 203, "sas
     "sasrec with gbce and a tied head": 221,
     "sasrec as esasrec": 262,
     "dlrm with batch norm and dropout": 110,
-    "deepfm with batch norm and dropout": 110,
+    "deepfm with batch norm and dropout": 111,
 }
 
 
