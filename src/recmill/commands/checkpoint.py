@@ -25,6 +25,8 @@ from recmill.commands.assemble import open_trained_directory
 from recmill.commands.keywords import checked_keywords
 from recmill.config.options import given_path
 from recmill.errors import CheckpointError, ResourceError, UserError
+from recmill.launch import early
+from recmill.tables.libraries import import_libraries
 
 Facts = dict[str, Any]
 _GROUP_ROWS = 1 << 16  # so that blocks of a few megabytes can be read without reading much more
@@ -116,11 +118,13 @@ def export_rows(run: str | Path, table: str, output: str | Path, *, step: int | 
     import polars as pl
     from polars.io.plugins import register_io_source
 
-    from recmill.checkpoints.table_rows import rows_of_table
     from recmill.files.atomic import new_file
 
     target = given_path(output, "--output")
     path = chosen_checkpoint(run, step)
+    import_libraries(in_own_process=early.is_command)
+    from recmill.checkpoints.table_rows import rows_of_table
+
     with held(path), new_file(target) as file:
         found = rows_of_table(verify(path), table)
         frames = map(pl.DataFrame, found.pieces)

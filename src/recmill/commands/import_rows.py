@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recmill.checkpoints.format import held, step_of, verify
+from recmill.checkpoints.format import WrittenRows, held, step_of, verify
 from recmill.commands.assemble import open_trained_directory
 from recmill.commands.checkpoint import Facts, chosen_checkpoint
 from recmill.commands.keywords import checked_keywords
@@ -14,7 +14,9 @@ from recmill.errors import ConfigError, DataError
 from recmill.files.atomic import new_directory, sync_directory, write_text
 from recmill.files.digests import digest
 from recmill.files.timestamps import utc_now
+from recmill.launch import early
 from recmill.observe.run_dir import RunDirectory
+from recmill.tables.libraries import import_libraries
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,14 +37,14 @@ def import_rows(run: str | Path, table: str, file: str | Path, output: str | Pat
     of a dynamic table, `count` and `steps_ago`. Rows of other ids and other tables are kept, and `run` is not changed.
     To continue training, use the new run's config.toml: train("new/config.toml", run="new"); or `init_from`.
     """
-    from recmill.checkpoints.format import WrittenRows
-    from recmill.checkpoints.row_writing import table_layout, write_copy
-
     source_file, target = given_path(file, "--input"), given_path(output, "--output")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--output {target} exists already. Name a new run directory: nothing is overwritten.")
     path = chosen_checkpoint(run, step)
     source = open_trained_directory(run)
+    import_libraries(in_own_process=early.is_command)
+    from recmill.checkpoints.row_writing import table_layout, write_copy
+
     with held(path):
         checkpoint = verify(path)
         layout = table_layout(checkpoint, table)
@@ -53,8 +55,7 @@ def import_rows(run: str | Path, table: str, file: str | Path, output: str | Pat
         )
         with new_directory(target) as partial:
             new = RunDirectory(partial)
-            new_rows = (rows for rows, _ in _blocks(source_file, layout))
-            write_copy(checkpoint, layout, new_rows, keys, new.checkpoints, written)
+            write_copy(checkpoint, layout, _blocks(source_file, layout, keys.ids), keys, new.checkpoints, written)
             write_text(new.config_file, source.config_file.read_text(encoding="utf-8"))
             reason = f"{len(keys.ids):,} rows of table {table} were written from {source_file.absolute()}"
             write_text(partial / "log.txt", f"{utc_now()} {reason} into a copy of {path.absolute()}\n")
@@ -64,50 +65,54 @@ def import_rows(run: str | Path, table: str, file: str | Path, output: str | Pat
 
 
 def _checked_keys(file: Path, layout: "TableLayout") -> "NewKeys":
-    """Read the complete file, raise DataError for the first problem, and return its ids."""
+    """Return the ids of a file and what it says about them, or raise DataError for the first problem."""
     import numpy as np
+    import polars as pl
 
     from recmill.checkpoints.row_writing import NewKeys
 
-    found = [keys for _, keys in _blocks(file, layout)]
-    if not found:
-        raise DataError(f"{file}: no rows. {_REMEDY}")
-    ids, *others = ([*part] for part in zip(*found, strict=True))
-    keys = NewKeys(np.concatenate(ids), *(None if part[0] is None else np.concatenate(part) for part in others))
-    ordered = np.sort(keys.ids)
-    if len(twice := ordered[1:][ordered[1:] == ordered[:-1]]):
-        raise DataError(f"{file}: id {twice[0]} occurs more than once. Keep one row of each id.")
-    return keys
-
-
-def _blocks(file: Path, layout: "TableLayout") -> "Iterator[tuple[NewRows, NewKeys]]":
-    """Yield the rows of a file, a few megabytes at a time. DataError names the first that cannot be written."""
-    import polars as pl
-
-    from recmill.checkpoints.row_writing import NewKeys, NewRows
-
-    with reading(file, _REMEDY):
-        scanned = pl.scan_parquet(file, glob=False)
-        types = scanned.collect_schema()
-        count = scanned.select(pl.len()).collect().item()
-    widths = {"row": layout.dim, "state": layout.state_columns}
-    _check_types(file, types, layout, widths)
     limits = {"id": (0, layout.table.rows - 1)}
     if layout.clock is not None:
         limits = {"id": (0, 2**62 - 1), "count": (1, _MAX_COUNT), "steps_ago": (1, layout.clock)}
-    step = max(1, _BLOCK_BYTES // layout.record_bytes)
-    for first in range(0, count, step):
-        with reading(file, _REMEDY):
-            block = scanned.slice(first, step).collect()
-        numbers = {name: _numbers(file, first, block[name], *limits[name]) for name in limits if name in block.columns}
-        values = {name: _values(file, first, block[name], width) for name, width in widths.items() if name in types}
-        rows = NewRows(numbers["id"], values["row"], values.get("state"))
-        yield rows, NewKeys(numbers["id"], numbers.get("count"), numbers.get("steps_ago"))
+    with reading(file, _REMEDY):
+        scanned = pl.scan_parquet(file, glob=False)
+        types = scanned.collect_schema()
+    _check_types(file, types, layout)
+    with reading(file, _REMEDY):
+        columns = scanned.select(name for name in limits if name in types).collect()
+    if not len(columns):
+        raise DataError(f"{file}: no rows. {_REMEDY}")
+    numbers = {column.name: _numbers(file, column, *limits[column.name]) for column in columns}
+    ordered = np.sort(numbers["id"])
+    if len(twice := ordered[1:][ordered[1:] == ordered[:-1]]):
+        raise DataError(f"{file}: id {twice[0]} occurs more than once. Keep one row of each id.")
+    return NewKeys(numbers["id"], numbers.get("count"), numbers.get("steps_ago"))
 
 
-def _check_types(file: Path, types: "pl.Schema", layout: "TableLayout", widths: dict[str, int]) -> None:
+def _blocks(file: Path, layout: "TableLayout", ids: "np.ndarray") -> "Iterator[NewRows]":
+    """Yield the rows of a file, a few megabytes at a time. DataError names the first that cannot be written."""
     import polars as pl
 
+    from recmill.checkpoints.row_writing import NewRows
+
+    step = max(1, _BLOCK_BYTES // layout.record_bytes)
+    scanned = pl.scan_parquet(file, glob=False).select(pl.col("^(row|state)$"))
+    for first in range(0, len(ids), step):
+        with reading(file, _REMEDY):
+            block = scanned.slice(first, step).collect()
+        widths = _widths(layout)
+        values = {column.name: _values(file, first, column, widths[column.name]) for column in block}
+        yield NewRows(ids[first : first + step], values["row"], values.get("state"))
+
+
+def _widths(layout: "TableLayout") -> dict[str, int]:
+    return {"row": layout.dim, "state": layout.state_columns}
+
+
+def _check_types(file: Path, types: "pl.Schema", layout: "TableLayout") -> None:
+    import polars as pl
+
+    widths = _widths(layout)
     known = ["id", "row", *(["state"] if layout.state_columns else [])]
     known += ["count", "steps_ago"] if layout.clock is not None else []
     table = f"table {layout.table.name}"
@@ -127,7 +132,7 @@ def _check_types(file: Path, types: "pl.Schema", layout: "TableLayout", widths: 
             raise DataError(f"{file}: column '{name}' is {kind}, expected a list or array of {expected}. {_REMEDY}")
 
 
-def _numbers(file: Path, first: int, column: "pl.Series", lowest: int, highest: int) -> "np.ndarray":
+def _numbers(file: Path, column: "pl.Series", lowest: int, highest: int) -> "np.ndarray":
     """Return a column of integers that are all within limits, as int64."""
     import polars as pl
 
@@ -136,7 +141,7 @@ def _numbers(file: Path, first: int, column: "pl.Series", lowest: int, highest: 
     if is_wrong.any():
         at = int(is_wrong.argmax())
         raise DataError(
-            f"{file}: row {first + at}: {column.name} {column[at]} is not in {lowest}..{highest}. Correct or remove it."
+            f"{file}: row {at}: {column.name} {column[at]} is not in {lowest}..{highest}. Correct or remove it."
         )
     return numbers.to_numpy()
 

@@ -44,7 +44,6 @@ def _unusable(fact: object) -> UserError:
 
 
 try:
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -217,8 +216,9 @@ METADATA_CLASSES = {
 def stored_tensor(file: IO[bytes], offset: int, length: int) -> tuple[Tensor, int]:
     """Return a tensor that torch.save wrote at `offset`, without its values, and the offset of these in the file."""
     reader = FileSystemReader("")
-    with FakeTensorMode():
-        described = torch.load(reader._slice_file(file, _StorageInfo("", offset, length)), weights_only=True)
+    stored = reader._slice_file(file, _StorageInfo("", offset, length))
+    # On "meta", no values are read. A FakeTensorMode would do the same, and import torch's compiler.
+    described = torch.load(stored, map_location="meta", weights_only=True)
     storage = described.untyped_storage()
     return described, offset + storage._checkpoint_offset + described.storage_offset() * described.element_size()
 
