@@ -37,6 +37,7 @@ POINTS = {
     "ckpt.committed": "the checkpoint is renamed into place, older ones are still there",
     "ckpt.pruned": "older checkpoints are removed, the new one is not announced",
     "prepare.begin": "a dataset's hidden directory exists, empty",
+    "prepare.part": "the work of a part is done, and not noted as done",
     "prepare.written": "all files but dataset.json are written",
     "prepare.before_rename": "dataset.json is written, the directory is still hidden",
     "prepare.renamed": "the dataset is renamed into place",

@@ -105,7 +105,9 @@ class Work:
         """Return what `make` returns, as JSON values; if this part was completed before, what it returned then."""
         if not self.is_done(name):
             started = time.monotonic()
-            write_json(self._note(name), make())
+            made = make()
+            reach("prepare.part")
+            write_json(self._note(name), made)
             phase = name.partition("-")[0]
             self._phases[phase] = min(started, self._phases.get(phase, (started, 0.0))[0]), time.monotonic()
         return json.loads(self._note(name).read_bytes())

@@ -25,7 +25,7 @@ from recmill.datasets.own_clicks.reading import check_columns, found_files, read
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, load_schema
 from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, split_rules
 from recmill.datasets.own_clicks.values import RawRows, Values, weights
-from recmill.datasets.own_clicks.writing import SplitWriter
+from recmill.datasets.own_clicks.writing import SplitWriter, write_arrow
 from recmill.datasets.parallel import ordered
 from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
 from recmill.errors import DataError
@@ -57,9 +57,14 @@ class Plan:
         files = {path.name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}" for path in self.files}
         return {"schema": self.log.model_dump(mode="json"), "files": files}
 
-    @property
+    @cached_property
     def inputs(self) -> dict[str, Any]:
-        return {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns] for path in self.files}
+        return {str(path.absolute()): facts_of(path) for path in self.files}
+
+
+def facts_of(file: Path) -> list[int]:
+    """Return the size of a file and when it was changed."""
+    return [file.stat().st_size, file.stat().st_mtime_ns]
 
 
 def plan(options: Options) -> Plan:
@@ -104,11 +109,12 @@ class _Blocks:
         self._scratch, self._pool = work.scratch, pool
         self._kept: list[tuple[str, str, int, int, str]] = []  # file, Arrow file, first row, rows, file of values
         for index, file in enumerate(plan.files):
-            kept = work.part(f"read-{index}", partial(self._keep, index, file, plan.log))
+            kept = work.part(f"read-{index}", partial(self._keep, index, file, plan))
             self._kept += [(str(file), *block) for block in kept]
         self.rows = sum(block[3] for block in self._kept)
 
-    def _keep(self, index: int, file: Path, log: ClicksSchema) -> list[tuple[str, int, int, str]]:
+    def _keep(self, index: int, file: Path, plan: Plan) -> list[tuple[str, int, int, str]]:
+        log = plan.log
         kept: list[tuple[str, int, int, str]] = []
         coders: dict[str, Coder] = {}
         number = 0
@@ -121,20 +127,21 @@ class _Blocks:
             coders = coders or {name: Coder() for name in coded}
             codes = list(self._pool.map(lambda name: coders[name].codes(frame[name]), coded))  # noqa: B023
             name = f"rows-{index}-{len(kept)}.arrow"
-            frame.drop(coded).hstack(
-                [pl.Series(f"{_CODES}{column}", found) for column, found in zip(coded, codes, strict=True)]
-            ).write_ipc(self._scratch / name)
+            numbered = [pl.Series(f"{_CODES}{column}", found) for column, found in zip(coded, codes, strict=True)]
+            write_arrow(self._scratch / name, frame.drop(coded).hstack(numbered))
             kept.append((name, int(rows.numbers[0]), len(rows), f"values-{index}-{number}"))
             if any(len(coder) > _MAX_VALUES for coder in coders.values()):
                 self._keep_values(coders, kept[-1][3])
                 coders, number = {}, number + 1
         if coders:
             self._keep_values(coders, kept[-1][3])
+        if facts_of(file) != plan.inputs[str(file.absolute())]:
+            raise DataError(f"{file}: it changed while it was read. Wait until it is complete, then prepare it again.")
         return kept
 
     def _keep_values(self, coders: dict[str, Coder], name: str) -> None:
         for index, (column, coder) in enumerate(coders.items()):
-            coder.values().alias(column).to_frame().write_ipc(self._scratch / f"{name}-{index}.arrow")
+            write_arrow(self._scratch / f"{name}-{index}.arrow", coder.values().alias(column).to_frame())
 
     def __iter__(self) -> Iterator[tuple[int, RawRows]]:
         """Yield (number of the first row in all files together, rows)."""

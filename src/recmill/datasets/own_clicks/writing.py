@@ -1,5 +1,6 @@
 """Write the files of one split, block by block."""
 
+import io
 import shutil
 import zipfile
 from pathlib import Path
@@ -12,6 +13,13 @@ from recmill.datasets.writing import NpyWriter
 from recmill.errors import ResourceError
 
 _GROUP_ROWS = 1 << 18
+
+
+def write_arrow(path: Path, frame: pl.DataFrame) -> None:
+    """Write the frame through a buffer in memory: on a full disk, Polars raises errors that do not say so."""
+    buffer = io.BytesIO()
+    frame.write_ipc(buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 class SplitWriter:
@@ -52,7 +60,7 @@ class SplitWriter:
 
     def append_kept(self, columns: pl.DataFrame) -> None:
         self._kept.append(self._directory / f".{self._name}_keep_{len(self._kept)}.arrow")
-        columns.write_ipc(self._kept[-1])
+        write_arrow(self._kept[-1], columns)
 
     def close(self) -> None:
         assert self._dense
