@@ -13,6 +13,7 @@ __all__ = [
     "compare",
     "download",
     "evaluate",
+    "explain",
     "export_rows",
     "guess_schema",
     "history",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from recmill.commands.compare import compare
     from recmill.commands.download import download
     from recmill.commands.evaluate import evaluate
+    from recmill.commands.explain import explain
     from recmill.commands.history import history
     from recmill.commands.import_rows import import_rows
     from recmill.commands.open_run import Run, open_run

@@ -244,7 +244,7 @@ class Recommender:
 
     def _best(self, histories: list[np.ndarray], k: int, include_seen: bool) -> "pl.DataFrame":
         """Return row, rank, item, title and score of each history's best items; fewer than K if fewer are left."""
-        network = self.network  # imports torch in the fast way
+        assert self.network  # imports torch in the fast way
         import polars as pl
         import torch
 
@@ -252,7 +252,7 @@ class Recommender:
         if len(histories) * self._num_items <= _SCORES_OF_ONE_THREAD:
             torch.set_num_threads(1)
         try:
-            scores_BK, items_BK = self._top(network, histories, k, include_seen)
+            scores_BK, items_BK = self._top(histories, k, include_seen)
         finally:
             torch.set_num_threads(threads)
         rows, ranks = np.isfinite(scores_BK).nonzero()
@@ -267,10 +267,20 @@ class Recommender:
             }
         )
 
-    def _top(
-        self, network: "nn.Module", histories: list[np.ndarray], k: int, include_seen: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _top(self, histories: list[np.ndarray], k: int, include_seen: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return the scores and the item ids minus 1 of each history's best items; seen ones have -infinity."""
+        import torch
+
+        scores_BV = torch.from_numpy(self.scores(histories))
+        if not include_seen:
+            seen_rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
+            scores_BV[torch.from_numpy(seen_rows), torch.from_numpy(np.concatenate(histories) - 1)] = float("-inf")
+        best = scores_BV.topk(k)
+        return best.values.numpy(), best.indices.numpy()
+
+    def scores(self, histories: list[np.ndarray]) -> np.ndarray:
+        """Return the score of every item after each history, float32 [B, V]."""
+        network = self.network
         import torch
 
         with torch.no_grad(), quiet_libraries():
@@ -280,11 +290,7 @@ class Recommender:
                 f"{self._checkpoint}: its model gives scores that are not finite numbers. Use another checkpoint, or "
                 "train again with lower learning rates."
             )
-        if not include_seen:
-            seen_rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
-            scores_BV[torch.from_numpy(seen_rows), torch.from_numpy(np.concatenate(histories) - 1)] = float("-inf")
-        best = scores_BV.topk(k)
-        return best.values.numpy(), best.indices.numpy()
+        return scores_BV.numpy()
 
     def network_inputs(self, histories: list[np.ndarray]) -> "HistoryInputs":
         """Return the network's arguments for these histories, as in evaluation."""
