@@ -111,6 +111,40 @@ def test_numbers_are_clipped_filled_and_transformed_by_what_training_rows_say(pr
     assert arrays(path, "val")[0][0] == pytest.approx([math.log(901), 0, 897 / deviation, 1])
 
 
+def test_ranks_and_powers_are_those_of_scikit_learn(prepared: Prepare) -> None:
+    from sklearn.preprocessing import PowerTransformer, QuantileTransformer
+
+    values = np.round(np.random.default_rng(2).lognormal(0, 1, 500) - 1, 1)
+    lines = [f"{i % 2},{'' if i < 400 else 'v' if i < 450 else 't'},{value}" for i, value in enumerate(values)]
+    numeric = {"column": "x", "type": "numeric"}
+    features = [{"name": n, **numeric, "transform": n} for n in ("rank", "power", "none")]
+    features.append({"name": "b", "column": "x", "type": "bucket"})
+    path = prepared("click,fold,x\n" + "\n".join(lines) + "\n", split=BY_FOLD, feature=features)
+    train, val = values[:400, None], values[400:450, None]
+    dense = arrays(path, "val")[0]
+    expected = QuantileTransformer(n_quantiles=400).fit(train).transform(val)[:, 0]
+    assert dense[:, 0] == pytest.approx(expected, abs=0.005)
+    assert dense[:, 1] == pytest.approx(PowerTransformer().fit(train).transform(val)[:, 0], abs=1e-3)
+    assert dense[:, 2] == pytest.approx(val[:, 0])
+
+
+def test_buckets_of_squared_logarithms_and_own_texts_and_numbers_for_missing_values(prepared: Prepare) -> None:
+    log = rows_of("click,fold,x\n1,,-1\n0,,0\n1,,2\n0,,3\n1,,100\n0,,none\n0,v,-9\n1,v,1e9\n0,t,4.5\n1,t,-2")
+    none = {"missing_values": ["none"]}
+    features: list[dict[str, Any]] = [
+        {"name": "b", "column": "x", "type": "bucket", "boundaries": "log2-squared", **none},
+        {"name": "c", "column": "x", "type": "categorical", "min_frequency": 1, **none},
+        {"column": "x", "type": "numeric", "transform": "none", "missing": 7, **none},
+    ]
+    path = prepared(log, split=BY_FOLD, feature=features)
+    # floor(log(3)^2) = 1, floor(log(100)^2) = 21; the smallest, -1, has id 1.
+    assert arrays(path)[1][:, 0].tolist() == [1, 2, 4, 3, 23, 0]
+    assert arrays(path)[1][-1, 1] == 0
+    assert arrays(path)[0][:, 0].tolist() == [-1, 0, 2, 3, 100, 7]
+    assert arrays(path, "val")[1][:, 0].tolist() == [1, 23], "beyond what training had: the first and the last"
+    assert open_dataset(path).clicks.sparse[0].rows == 24
+
+
 def test_several_values_buckets_crosses_and_times(prepared: Prepare) -> None:
     log = rows_of(
         """

@@ -19,6 +19,7 @@ from recmill.data.click_rows import ClickRows
 from recmill.data.recipes import RECIPE_FILE, vocabulary_file
 from recmill.datasets.own_clicks.schema import (
     FIRST_VALUE,
+    LOG_SQUARED,
     MISSING,
     UNSEEN,
     AnyFeature,
@@ -52,6 +53,8 @@ class Learned(BaseModel):
     shift: float = 0.0  # of standard and minmax: (x - shift) / scale
     scale: float = 1.0
     boundaries: list[float] = []
+    ranks: list[float] = []  # of the boundaries, for transform rank
+    power: float = 1.0
     ids_per_row: int = 1
     seen: list[int] = []  # parts of times that occur in the training rows
     has_lists: bool = False  # a row may have several values, or none
@@ -154,7 +157,7 @@ class Encoder:
 
     def _numbers(self, rows: RawRows, feature: NumericFeature) -> list[np.ndarray]:
         learned = self.recipe.learned[feature.name]
-        given = numbers(rows, feature.column, self.recipe.log.input.missing)
+        given = numbers(rows, feature.column, self.recipe.log.missing_texts(feature))
         is_missing = np.isnan(given)
         clipped = given if learned.low is None else np.clip(given, learned.low, learned.high)
         self.tally.add(feature.name, missing=is_missing, clipped=(clipped != given) & ~is_missing)
@@ -166,7 +169,8 @@ class Encoder:
         if isinstance(feature, CategoricalFeature):
             return self._categories(rows, feature)
         if isinstance(feature, CrossFeature):
-            parts = [single_texts(rows, column, self.recipe.log.input.missing) for column in feature.columns]
+            missing = self.recipe.log.missing_texts(feature)
+            parts = [single_texts(rows, column, missing) for column in feature.columns]
             joined = pl.DataFrame({str(i): part for i, part in enumerate(parts)}).select(
                 pl.concat_str(pl.all(), separator=_JOINT)
             )
@@ -175,9 +179,8 @@ class Encoder:
             self.tally.add(feature.name, missing=ids == MISSING)
             return ids[:, None]
         if isinstance(feature, BucketFeature):
-            values = numbers(rows, feature.column, self.recipe.log.input.missing)
-            boundaries = np.array(self.recipe.learned[feature.name].boundaries)
-            ids = np.where(np.isnan(values), MISSING, 1 + np.searchsorted(boundaries, values, side="right"))
+            values = numbers(rows, feature.column, self.recipe.log.missing_texts(feature))
+            ids = np.where(np.isnan(values), MISSING, 1 + buckets(values, feature, self.recipe.learned[feature.name]))
             self.tally.add(feature.name, missing=ids == MISSING)
             return ids[:, None].astype(np.int64)
         of_times = parts_of(rows, self.recipe.log, feature)
@@ -203,7 +206,7 @@ class Encoder:
 
     def _looked_up(self, rows: RawRows, feature: CategoricalFeature) -> np.ndarray:
         """Return the ids of each row; those of lists are followed by the length of the list."""
-        missing = self.recipe.log.input.missing
+        missing = self.recipe.log.missing_texts(feature)
         given = several_texts(texts(rows, feature.column, missing), feature, missing)
         learned = self.recipe.learned[feature.name]
         if learned.has_lists != isinstance(given.dtype, pl.List):
@@ -245,7 +248,34 @@ def transformed(values: np.ndarray, feature: NumericFeature, learned: Learned) -
         return np.asarray(np.copysign(np.log1p(np.abs(values)), values))
     if feature.transform == "sqrt":
         return np.asarray(np.copysign(np.sqrt(np.abs(values)), values))
+    if feature.transform == "rank":
+        return np.interp(values, learned.boundaries, learned.ranks) if learned.boundaries else np.zeros(len(values))
+    if feature.transform == "power":
+        values = yeo_johnson(values, learned.power)
     return (values - learned.shift) / learned.scale
+
+
+def yeo_johnson(values: np.ndarray, power: float) -> np.ndarray:
+    """Return the Yeo-Johnson transform of the values (Biometrika 87, 2000): a power of |x| + 1, other below 0."""
+    size = np.log1p(np.abs(values))
+    exponent = np.where(values >= 0, power, 2 - power)
+    is_log = np.abs(exponent) < 1e-12
+    raised = np.where(is_log, size, np.expm1(exponent * size) / np.where(is_log, 1, exponent))
+    return np.asarray(np.copysign(raised, values))
+
+
+def buckets(values: np.ndarray, feature: BucketFeature, learned: Learned) -> np.ndarray:
+    """Return the bucket of each number, from 0 on; anything for NaN."""
+    if feature.boundaries != LOG_SQUARED:
+        return np.searchsorted(np.array(learned.boundaries), values, side="right")
+    assert learned.low is not None and learned.high is not None
+    return np.nan_to_num(np.clip(log_squared(values), learned.low, learned.high) - learned.low)
+
+
+def log_squared(values: np.ndarray) -> np.ndarray:
+    """Return floor(log(x)^2) of numbers above 2, as the winners of Criteo's contest did; others lose decimals."""
+    with np.errstate(invalid="ignore"):
+        return np.where(values > 2, np.floor(np.log(np.maximum(values, 2)) ** 2), np.trunc(values))
 
 
 def hashed(given: pl.Series, name: str, table_rows: int) -> np.ndarray:

@@ -7,9 +7,18 @@ import polars as pl
 
 from recmill import rng
 from recmill.data.recipes import vocabulary_file
-from recmill.datasets.own_clicks.encoding import Learned, fixed_rows, owner, parts_of, table_of
+from recmill.datasets.own_clicks.encoding import (
+    Learned,
+    fixed_rows,
+    log_squared,
+    owner,
+    parts_of,
+    table_of,
+    yeo_johnson,
+)
 from recmill.datasets.own_clicks.schema import (
     FIRST_VALUE,
+    LOG_SQUARED,
     MISSING,
     UNSEEN,
     BucketFeature,
@@ -22,6 +31,8 @@ from recmill.datasets.own_clicks.values import RawRows, Values, numbers, several
 from recmill.datasets.writing import write_parquet
 
 _MERGED_ROWS = 1 << 21  # counts that may wait to be added up
+_NUM_RANKS = 1001  # quantiles of transform rank
+_POWER_ROWS = 100_000  # about as many numbers tell the power
 SAMPLE_ROWS = 4_000_000  # about as many of the training rows tell the quantiles, means and extremes of numbers
 
 
@@ -41,11 +52,10 @@ class Learner:
     def see(self, rows: RawRows) -> None:
         kept = rng.uniform(rng.stream_key("sample of numbers"), self._seen + np.arange(len(rows))) < self._share
         self._seen += len(rows)
-        missing = self._log.input.missing
-        columns = {f.column for f in self._log.feature if isinstance(f, NumericFeature | BucketFeature)}
-        for column in sorted(columns):
-            values = numbers(rows, column, missing)
-            self._numbers.setdefault(column, []).append(values[kept & ~np.isnan(values)])
+        for feature in self._log.feature:
+            if isinstance(feature, NumericFeature | BucketFeature):
+                values = numbers(rows, feature.column, self._log.missing_texts(feature))
+                self._numbers.setdefault(feature.name, []).append(values[kept & ~np.isnan(values)])
         for feature in self._log.tables:
             if isinstance(feature, TimeFeature):
                 counts = np.bincount(parts_of(rows, self._log, feature))
@@ -77,8 +87,8 @@ class Learner:
 
     def _count(self, rows: RawRows, column: str, counts: np.ndarray | None) -> None:
         """Count the texts of a column; without `counts`, each row counts once."""
-        missing = self._log.input.missing
         for feature in (feature for feature in self._categorical if feature.column == column):
+            missing = self._log.missing_texts(feature)
             given = several_texts(texts(rows, column, missing), feature, missing)
             frame = pl.DataFrame({"value": given, "count": np.ones(len(given), np.int64) if counts is None else counts})
             if isinstance(given.dtype, pl.List):
@@ -105,13 +115,9 @@ class Learner:
         learned: dict[str, Learned] = {}
         for feature in self._log.feature:
             if isinstance(feature, NumericFeature):
-                learned[feature.name] = _learned_numbers(feature, np.concatenate(self._numbers[feature.column]))
+                learned[feature.name] = _learned_numbers(feature, np.concatenate(self._numbers[feature.name]))
             elif isinstance(feature, BucketFeature):
-                boundaries = feature.boundaries
-                if not isinstance(boundaries, list):
-                    shares = np.arange(1, feature.num_quantiles) / feature.num_quantiles
-                    boundaries = _quantiles(np.concatenate(self._numbers[feature.column]), shares)
-                learned[feature.name] = Learned(rows=len(boundaries) + 2, boundaries=boundaries)
+                learned[feature.name] = _learned_buckets(feature, np.concatenate(self._numbers[feature.name]))
             else:
                 rows = fixed_rows(feature)
                 if isinstance(feature, CategoricalFeature) and feature.name in self._counts:
@@ -162,9 +168,63 @@ def _learned_numbers(feature: NumericFeature, values: np.ndarray) -> Learned:
         low, high = np.quantile(values, feature.clip, method="inverted_cdf").tolist()
         values = np.clip(values, low, high)
     fills = {"zero": 0.0, "mean": float(values.mean()), "median": float(np.median(values))}
-    shift, scale = 0.0, 1.0
-    if feature.transform == "standard":
-        shift, scale = float(values.mean()), float(values.std()) or 1.0
-    if feature.transform == "minmax":
-        shift, scale = float(values.min()), float(np.ptp(values)) or 1.0
-    return Learned(low=low, high=high, fill=fills[feature.missing], shift=shift, scale=scale)
+    found = Learned(
+        low=low, high=high, fill=fills[feature.missing] if isinstance(feature.missing, str) else feature.missing
+    )
+    match feature.transform:
+        case "standard":
+            return found.model_copy(update=_standard(values))
+        case "minmax":
+            return found.model_copy(update={"shift": float(values.min()), "scale": float(np.ptp(values)) or 1.0})
+        case "rank":
+            return found.model_copy(update=_ranks(values))
+        case "power":
+            power = _best_power(values)
+            return found.model_copy(update={"power": power, **_standard(yeo_johnson(values, power))})
+    return found
+
+
+def _standard(values: np.ndarray) -> dict[str, float]:
+    return {"shift": float(values.mean()), "scale": float(values.std()) or 1.0}
+
+
+def _ranks(values: np.ndarray) -> dict[str, list[float]]:
+    """Return different quantiles, and the rank of each: the mean of those of equal values, from 0 to 1."""
+    shares = np.linspace(0, 1, min(_NUM_RANKS, max(len(values), 2)))
+    found, which = np.unique(np.quantile(values, shares), return_inverse=True)
+    ranks = np.bincount(which, weights=shares) / np.bincount(which)
+    ranks[0], ranks[-1] = 0, 1
+    return {"boundaries": found.tolist(), "ranks": ranks.tolist()}
+
+
+def _best_power(values: np.ndarray) -> float:
+    """Return the power of the Yeo-Johnson transform that makes the values most likely under a normal distribution.
+
+    The likelihood has one maximum: it is found between -5 and 5 by golden section.
+    """
+    values = values[:: max(len(values) // _POWER_ROWS, 1)]
+    signed_logs = float(np.sum(np.copysign(np.log1p(np.abs(values)), values)))
+
+    def likelihood(power: float) -> float:
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            variance = yeo_johnson(values, power).var()
+            score = -len(values) / 2 * np.log(variance) + (power - 1) * signed_logs
+        return float(score) if np.isfinite(score) else -np.inf
+
+    low, high = -5.0, 5.0
+    section = (np.sqrt(5) - 1) / 2
+    while high - low > 1e-6:
+        left, right = high - section * (high - low), low + section * (high - low)
+        low, high = (low, right) if likelihood(left) >= likelihood(right) else (left, high)
+    return float((low + high) / 2) if values.std() else 1.0
+
+
+def _learned_buckets(feature: BucketFeature, values: np.ndarray) -> Learned:
+    if feature.boundaries == LOG_SQUARED:
+        found = log_squared(values) if len(values) else np.zeros(1)
+        low, high = float(found.min()), float(found.max())
+        return Learned(rows=int(high - low) + 2, low=low, high=high)
+    boundaries = feature.boundaries
+    if not isinstance(boundaries, list):
+        boundaries = _quantiles(values, np.arange(1, feature.num_quantiles) / feature.num_quantiles)
+    return Learned(rows=len(boundaries) + 2, boundaries=boundaries)

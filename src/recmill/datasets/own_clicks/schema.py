@@ -19,6 +19,7 @@ from recmill.schema import Role
 
 MISSING, UNSEEN, FIRST_VALUE = 0, 1, 2  # ids: no value; rare or not in the training rows; the most frequent value
 _CONDITION = re.compile(r"(>=|<=|>|<|==|!=)\s*(-?\d+(?:\.\d+)?)", re.ASCII)
+LOG_SQUARED = "log2-squared"
 _BUCKETS = re.compile(r"quantiles:(\d{1,5})", re.ASCII)
 
 
@@ -102,7 +103,11 @@ class Feature(Section):
     role: Role | None = key(None, "Whom it describes: user, item or context. A two-tower model needs it.")
 
 
-class CategoricalFeature(Feature):
+class ColumnFeature(Feature):
+    missing_values: list[str] = key([], "Texts that stand for no value here, besides those of input.missing.")
+
+
+class CategoricalFeature(ColumnFeature):
     type: Literal["categorical"] = key(..., "Each value has a row of a table.")
     column: str = key(..., "The column of its values.")
     ids: Literal["vocabulary", "hash"] = key(
@@ -122,16 +127,19 @@ class CategoricalFeature(Feature):
         return [self.column]
 
 
-class CrossFeature(Feature):
+class CrossFeature(ColumnFeature):
     type: Literal["cross"] = key(..., "The values of several columns together, by a hash.")
     columns: list[str] = key(..., "The columns.", min_length=2)
     table_size: int = key(..., "The rows of its table.", ge=3)
 
 
-class BucketFeature(Feature):
+class BucketFeature(ColumnFeature):
     type: Literal["bucket"] = key(..., "Numbers between two boundaries have one row of a table.")
     column: str = key(..., "A column of numbers.")
-    boundaries: list[float] | str = key("quantiles:10", "The boundaries, or 'quantiles:N': N buckets of equal size.")
+    boundaries: list[float] | str = key(
+        "quantiles:10",
+        "The boundaries; 'quantiles:N': N buckets of equal size; 'log2-squared': floor(log(x)^2), if x > 2, else x.",
+    )
 
     @property
     def columns(self) -> list[str]:
@@ -145,8 +153,10 @@ class BucketFeature(Feature):
     def contradictions(self) -> list[str]:
         if isinstance(self.boundaries, list) and self.boundaries != sorted(set(self.boundaries)):
             return [f"boundaries {self.boundaries} of '{self.name}': give numbers that grow."]
-        if isinstance(self.boundaries, str) and not 2 <= self.num_quantiles <= 10_000:
-            return [f"boundaries '{self.boundaries}' of '{self.name}': give numbers, or 'quantiles:N', N = 2 to 10000."]
+        is_text = isinstance(self.boundaries, str) and self.boundaries != LOG_SQUARED
+        if is_text and not 2 <= self.num_quantiles <= 10_000:
+            forms = f"numbers, '{LOG_SQUARED}', or 'quantiles:N', N = 2 to 10000"
+            return [f"boundaries '{self.boundaries}' of '{self.name}': give {forms}."]
         return []
 
 
@@ -161,15 +171,17 @@ class TimeFeature(Feature):
         return []
 
 
-class NumericFeature(Feature):
+class NumericFeature(ColumnFeature):
     type: Literal["numeric"] = key(..., "A number that the network reads.")
     column: str = key(..., "A column of numbers.")
-    transform: Literal["none", "log1p", "sqrt", "standard", "minmax"] = key(
-        "standard", "log1p and sqrt keep the sign. standard and minmax are learned from the training rows."
+    transform: Literal["none", "log1p", "sqrt", "standard", "minmax", "rank", "power"] = key(
+        "standard",
+        "log1p and sqrt keep the sign. The others are learned from the training rows: rank is the share of smaller "
+        "values; power (Yeo-Johnson) makes a skewed distribution more normal.",
     )
     clip: list[float] = key([], "Quantiles of the training rows beyond which values are clipped, like [0.001, 0.999].")
-    missing: Literal["zero", "mean", "median"] = key(
-        "median", "What stands for a missing number, before the transform."
+    missing: Literal["zero", "mean", "median"] | float = key(
+        "median", "What stands for a missing number, before the transform: zero, mean, median, or a number."
     )
     flag_missing: bool = key(False, "Add a second number that is 1 where the value is missing, else 0.")
 
@@ -223,6 +235,10 @@ class ClicksSchema(Section):
     @property
     def dense_roles(self) -> dict[str, Role]:
         return {name: feature.role for feature in self.numeric if feature.role for name in feature.dense_names}
+
+    def missing_texts(self, feature: ColumnFeature) -> list[str]:
+        """Return the texts that stand for no value of the feature."""
+        return [*self.input.missing, *feature.missing_values]
 
     def feature_columns(self) -> list[str]:
         """Return the columns that the features are made of."""
