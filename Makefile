@@ -7,7 +7,7 @@ SETUP ?= $(if $(filter gpu-validation,$(MAKECMDGOALS)),$(DEVICE),cpu)
 VENV := $(if $(filter cuda,$(SETUP)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart captures pictures python312 test crashtest rehearse hostile gpu-validation check lint format types java chromium launchers trackers clean
+.PHONY: help setup quickstart captures pictures python312 test crashtest rehearse hostile gpu-validation check lint format types java chromium launchers trackers object-store clean
 .DEFAULT_GOAL := help
 
 help:
@@ -95,7 +95,12 @@ trackers: $(VENV)/.installed-dev
 	@[ -d $(VENV)/trackers/mlflow ] || $(BIN)/pip install --quiet --target $(VENV)/trackers wandb==0.31.0 mlflow-skinny==3.17.2 \
 		sqlalchemy==2.1.8 alembic==1.20.1 || echo "no Weights & Biases and MLflow here, and none could be installed: their tests will be skipped"
 
-test: check java chromium launchers trackers
+# A server like S3, for the tests of inputs in object storage: 132 MB, beside the environment.
+object-store: $(VENV)/.installed-dev
+	@[ -d $(VENV)/object-store/moto ] || $(BIN)/pip install --quiet --target $(VENV)/object-store 'moto[s3]==5.2.5' flask==3.1.3 \
+		flask-cors==6.0.5 s3fs==2026.9.0 || echo "no moto here, and it could not be installed: the tests of object storage will be skipped"
+
+test: check java chromium launchers trackers object-store
 	$(BIN)/pytest -n 2 --dist worksteal
 
 ROUNDS ?= 20

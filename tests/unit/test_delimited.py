@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recmill import prepare
-from recmill.datasets.histories import delimited
+from recmill.datasets.inputs import text as text_module
 from recmill.errors import DataError
 
 from ..histories_raw import COLUMNS, KEEP_ALL, histories_of, prepared
@@ -28,12 +28,15 @@ GOOD = "a,x,1\na,y,2\na,z,3\n"
         ("who,what,when\n" + GOOD + "b,x,\n", "row 4, column when: '' is not a whole number"),
         ("who,what,when\n" + GOOD + "b,x,99999999999999999999\n", "'99999999999999999999' is not a whole number"),
         ("who,what,when\n" + GOOD + ",x,4\n", "row 4, column who: '' is empty"),
-        ("who,what,when\n" + GOOD + 'b,"x\n' + "b,x,1\n" * 200_000, "Is a quote not closed"),
+        (
+            "who,what,when\n" + GOOD + 'b,"x\n' + "b,x,1\n" * 200_000,
+            "row 4: a quote is opened and not closed. Close it, or ignore quotes (--no-quotes)",
+        ),
         ("who,what,when\na,x,2020-01-01\na,y,soon\n", "row 2, column when: 'soon' is not a date"),
         ("who,what\n" + "a,x\n", "no column 'when' in its first row, which has: who, what"),
         ("who,what,when,when\n" + "a,x,1,1\n", "two columns 'when'"),
         ("who,what,when\n", "no rows"),
-        ("", "no column 'who' in its first row, which has: nothing"),
+        ("", "raw.csv: no rows"),
         ("who,what,when_at\na,x,1\n", "which has: who, what, when_at. Did you mean 'when_at'?"),
     ],
 )
@@ -49,7 +52,7 @@ def test_a_bad_row_is_one_error_with_file_row_and_value(tmp_path: Path, text: st
 def test_rows_are_numbered_through_all_blocks(
     tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delimited, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_module, "BLOCK_BYTES", block_bytes)
     with pytest.raises(DataError, match="row 41, column when: 'x'"):
         prepared(tmp_path, [("a", n, n) for n in range(40)] + [("a", "y", "x")], **KEEP_ALL)
     assert prepared(tmp_path, [("a", n, -n) for n in range(5)], **KEEP_ALL) == {"a": ["4", "3", "2", "1", "0"]}
@@ -58,7 +61,7 @@ def test_rows_are_numbered_through_all_blocks(
 def test_quotes_windows_line_ends_a_bom_and_compression_are_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delimited, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(text_module, "BLOCK_BYTES", 16)
     text = '\ufeffwhen,what,who\r\n3,"a, b","Ann ""A"""\r\n2,"two\nlines","Ann ""A"""\r\n1,c,"Ann ""A"""\r\n\r\n'
     (tmp_path / "raw.csv.gz").write_bytes(gzip.compress(text.encode()))
     prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv.gz", **COLUMNS, time_column="when", **KEEP_ALL)
@@ -87,5 +90,7 @@ def test_dates_become_microseconds(tmp_path: Path) -> None:
 
 def test_text_in_another_encoding_is_refused(tmp_path: Path) -> None:
     (tmp_path / "raw.csv").write_bytes("who,what\na,café\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"rows 1 to 1: one of them cannot be read .*not UTF-8"):
+    with pytest.raises(
+        DataError, match=r"row 1: byte 15 of the text \(0xe9\) is not UTF-8. It is probably latin-1: use"
+    ):
         prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv", **COLUMNS, **KEEP_ALL)

@@ -167,7 +167,7 @@ def test_the_label_is_never_guessed_but_likely_ones_are_named(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a b\nc\n", "none of ',', "),
+        ("a b\nc\n", "no column 'click'; it has a b"),
         ("1,2,3\n4,5,6\n", "its first row is '1,2,3', which looks like data"),
         ("x,y\n1,2\n", "no column 'click'; it has x, y. Correct --label."),
         ("click,y\n", "no rows"),

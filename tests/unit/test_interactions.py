@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from recmill import prepare
 from recmill.data.opening import open_dataset
-from recmill.datasets.histories import delimited, interactions
+from recmill.datasets.histories import interactions
+from recmill.datasets.inputs import text
 from recmill.errors import ConfigError, DataError, ResourceError, UserError
 
 from ..conftest import RunCli
@@ -111,7 +112,7 @@ def test_k_core_order_and_buckets_agree_with_a_plain_reading(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interactions, "_BUCKET_ROWS", bucket_rows)
         patch.setattr(interactions, "_PART_ROWS", bucket_rows)
-        patch.setattr(delimited, "_BLOCK_BYTES", 8 * bucket_rows)
+        patch.setattr(text, "BLOCK_BYTES", 8 * bucket_rows)
         if not expected:
             with pytest.raises(UserError, match=r"none of .* is left|no rows"):
                 prepared(directory, rows, k_core=k, **KEEP_ALL)

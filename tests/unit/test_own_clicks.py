@@ -19,7 +19,7 @@ import recmill
 from recmill import failpoints
 from recmill.data.click_rows import StoredDay
 from recmill.data.opening import open_dataset
-from recmill.datasets.histories import delimited
+from recmill.datasets.inputs import text
 from recmill.datasets.own_clicks import steps
 from recmill.datasets.own_clicks.coding import Coder
 from recmill.datasets.own_clicks.encoding import Encoder, hashed, load_recipe, time_parts
@@ -450,7 +450,7 @@ def test_bad_rows_are_named_and_leave_nothing(
         ({"split": {"val": 0.6, "test": 0.5}}, "nothing is left to train on"),
         ({"split": {"by": "time"}}, "need [time] with a column"),
         ({"label": {"column": "click", "positive": "about 3"}}, "give a condition like '> 3'"),
-        ({"input": {"separator": ";;"}}, "give one ASCII character, or '::'"),
+        ({"input": {"separator": "a\nb"}}, "input.separator is"),
         ({"feature": [SITE, {**PRICE, "clip": [0.9, 0.1]}]}, "give two quantiles"),
         ({"feature": [SITE, {"name": "b", "column": "price", "type": "bucket", "boundaries": [2.0, 1.0]}]}, "grow"),
         ({"lable": {}}, "lable"),
@@ -533,7 +533,7 @@ def test_codes_are_those_of_first_occurrences_and_may_begin_anew(
     log = "click,site\n" + "".join(f"{i % 2},{value}\n" for i, value in enumerate(values))
     expected = prepared(log, feature=[SITE])
     monkeypatch.setattr(steps, "_MAX_VALUES", 100)
-    monkeypatch.setattr(delimited, "_BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(text, "BLOCK_BYTES", 1 << 14)
     found = prepared(log, feature=[SITE])
     same = [json.loads((path / "dataset.json").read_text())["files"] for path in (expected, found)]
     assert same[0] == same[1]

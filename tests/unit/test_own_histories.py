@@ -107,7 +107,7 @@ def test_the_file_of_titles_may_name_its_column_of_items_differently(tmp_path: P
             "t.csv: no column 'name' in its first row, which has: what, title",
         ),
         ({"titles": "u.csv", "title_column": "title"}, "u.csv: no column 'what'"),
-        ({"titles": "none.csv", "title_column": "title"}, "none.csv: no such file. --titles is one file"),
+        ({"titles": "none.csv", "title_column": "title"}, "--titles none.csv: no such file"),
     ],
 )
 def test_titles_that_cannot_be_read_are_refused_before_anything_is_written(
@@ -127,8 +127,8 @@ def test_contradicting_options_and_missing_files_are_refused(tmp_path: Path) -> 
         prepare("histories", tmp_path / "d", input="x.csv", **COLUMNS, min_rating=3)
     with pytest.raises(DataError, match=r"x\.csv: no such file"):
         prepare("histories", tmp_path / "d", input=tmp_path / "x.csv", **COLUMNS)
-    (tmp_path / "x.xlsx").touch()
-    with pytest.raises(DataError, match=r"'\.xlsx' is none of"):
+    (tmp_path / "x.xlsx").write_bytes(b"PK\x03\x04")
+    with pytest.raises(DataError, match=r"x\.xlsx: is no text but a zip archive or a spreadsheet"):
         prepare("histories", tmp_path / "d", input=tmp_path / "x.xlsx", **COLUMNS)
 
 

@@ -37,7 +37,7 @@ _FEW = 0.01  # smaller shares are not worth a warning
 
 
 class Options(Section):
-    input: str = flag(..., "The rows: a file, or a pattern in quotes; text as the schema says, or Parquet.")
+    input: str = flag(..., "The rows, in any format that `prepare clicks` reads: a file, a directory or a pattern.")
     output: str = flag(..., "The file to write, .parquet or .csv: the columns of --keep, and the score.")
     keep: list[str] | None = flag(None, "Columns of --input to copy, separated by commas.")
     logit: bool = flag(False, "Write the logit, too, in column 'logit'.")
@@ -147,9 +147,10 @@ class Predictor:
         import polars as pl
         from polars.io.plugins import register_io_source
 
-        from recmill.datasets.compressed import forecast_rows
+        from recmill.datasets.inputs.parquet import converted_type
+        from recmill.datasets.inputs.reading import num_rows
         from recmill.datasets.own_clicks.encoding import Tally
-        from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files, read, schema_of
+        from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files, read, types_of
 
         schema = self.encoder.recipe.log
         files = found_files(options.input)
@@ -162,7 +163,8 @@ class Predictor:
             raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
         has_labels = all(schema.label.column in columns_of(file, schema.input) for file in files)
         columns = [*needed, *([schema.label.column] if has_labels and schema.label.column not in needed else [])]
-        types = schema_of(files[0], schema.input, kept)
+        there = types_of(files[0], schema.input)
+        types = {name: converted_type(str(files[0]), name, there[name]) for name in kept}
         types |= {"score": pl.Float32()} | ({"logit": pl.Float32()} if options.logit else {})
         if nested := [name for name, kind in types.items() if kind.is_nested() and output.suffix == ".csv"]:
             raise ConfigError(
@@ -170,7 +172,7 @@ class Predictor:
             )
         metrics = BinaryMetrics()
         self.encoder.tally = Tally()
-        total = 0 if files[0].suffix == ".parquet" else sum(map(forecast_rows, files))
+        total = sum(num_rows(file, schema.input) for file in files)
 
         def frames(*_: object) -> Iterator[pl.DataFrame]:
             with Progress("scoring", total, "rows") as progress:

@@ -53,10 +53,21 @@ class PrepareOptions(TypedDict, total=False):
     # clicks
     schema_file: str
     # histories, movielens, goodreads
-    user_column: str
-    item_column: str
+    layout: Literal["rows", "lines", "jsonl"]
+    user_column: str | None
+    item_column: str | None
     time_column: str | None
     rating_column: str | None
+    columns: list[str] | None
+    separator: str | None
+    no_quotes: bool
+    escape: bool
+    encoding: str
+    skip_lines: int
+    no_user: bool
+    only: list[str]
+    title_columns: list[str] | None
+    title_encoding: str | None
     titles: str | None
     title_column: str | None
     title_id_column: str | None

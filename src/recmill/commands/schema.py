@@ -12,25 +12,39 @@ from recmill.files.atomic import write_text
 
 
 class Options(Section):
-    input: str = flag(..., "The log: a file, or a pattern in quotes, like 'logs/*.csv'.")
+    input: str = flag(..., "The log: a file, a directory, or a pattern in quotes, like 'logs/*.csv'.")
     label: str | None = flag(None, "The column that says whether a row was clicked.")
     output: str | None = flag(None, "The file to write, like clicks.toml.  [default: the schema is only printed]")
+    columns: list[str] | None = flag(None, "The names of the columns, if the first row does not name them.")
+    separator: str | None = flag(None, "Between the fields of a text.  [default: found in its first 1,000 lines]")
+    encoding: str = flag("utf-8", "The encoding of a text: a codec of Python, like latin-1 or utf-16.")
 
 
 @checked_keywords
-def guess_schema(input: str | Path, label: str | None = None, output: str | Path | None = None) -> dict[str, Any]:
+def guess_schema(
+    input: str | Path,
+    label: str | None = None,
+    output: str | Path | None = None,
+    *,
+    columns: list[str] | None = None,
+    separator: str | None = None,
+    encoding: str = "utf-8",
+) -> dict[str, Any]:
     """Return {"schema": the text of the schema, "columns": [{"column", "guess", "why"}, ...], "output": where it
     was written}.
 
     The guesses are made from the first rows of each file, 40,000 in all. The label is never guessed.
     """
+    from recmill.datasets.inputs.detection import described
+    from recmill.datasets.inputs.files import found_files
     from recmill.datasets.own_clicks.guessing import as_toml, guess
-    from recmill.datasets.own_clicks.reading import found_files
 
     if is_frame(input):
         raise ConfigError("`input` is a path, not a frame: write it to a file first.")
     path = new_path(output, "--output") if output is not None else None
-    section, clicks, guesses = guess(found_files(str(input)), label)
+    files = found_files(str(input))
+    section = described(files[0], separator, columns=columns or [], encoding=encoding)
+    clicks, guesses = guess(files, label, section)
     assert label
     text = as_toml(section, clicks, guesses)
     if path:

@@ -8,30 +8,39 @@ from pathlib import Path
 import xxhash
 import zstandard
 
+from recmill.datasets.inputs.remote import RemoteFile
 from recmill.errors import DataError
+
+InputFile = Path | RemoteFile
 
 SUFFIXES = ("", ".gz", ".zst")
 _SAMPLE_BYTES = 1 << 20
 
 
-def is_compressed(path: Path) -> bool:
+def is_compressed(path: InputFile) -> bool:
     return path.suffix in SUFFIXES[1:]
 
 
-def read_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
-    """Yield the decompressed content in blocks of about this size."""
-    if path.suffix == ".zst":
-        yield from _zstd_blocks(path, block_bytes)
-        return
+def read_blocks(path: InputFile, block_bytes: int) -> Iterator[bytes]:
+    """Yield the decompressed content in blocks of about this size. A file that changes meanwhile is an error."""
+    before = file_state(path)
+    yield from _zstd_blocks(path, block_bytes) if path.suffix == ".zst" else _blocks(path, block_bytes)
+    if isinstance(path, RemoteFile):
+        path.check_unchanged()
+    elif file_state(path) != before:
+        raise DataError(f"{path}: it changed while it was read. Wait until it is complete, then repeat the command.")
+
+
+def _blocks(path: InputFile, block_bytes: int) -> Iterator[bytes]:
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as raw, gzip.open(raw, "rb") if path.suffix == ".gz" else raw as file:
             while block := file.read(block_bytes):
                 yield block
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: cut short or corrupt ({error}). Download the file again.") from None
 
 
-def _zstd_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
+def _zstd_blocks(path: InputFile, block_bytes: int) -> Iterator[bytes]:
     """Decompress frame by frame: zstandard's own readers accept a file that ends in the middle of a frame."""
     compressed_bytes = min(block_bytes, 1 << 17)  # so that a block stays small
     frame = None
@@ -50,7 +59,7 @@ def _zstd_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
         raise DataError(f"{path}: cut short (it ends in the middle of a frame). Download the file again.")
 
 
-def expansion(path: Path) -> float:
+def expansion(path: InputFile) -> float:
     """Estimate the bytes of text per byte of the file from its beginning."""
     if not is_compressed(path):
         return 1.0
@@ -64,15 +73,31 @@ def expansion(path: Path) -> float:
     return max(len(text), 1) / max(len(beginning), 1)
 
 
-def forecast_rows(path: Path) -> int:
+def forecast_rows(path: InputFile) -> int:
     """Estimate the rows of a text from the size of the file and its first rows."""
     beginning = next(read_blocks(path, 1 << 20), b"")
     rows = max(beginning.count(b"\n"), 1)
     return max(int(path.stat().st_size * expansion(path) * rows / max(len(beginning), 1)), 1)
 
 
-def sample_digest(path: Path) -> str:
-    """Return a digest of the file, or of samples spread over a large one, to detect a changed file quickly."""
+def forecast_items(path: InputFile) -> int:
+    """Estimate the words of a text from the size of the file and its first rows."""
+    beginning = next(read_blocks(path, 1 << 20), b"")
+    return max(int(path.stat().st_size * expansion(path) * len(beginning.split()) / max(len(beginning), 1)), 1)
+
+
+def file_state(path: InputFile) -> list[int | str]:
+    """Return the size of a file, and what changes when its content does."""
+    return [path.stat().st_size, path.version if isinstance(path, RemoteFile) else path.stat().st_mtime_ns]
+
+
+def sample_digest(path: InputFile) -> str:
+    """Return a digest of the file, or of samples spread over a large one, to detect a changed file quickly.
+
+    Of a file in object storage it is the version that the store gives.
+    """
+    if isinstance(path, RemoteFile):
+        return path.version
     size = path.stat().st_size
     starts: Iterable[int] = range(0, size, _SAMPLE_BYTES)
     if size > 1 << 28:

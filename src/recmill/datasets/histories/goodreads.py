@@ -13,9 +13,10 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from recmill.config.sections import key
 from recmill.datasets.compressed import SUFFIXES, expansion, forecast_rows, read_blocks
-from recmill.datasets.histories import delimited
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
 from recmill.datasets.histories.writing import MIN_HISTORY
+from recmill.datasets.inputs import delimited
+from recmill.datasets.inputs.section import InputSection
 from recmill.errors import DataError, did_you_mean_path
 from recmill.observe.progress import Progress
 
@@ -66,7 +67,7 @@ def plan(options: Options) -> InteractionsPlan:
         options,
         [path, *name_files],
         forecast_rows(path),
-        lambda: delimited.Table(path, ",").rows(*_FIELDS),
+        lambda: delimited.Table(path, InputSection()).rows(*_FIELDS),
         options.min_interactions,
         options.max_interactions,
         conditions={"--only-read": pl.col("is_read") == 1} if options.only_read else {},
@@ -78,7 +79,7 @@ def plan(options: Options) -> InteractionsPlan:
 def _titles(books: Path, book_ids: Path) -> pl.DataFrame:
     """Return original_id, title for the ids of the interactions, which are not the ids of the books."""
     fields = delimited.Field("original_id", "book_id_csv", "integer"), delimited.Field("book", "book_id", "integer")
-    ids = pl.concat(delimited.Table(book_ids, ",").rows(*fields)).cast(pl.String)
+    ids = pl.concat(delimited.Table(book_ids, InputSection()).rows(*fields)).cast(pl.String)
     return pl.concat(_books(books)).join(ids, on="book").select("original_id", "title")
 
 

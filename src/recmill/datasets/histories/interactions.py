@@ -9,7 +9,7 @@ Memory holds only the distinct ids, their counts and one bucket.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,9 +21,10 @@ import polars as pl
 from pydantic import NonNegativeInt
 
 from recmill.config.sections import Section, key
-from recmill.datasets.compressed import sample_digest
-from recmill.datasets.histories.delimited import BadRows
+from recmill.datasets.compressed import InputFile, file_state, sample_digest
 from recmill.datasets.histories.writing import MIN_HISTORY, id_table, seal_histories
+from recmill.datasets.inputs.delimited import BadRows
+from recmill.datasets.inputs.files import distinct_names
 from recmill.datasets.writing import NpyWriter, Work, check_disk, write_parquet
 from recmill.errors import ConfigError, DataError
 from recmill.schema import Description
@@ -36,6 +37,10 @@ _MAX_BUCKETS = 256  # each is an open file while rows are distributed
 _MAX_IDS = 2**31 - 2
 _NO_LIMIT = 2**63 - 1
 _PATH_OPTIONS = {"input", "titles", "book_ids"}  # the recipe has the content of these files, not their location
+_LATER_OPTIONS = {
+    "layout", "columns", "separator", "no_quotes", "escape", "encoding", "skip_lines", "no_user", "only",
+    "title_columns", "title_encoding",
+}  # fmt: skip
 
 
 class Filters(Section):
@@ -61,7 +66,7 @@ class InteractionsPlan:
 
     name: str
     options: Filters
-    files: list[Path]
+    files: Sequence[InputFile]
     forecast_rows: int
     batches: Callable[[], Iterator[pl.DataFrame]]
     min_user_count: int
@@ -74,12 +79,17 @@ class InteractionsPlan:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        files = {path.name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}" for path in self.files}
+        files = {
+            name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}"
+            for name, path in zip(distinct_names(self.files), self.files, strict=True)
+        }
         options = self.options.model_dump(exclude=_PATH_OPTIONS)
         if options.get("title_id_column", "") is None:
             del options["title_id_column"]  # as in datasets that were made before it was an option
         if options.get("on_bad_row") == "fail":
             del options["on_bad_row"], options["max_bad_rows"]  # likewise
+        for name in _LATER_OPTIONS & options.keys() - self.options.model_dump(exclude_defaults=True).keys():
+            del options[name]  # likewise
         return {**options, "files": files, **self._frame}
 
     @property
@@ -90,7 +100,7 @@ class InteractionsPlan:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        files = {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns] for path in self.files}
+        files = {str(path.absolute()): file_state(path) for path in self.files}
         return {**files, **self._frame}
 
     @property

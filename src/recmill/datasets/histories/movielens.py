@@ -12,8 +12,9 @@ from pydantic import NonNegativeInt
 
 from recmill.config.sections import key
 from recmill.datasets.compressed import SUFFIXES, forecast_rows, read_blocks
-from recmill.datasets.histories import delimited
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
+from recmill.datasets.inputs import delimited
+from recmill.datasets.inputs.section import InputSection
 from recmill.errors import DataError, did_you_mean_path
 
 __all__ = ["Options", "plan", "write"]
@@ -52,7 +53,8 @@ def plan(options: Options) -> InteractionsPlan:
     titles = _find(directory, titles_name)
     if not titles:
         raise DataError(f"{directory}: {ratings.name} is there, but not {titles_name}. Both are in one archive.")
-    table = delimited.Table(ratings, separator, None if separator == "," else [field.column for field in _FIELDS])
+    columns = [] if separator == "," else [field.column for field in _FIELDS]
+    table = delimited.Table(ratings, InputSection(separator=separator, columns=columns, quotes=separator == ","))
     return InteractionsPlan(
         "movielens",
         options,

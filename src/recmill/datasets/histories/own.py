@@ -1,12 +1,12 @@
-"""Histories from your own interactions: CSV, TSV or Parquet with a column for users and one for items.
+"""Histories from your own interactions: rows with a column for users and one for items, or a line per user.
 
 Filters apply in this order: rating, repeated items, items, users, k-core.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from itertools import chain
 from typing import Literal
 
 import polars as pl
@@ -14,27 +14,47 @@ import xxhash
 from pydantic import NonNegativeInt, model_validator
 
 from recmill.config.sections import key
-from recmill.data.parquet_files import reading
-from recmill.datasets.compressed import forecast_rows
-from recmill.datasets.histories import delimited
+from recmill.datasets.compressed import InputFile, forecast_items, read_blocks
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
-from recmill.errors import ConfigError, DataError, did_you_mean, did_you_mean_path
+from recmill.datasets.inputs import delimited, lines
+from recmill.datasets.inputs.detection import described
+from recmill.datasets.inputs.files import found_files
+from recmill.datasets.inputs.parquet import converted_type
+from recmill.datasets.inputs.reading import check_columns, frames, num_rows, types_of
+from recmill.datasets.inputs.section import InputSection
+from recmill.errors import ConfigError, DataError, did_you_mean
 
 __all__ = ["Options", "plan", "plan_frame", "write"]
 
 _BATCH_ROWS = 1 << 19
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_KINDS = {"time": "a whole number or a date"}
 
 
 class Options(Filters):
-    input: str = key(..., "One file: .csv or .tsv with a header (also .gz, .zst), or .parquet.")
-    user_column: str = key(..., "Column of users: text or whole numbers.")
-    item_column: str = key(..., "Column of items: text or whole numbers.")
+    input: str = key(
+        ...,
+        "Files: text, .jsonl or .parquet (text also .gz, .zst); a directory, a pattern in quotes, or s3://, gs://, hf://.",
+    )
+    layout: Literal["rows", "lines", "jsonl"] = key(
+        "rows", "rows: one interaction per row; lines: a user and all its items per line; jsonl: JSON lines."
+    )
+    user_column: str | None = key(None, "Column of users: text or whole numbers.")
+    item_column: str | None = key(None, "Column of items: text or whole numbers.")
     time_column: str | None = key(None, "Column of times: whole numbers or ISO dates. Without it, file order counts.")
     rating_column: str | None = key(None, "Column of ratings: numbers, for --min-rating.")
+    columns: list[str] | None = key(None, "The names of a text's columns, if its first row does not name them.")
+    separator: str | None = key(None, "Between the fields of a text.  [default: found in its first 1,000 lines]")
+    no_quotes: bool = key(False, "Double quotes in a text have no meaning.")
+    escape: bool = key(False, 'A quote within a field of a text is written as \\" instead of two quotes.')
+    encoding: str = key("utf-8", "The encoding of a text: a codec of Python, like latin-1 or utf-16.")
+    skip_lines: NonNegativeInt = key(0, "Skip this many lines at the beginning of a text.")
+    no_user: bool = key(False, "With --layout lines: a line has only items, and is a history of its own.")
+    only: list[str] = key([], "Keep only rows with one of these values, like event=purchase,cart. May be repeated.")
     titles: str | None = key(None, "File with titles of items, in one of the formats of --input.")
     title_column: str | None = key(None, "Column of titles, in the file of --titles.")
     title_id_column: str | None = key(None, "Column of items, in the file of --titles.  [default: as --item-column]")
+    title_columns: list[str] | None = key(None, "The names of the columns of --titles, if its first row has none.")
+    title_encoding: str | None = key(None, "The encoding of --titles.  [default: as --encoding]")
     on_bad_row: Literal["fail", "skip"] = key("fail", "Stop at a row of --input that cannot be parsed, or skip it.")
     max_bad_rows: NonNegativeInt = key(1000, "With --on-bad-row skip: stop after more than this many.")
     min_user_count: NonNegativeInt = key(5, "Keep only users with at least this many interactions; never fewer than 3.")
@@ -45,20 +65,66 @@ class Options(Filters):
             raise ValueError("--min-rating and --rating-column go together: one of them is missing.")
         if (self.titles is None) != (self.title_column is None):
             raise ValueError("--titles and --title-column go together: one of them is missing.")
-        if self.title_id_column is not None and self.titles is None:
-            raise ValueError("--title-id-column needs --titles.")
+        needs_titles = {"title_id_column": self.title_id_column, "title_columns": self.title_columns}
+        if (given := [name for name, value in needs_titles.items() if value is not None]) and self.titles is None:
+            raise ValueError(f"--{given[0].replace('_', '-')} needs --titles.")
         if self.max_bad_rows != 1000 and self.on_bad_row == "fail":
             raise ValueError("--max-bad-rows needs --on-bad-row skip.")
-        if self.on_bad_row == "skip" and self.input.endswith(".parquet"):
-            raise ValueError("--on-bad-row skip is for .csv and .tsv: values of Parquet files have types. Remove it.")
+        is_text = self.layout == "rows" and not self.input.endswith((".parquet", ".jsonl"))
+        if self.on_bad_row == "skip" and not is_text:
+            raise ValueError("--on-bad-row skip is for .csv and .tsv: values of other files have types. Remove it.")
+        self._check_layout()
         return self
+
+    def _check_layout(self) -> None:
+        named = {name: getattr(self, name) for name in ("user_column", "item_column", "time_column", "rating_column")}
+        if self.layout == "lines":
+            if wrong := [name for name in (*named, "columns") if getattr(self, name) is not None] or self.only:
+                option = "only" if wrong is self.only else str(wrong[0])
+                raise ValueError(f"--{option.replace('_', '-')} is for rows with columns; --layout lines has none.")
+            if self.titles and not self.title_id_column:
+                raise ValueError("--titles needs --title-id-column with --layout lines, whose items have no column.")
+            return
+        if self.no_user:
+            raise ValueError("--no-user needs --layout lines.")
+        if missing := [name for name in ("user_column", "item_column") if named[name] is None]:
+            raise ValueError(f"--{missing[0].replace('_', '-')} is missing: name the column.")
+        if bad := [text for text in self.only if not text.partition("=")[0] or not text.partition("=")[2]]:
+            raise ValueError(f"--only {bad[0]!r}: give a column and its values, like event=purchase,cart.")
 
 
 def plan(options: Options) -> InteractionsPlan:
-    path = Path(options.input)
+    files = found_files(options.input)
     bad_rows = delimited.BadRows(options.max_bad_rows) if options.on_bad_row == "skip" else None
-    made = _plan(options, [path], *_reader(path, "--input", _columns(options), bad_rows))
-    return replace(made, bad_rows=bad_rows)
+    section = _section(files[0], options)
+    if options.layout == "lines":
+        items = sum(map(forecast_items, files))
+        return _plan(options, files, items, partial(_read_lines, files, section, options.no_user))
+    columns = _columns(options)
+    if len(files) > 1:
+        check_columns(files, section, list(columns.values()), "the files do not fit the options", "Correct them.")
+    rows, read = _reader(files, section, columns, bad_rows)
+    return replace(_plan(options, files, rows, read), bad_rows=bad_rows)
+
+
+def _section(file: InputFile, options: Options) -> InputSection:
+    kind = "jsonl" if options.layout == "jsonl" else "text" if options.layout == "lines" else "auto"
+    return described(
+        file,
+        options.separator or (_separator_of_lines(file) if options.layout == "lines" else None),
+        not options.no_quotes,
+        kind=kind,
+        columns=options.columns or [],
+        escape=options.escape,
+        encoding=options.encoding,
+        skip_lines=options.skip_lines,
+    )
+
+
+def _separator_of_lines(file: InputFile) -> str:
+    """Return the separator of a text with lines of different lengths: the one that occurs most often in it."""
+    text = next(read_blocks(file, 1 << 18), b"").replace(b"\0", b"")
+    return max((" ", "\t", ","), key=lambda separator: text.count(separator.encode()))
 
 
 def plan_frame(options: Options, frame: pl.DataFrame) -> InteractionsPlan:
@@ -66,48 +132,91 @@ def plan_frame(options: Options, frame: pl.DataFrame) -> InteractionsPlan:
     if options.on_bad_row == "skip":
         raise ConfigError("--on-bad-row skip is for .csv and .tsv: values of a frame have types. Remove it.")
     columns = _columns(options)
-    read = partial(_read_selected, "input", columns, _select("input", frame.lazy(), columns))
+    _check_there("input", frame.schema, columns)
+    chosen = [_typed_column("input", frame.schema, *names) for names in columns.items()]
+    read = partial(_checked, "input", columns, list(frame.iter_slices(_BATCH_ROWS)), chosen)
     digest = xxhash.xxh3_128_hexdigest(frame.select(columns.values()).hash_rows(seed=0).to_numpy().data)
     return replace(_plan(options, [], frame.height, read), frame_digest=digest)
 
 
 def _plan(
-    options: Options, files: list[Path], rows: int, read: Callable[[], Iterator[pl.DataFrame]]
+    options: Options, files: list[InputFile], rows: int, read: Callable[[], Iterator[pl.DataFrame]]
 ) -> InteractionsPlan:
     titles = None
     if options.titles and options.title_column:
-        files = [*files, Path(options.titles)]
-        columns = {"item": options.title_id_column or options.item_column, "title": options.title_column}
-        titles = partial(_titles, _reader(files[-1], "--titles", columns)[1])
-    has_time = options.time_column is not None
+        found = found_files(options.titles, "--titles")
+        files = [*files, *(file for file in found if file not in files)]
+        columns = {"item": options.title_id_column or options.item_column or "", "title": options.title_column}
+        encoding = options.title_encoding or options.encoding
+        section = described(found[0], None, columns=options.title_columns or [], encoding=encoding)
+        titles = partial(_titles, _reader(found, section, columns)[1])
     return InteractionsPlan(
-        "histories", options, files, rows, read, options.min_user_count, titles=titles, has_time=has_time
+        "histories",
+        options,
+        files,
+        rows,
+        read,
+        options.min_user_count,
+        conditions={
+            f"--only {text}": pl.col(f"only {number}").is_in(text.partition("=")[2].split(","))
+            for number, text in enumerate(options.only)
+        },
+        titles=titles,
+        has_time=options.time_column is not None,
     )
 
 
 def _columns(options: Options) -> dict[str, str]:
     """Return the column of users, items, ratings and times, as far as they are given."""
     names = ("user", "item", "rating", "time")
-    return {name: column for name in names if (column := getattr(options, f"{name}_column")) is not None}
+    found = {name: column for name in names if (column := getattr(options, f"{name}_column")) is not None}
+    return found | {f"only {number}": text.partition("=")[0] for number, text in enumerate(options.only)}
 
 
 def _reader(
-    path: Path, option: str, columns: dict[str, str], bad_rows: delimited.BadRows | None = None
+    files: list[InputFile], section: InputSection, columns: dict[str, str], bad_rows: delimited.BadRows | None = None
 ) -> tuple[int, Callable[[], Iterator[pl.DataFrame]]]:
-    """Return about how many rows a file has, and a function that reads these columns of it."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file. {did_you_mean_path(path)}{option} is one file: .csv, .tsv or .parquet.")
-    suffix = Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
-    if suffix not in (*_SEPARATORS, ".parquet"):
-        raise DataError(f"{path}: '{suffix}' is none of .csv, .tsv, .parquet (.gz and .zst after the first two).")
-    if suffix == ".parquet":
-        with reading(path, "Get it again."):
-            selected = _select(str(path), pl.scan_parquet(path), columns)
-            rows = selected.select(pl.len()).collect().item()
-        return rows, partial(_read_selected, str(path), columns, selected)
-    return forecast_rows(path), partial(
-        _read_text, delimited.Table(path, _SEPARATORS[suffix], bad_rows=bad_rows), columns
-    )
+    """Return about how many rows the files have, and a function that reads these columns of them."""
+    readers = [_file_reader(file, section, columns, bad_rows) for file in files]
+    rows = sum(num_rows(file, section) for file in files)
+    return rows, lambda: chain.from_iterable(read() for read in readers)
+
+
+def _file_reader(
+    file: InputFile, section: InputSection, columns: dict[str, str], bad_rows: delimited.BadRows | None
+) -> Callable[[], Iterator[pl.DataFrame]]:
+    kind = section.kind_of(file)
+    if kind == "text":
+        return partial(_read_text, delimited.Table(file, section, bad_rows), columns)
+    schema = pl.Schema(types_of(file, section, "--"))
+    _check_there(str(file), schema, columns)
+    distinct = list(dict.fromkeys(columns.values()))
+    if kind == "parquet":
+        converted = {name: converted_type(str(file), name, schema[name]) for name in distinct}
+        chosen = [_typed_column(str(file), pl.Schema(converted), *names) for names in columns.items()]
+    else:
+        chosen = [_parsed_column(*names) for names in columns.items()]
+    return lambda: _checked(str(file), columns, frames(file, section, distinct, "--"), chosen)
+
+
+def _read_lines(files: list[InputFile], section: InputSection, no_user: bool) -> Iterator[pl.DataFrame]:
+    users = 1
+    for file in files:
+        for frame in lines.rows(file, section, users if no_user else None):
+            yield frame
+        users = int(frame["user"][-1]) + 1 if no_user else users
+
+
+def _parsed_column(name: str, column: str) -> pl.Expr:
+    """Select a column of texts as `name`, in the type that delimited text would be read as."""
+    value = pl.col(column)
+    if name == "rating":
+        return value.cast(pl.Float64, strict=False).alias(name)
+    if name == "time":
+        dates = value.str.to_datetime("%+", strict=False, time_unit="us", time_zone="UTC").dt.epoch("us")
+        days = value.str.to_datetime("%Y-%m-%d", strict=False, time_unit="us").dt.epoch("us")
+        return pl.coalesce(value.cast(pl.Int64, strict=False), dates, days).alias(name)
+    return value.alias(name)
 
 
 def _titles(read: Callable[[], Iterator[pl.DataFrame]]) -> pl.DataFrame:
@@ -117,25 +226,25 @@ def _titles(read: Callable[[], Iterator[pl.DataFrame]]) -> pl.DataFrame:
 def _read_text(table: delimited.Table, columns: dict[str, str]) -> Iterator[pl.DataFrame]:
     kinds: dict[str, delimited.Kind] = dict.fromkeys(columns, "text")
     kinds |= {"rating": "number", "time": "integer"}
+    kinds |= {name: "any" for name in columns if name.startswith("only")}
     if "time" in columns and "-" in table.first_value(columns["time"])[1:]:
         kinds["time"] = "date"
     fields = [delimited.Field(name, column, kinds[name], _option(name, columns)) for name, column in columns.items()]
     return table.rows(*fields)
 
 
-def _select(path: str, frame: pl.LazyFrame, columns: dict[str, str]) -> pl.LazyFrame:
-    schema = frame.collect_schema()
+def _check_there(path: str, schema: pl.Schema, columns: dict[str, str]) -> None:
     for name, column in columns.items():
         if column not in schema:
             remedy = f"Name another column ({_option(name, columns)})."
-            raise DataError(
-                f"{path}: no column '{column}'; it has: {', '.join(schema)}. {did_you_mean(column, schema)}{remedy}"
-            )
-    return frame.select(_typed_column(path, schema, *names) for names in columns.items())
+            near = did_you_mean(column, schema)
+            raise DataError(f"{path}: no column '{column}'; it has: {', '.join(schema)}. {near}{remedy}")
 
 
 def _option(name: str, columns: dict[str, str]) -> str:
     """Return the option that names this column of the file with these columns."""
+    if name.startswith("only"):
+        return "--only"
     return "--title-id-column" if name == "item" and "title" in columns else f"--{name}-column"
 
 
@@ -143,6 +252,8 @@ def _typed_column(path: str, schema: pl.Schema, name: str, column: str) -> pl.Ex
     """Select `column` as `name`, in the type that text would be read as."""
     dtype = schema[column]
     value = pl.col(column).alias(name)
+    if name.startswith("only") and not dtype.is_nested():
+        return value.cast(pl.String)
     if name == "time" and isinstance(dtype, pl.Date | pl.Datetime):
         return value.cast(pl.Datetime("us")).dt.epoch("us")
     if name == "rating" and dtype.is_numeric():
@@ -156,21 +267,27 @@ def _typed_column(path: str, schema: pl.Schema, name: str, column: str) -> pl.Ex
     raise DataError(f"{path}: column '{column}' is {dtype}, not {expected}.")
 
 
-def _check_values(path: str, batch: pl.DataFrame, columns: dict[str, str], rows_before: int) -> None:
+def _check_values(path: str, batch: pl.DataFrame, columns: dict[str, str], rows_before: int, raw: pl.DataFrame) -> None:
     for name, column in columns.items():
+        if name.startswith("only"):
+            continue
         is_bad = batch[name].is_null() if name != "rating" else ~batch[name].is_finite().fill_null(False)
+        is_bad = is_bad | (batch[name] == "") if batch[name].dtype == pl.String else is_bad
         if is_bad.any():
-            row = rows_before + int(is_bad.arg_true()[0]) + 1
-            value = batch[name].filter(is_bad)[0]
-            fact = "missing" if value is None else f"{value} is not a number"
-            raise DataError(f"{path}: row {row:,}, column {column}: {fact}. Remove such rows.")
+            place = int(is_bad.arg_true()[0])
+            value = raw[column][place]
+            fact = "missing" if value is None or value == "" else f"{value} is not {_KINDS.get(name, 'a number')}"
+            raise DataError(f"{path}: row {rows_before + place + 1:,}, column {column}: {fact}. Remove such rows.")
 
 
-def _read_selected(path: str, columns: dict[str, str], selected: pl.LazyFrame) -> Iterator[pl.DataFrame]:
+def _checked(
+    path: str, columns: dict[str, str], batches: Iterable[pl.DataFrame], chosen: list[pl.Expr]
+) -> Iterator[pl.DataFrame]:
     done = 0
     try:
-        for batch in selected.collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True):
-            _check_values(path, batch, columns, done)
+        for raw in batches:
+            batch = raw.select(chosen)
+            _check_values(path, batch, columns, done, raw)
             done += batch.height
             yield batch
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:

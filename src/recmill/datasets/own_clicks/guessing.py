@@ -1,25 +1,24 @@
 """Guess the schema of a click log from a sample of its rows, with a reason for every guess."""
 
-import csv
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import tomli_w
 
-from recmill.datasets.compressed import read_blocks
-from recmill.datasets.own_clicks.reading import check_columns, columns_of, read
-from recmill.datasets.own_clicks.schema import InputSection, LabelSection
+from recmill.datasets.compressed import InputFile
+from recmill.datasets.inputs.parquet import converted_type
+from recmill.datasets.inputs.reading import check_columns, columns_of, frames, types_of
+from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.own_clicks.schema import LabelSection
 from recmill.datasets.own_clicks.values import CLICK, NO_CLICK, parsed_times
 from recmill.errors import ConfigError, DataError, did_you_mean
 from recmill.metrics.auc import auroc
 
 SAMPLE_ROWS = 40_000
-_SEPARATORS = [",", "\t", ";", "|", "::"]
 _INNER = ["|", ";", "^", ",", " "]  # between the values of one field
 _LABELS = re.compile(r"(is_?)?(click(ed)?|label|target|y|conversion|converted|purchase[d]?)", re.I)
 _IDS = re.compile(r"(.*_)?(id|code|type|category|zip)|.*[a-z]Id|C\d+", re.I)
@@ -55,25 +54,27 @@ class Guess:
         return self.features[0]["type"] if self.features else "left out"
 
 
-def guess(files: list[Path], label: str | None) -> tuple[InputSection, LabelSection, list[Guess]]:
-    """Return how to read the files, what is a click, and a guess for every column but the label."""
-    section = InputSection() if files[0].suffix == ".parquet" else _separated(files[0])
-    columns = columns_of(files[0], section)
-    _check_header(files[0], columns, section)
+def guess(files: Sequence[InputFile], label: str | None, section: InputSection) -> tuple[LabelSection, list[Guess]]:
+    """Return what is a click, and a guess for every column but the label."""
+    there = columns_of(files[0], section, "--")
+    _check_header(files[0], there, section)
+    refused = _refused(files[0], section)
+    columns = [column for column in there if column not in refused]
     sample = _sample(files, section, columns)
     if label is None:
         raise ConfigError(_which_label(sample))
     if label not in columns:
         near = did_you_mean(label, columns)
-        raise DataError(f"{files[0]}: no column '{label}'; it has {', '.join(columns)}. {near}Correct --label.")
+        raise DataError(f"{files[0]}: no column '{label}'; it has {', '.join(there)}. {near}Correct --label.")
     texts = {name: _text(sample[name], section.missing) for name in columns}
     clicks = _clicks(label, texts[label])
     is_click = texts[label].fill_null("").is_in([*CLICK, *clicks.positive]).to_numpy()
     guesses = [_column(name, sample[name], texts[name], is_click) for name in columns if name != label]
+    guesses += [Guess(name, why) for name, why in refused.items()]
     times = [found for found in guesses if found.time_format]
     for other in times[1:]:
         other.time_format, other.features, other.why = "", [], f"another time than {times[0].column}; add it by hand"
-    return section, clicks, guesses
+    return clicks, guesses
 
 
 def as_toml(section: InputSection, label: LabelSection, guesses: list[Guess]) -> str:
@@ -94,46 +95,35 @@ def as_toml(section: InputSection, label: LabelSection, guesses: list[Guess]) ->
     return "\n".join(parts)
 
 
-def _separated(file: Path) -> InputSection:
-    """Return the separator that divides each of the first lines into the same number of fields, the most of them."""
-    text = next(read_blocks(file, 1 << 18), b"").decode("utf-8", "replace")
-    lines = text.splitlines()[: None if text.endswith("\n") else -1][:1000]
-    counts: dict[tuple[str, bool], int] = {}
-    for separator, quotes in product(_SEPARATORS, (True, False)):
-        if len(separator) == 1:
-            rows = csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE)
-            fields = {len(row) for row in rows}
-        else:
-            fields = {line.count(separator) + 1 for line in lines}
-        if len(fields) == 1 and max(fields) > 1:
-            counts[separator, quotes] = max(fields)
-    if not counts:
-        raise DataError(
-            f"{file}: none of {', '.join(map(repr, _SEPARATORS))} divides each of its first lines into the same number "
-            "of fields. Write a schema by hand (docs/own-data.md), or correct the file."
-        )
-    separator, quotes = max(counts, key=lambda found: counts[found])
-    return InputSection(separator=separator, quotes=quotes)
+def _refused(file: InputFile, section: InputSection) -> dict[str, str]:
+    """Return the columns of which no feature can be made, like objects and maps, and why."""
+    found = {}
+    for column, dtype in types_of(file, section).items() if section.kind_of(file) != "text" else ():
+        try:
+            converted_type(str(file), column, dtype)
+        except DataError as error:
+            found[column] = str(error).partition(f"column {column} ")[2].partition(", ")[0]
+    return found
 
 
-def _check_header(file: Path, columns: list[str], section: InputSection) -> None:
+def _check_header(file: InputFile, columns: list[str], section: InputSection) -> None:
     is_number = [re.fullmatch(r"-?\d+(\.\d+)?", name) is not None for name in columns]
-    if file.suffix != ".parquet" and sum(is_number) > len(columns) / 2:
+    if section.kind_of(file) == "text" and sum(is_number) > len(columns) / 2:
         raise DataError(
             f"{file}: its first row is {section.separator.join(columns)[:80]!r}, which looks like data. "
-            "Add a row with the names of the columns, or write a schema by hand with input.columns."
+            "Name the columns with --columns, or add a row with their names."
         )
 
 
-def _sample(files: list[Path], section: InputSection, columns: list[str]) -> pl.DataFrame:
+def _sample(files: Sequence[InputFile], section: InputSection, columns: list[str]) -> pl.DataFrame:
     """Return the first rows of every file, SAMPLE_ROWS together."""
     per_file = max(SAMPLE_ROWS // len(files), 1)
     check_columns(files, section, columns)
     parts: list[pl.DataFrame] = []
     for file in files:
         found: list[pl.DataFrame] = []
-        for rows in read(file, section, columns):
-            found.append(rows.frame)
+        for frame in frames(file, section, columns, "--"):
+            found.append(frame)
             if sum(map(len, found)) >= per_file:
                 break
         if not found:

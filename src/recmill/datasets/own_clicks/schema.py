@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt
 from recmill.config.load import read_toml
 from recmill.config.problems import Problem, report, validated
 from recmill.config.sections import Section, key
+from recmill.datasets.inputs.section import InputSection
 from recmill.errors import ConfigError, did_you_mean_path
 from recmill.registry import unknown
 from recmill.schema import Role
@@ -21,17 +22,6 @@ MISSING, UNSEEN, FIRST_VALUE = 0, 1, 2  # ids: no value; rare or not in the trai
 _CONDITION = re.compile(r"(>=|<=|>|<|==|!=)\s*(-?\d+(?:\.\d+)?)", re.ASCII)
 LOG_SQUARED = "log2-squared"
 _BUCKETS = re.compile(r"quantiles:(\d{1,5})", re.ASCII)
-
-
-class InputSection(Section):
-    separator: str = key(",", "Between the fields of a text: one ASCII character, like '\\t', or '::'.")
-    columns: list[str] = key([], "The names of a text's columns, if its first row does not name them.")
-    quotes: bool = key(True, "Whether a field of a text may be in double quotes; not with '::'.")
-    missing: list[str] = key(["", "NULL", "\\N", "NaN"], "Texts that stand for no value.")
-
-    def contradictions(self) -> list[str]:
-        is_known = self.separator == "::" or (len(self.separator) == 1 and self.separator.isascii())
-        return [] if is_known else [f"input.separator is '{self.separator}': give one ASCII character, or '::'."]
 
 
 class LabelSection(Section):

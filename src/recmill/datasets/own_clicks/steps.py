@@ -17,7 +17,9 @@ import polars as pl
 from recmill.config.sections import Section, key
 from recmill.data.click_rows import ClickRows
 from recmill.data.recipes import RECIPE_FILE, vocabulary_file
-from recmill.datasets.compressed import expansion, forecast_rows, sample_digest
+from recmill.datasets.compressed import InputFile, expansion, file_state, sample_digest
+from recmill.datasets.inputs.files import distinct_names
+from recmill.datasets.inputs.reading import num_rows
 from recmill.datasets.own_clicks.coding import Coder, can_be_numbered
 from recmill.datasets.own_clicks.encoding import Encoder, Recipe
 from recmill.datasets.own_clicks.learning import Learner
@@ -41,7 +43,7 @@ _MAX_VALUES = 1 << 22  # of a column, before a new set of codes begins
 
 
 class Options(Section):
-    input: str = key(..., "A file, or a pattern in quotes like 'logs/*.csv.gz'; files are read in the order of names.")
+    input: str = key(..., "A file, a directory, or a pattern in quotes like 'logs/*.csv.gz'; also s3://, gs://, hf://.")
     schema_file: str = key(
         ..., "The schema: a TOML file. See docs/own-data.md.", json_schema_extra={"flags": ["--schema"]}
     )
@@ -50,36 +52,31 @@ class Options(Section):
 @dataclass(frozen=True)
 class Plan:
     log: ClicksSchema
-    files: list[Path]
+    files: list[InputFile]
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        files = {path.name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}" for path in self.files}
+        files = {
+            name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}"
+            for name, path in zip(distinct_names(self.files), self.files, strict=True)
+        }
         return {"schema": self.log.model_dump(mode="json"), "files": files}
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
-        return {str(path.absolute()): facts_of(path) for path in self.files}
-
-
-def facts_of(file: Path) -> list[int]:
-    """Return the size of a file and when it was changed."""
-    return [file.stat().st_size, file.stat().st_mtime_ns]
+        return {str(path.absolute()): file_state(path) for path in self.files}
 
 
 def plan(options: Options) -> Plan:
     log = load_schema(Path(options.schema_file))
     files = found_files(options.input)
-    names = [file.name for file in files]
-    if len(set(names)) < len(names):
-        raise DataError(f"--input {options.input}: two files have the same name. Rename one of them.")
     check_columns(files, log.input, log.columns())
     return Plan(log, files)
 
 
 def write(plan: Plan, work: Work) -> Description:
     size = sum(int(path.stat().st_size * expansion(path)) for path in plan.files)
-    check_disk(work, 2 * size, sum(map(forecast_rows, plan.files)))
+    check_disk(work, 2 * size, sum(num_rows(path, plan.log.input) for path in plan.files))
     with ThreadPoolExecutor(num_cores()) as pool:
         return _prepared(plan, work, pool)
 
@@ -113,7 +110,7 @@ class _Blocks:
             self._kept += [(str(file), *block) for block in kept]
         self.rows = sum(block[3] for block in self._kept)
 
-    def _keep(self, index: int, file: Path, plan: Plan) -> list[tuple[str, int, int, str]]:
+    def _keep(self, index: int, file: InputFile, plan: Plan) -> list[tuple[str, int, int, str]]:
         log = plan.log
         kept: list[tuple[str, int, int, str]] = []
         coders: dict[str, Coder] = {}
@@ -135,7 +132,7 @@ class _Blocks:
                 coders, number = {}, number + 1
         if coders:
             self._keep_values(coders, kept[-1][3])
-        if facts_of(file) != plan.inputs[str(file.absolute())]:
+        if file_state(file) != plan.inputs[str(file.absolute())]:
             raise DataError(f"{file}: it changed while it was read. Wait until it is complete, then prepare it again.")
         return kept
 

@@ -1,0 +1,343 @@
+"""Delimited text -> Polars frames. Every row is checked; the error names a bad row, its column and its value.
+Bad rows can also be skipped and counted.
+
+Fields are counted here because Polars silently fills a row that is too short with missing values.
+"""
+
+import csv
+import io
+import logging
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+
+from recmill.datasets.compressed import InputFile, expansion
+from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.inputs.text import MAX_ROW_BYTES, QUOTE_IN_FIELD, LongRow, bad_byte, row_blocks, setting
+from recmill.errors import DataError, did_you_mean
+from recmill.observe.progress import Progress
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["integer", "number", "text", "date", "any"]  # any: text that may be empty
+
+_TYPES = {"integer": pl.Int64(), "number": pl.Float64(), "text": pl.String(), "date": pl.String(), "any": pl.String()}
+_FACTS = {"integer": "is not a whole number", "number": "is not a number", "text": "is empty", "date": "is not a date"}
+_PARSED = _TYPES | {"date": pl.Int64()}
+_NAMED_BAD_ROWS = 10
+_REMEDY = "Fix the file, or get it again."
+_REPLACED = "\x1f"  # stands for a separator of several bytes
+SEPARATORS = [",", "\t", ";", "|", "::", "\x01", " "]  # in the order in which they are tried
+
+
+@dataclass(frozen=True)
+class Field:
+    name: str  # in the frame
+    column: str  # in the file
+    kind: Kind
+    option: str = "see --help"  # that names the column
+
+
+@dataclass
+class BadRows:
+    """The bad rows that were skipped, of at most `allowed`."""
+
+    allowed: int
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def skip(self, problem: str) -> None:
+        self.count += 1
+        if len(self.first) < _NAMED_BAD_ROWS:
+            self.first.append(problem)
+        if self.count > self.allowed:
+            raise DataError(f"{problem}. This is one bad row more than --max-bad-rows allows.")
+
+    def notes(self) -> list[str]:
+        counted = [f"{self.count:,} bad rows skipped"] if self.count else []
+        return [*counted, *(f"skipped: {problem}" for problem in self.first)]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A text file with separated fields. Without `section.columns`, its first row names them. Without `bad_rows`, a bad
+    row is an error. `prefix` is that of the keys in messages: 'input.' of a schema, '--' of flags.
+    """
+
+    path: InputFile
+    section: InputSection
+    bad_rows: BadRows | None = None
+    prefix: str = "--"
+
+    def rows(self, *fields: Field) -> Iterator[pl.DataFrame]:
+        """Yield frames of these fields in file order; dates become microseconds since 1970."""
+        columns, texts = self._opened()
+        positions = {field: self._position(columns, field) for field in fields}
+        total = int(self.path.stat().st_size * expansion(self.path))
+        done = num_good = 0
+        with Progress(f"reading {self.path.name}", total, "bytes") as progress:
+            try:
+                for text in texts:
+                    frame = self._parse(text, len(columns), positions)
+                    num_rows = frame.height if frame is not None else len(self._split(text))
+                    if frame is None:
+                        frame = self._without_bad_rows(text, len(columns), positions, done)
+                    yield frame
+                    done += num_rows
+                    num_good += frame.height
+                    progress.advance(len(text))
+            except LongRow:
+                fact = f"{self.path}: row {done + 1:,} has more than {MAX_ROW_BYTES:,} bytes"
+                raise DataError(f"{fact}. Is a quote not closed ({self._no_quotes} ignores quotes)?") from None
+        if done and not num_good and self.bad_rows:
+            raise DataError(f"{self.path}: all of its {done:,} rows are bad; the first: {self.bad_rows.first[0]}")
+        if not done:
+            raise DataError(f"{self.path}: no rows. Get the file again.")
+
+    def header(self) -> list[str]:
+        """Return the names of the columns."""
+        return self._opened()[0]
+
+    def first_value(self, column: str) -> str:
+        """Return the value in the first row after the header, or an empty string."""
+        columns, texts = self._opened()
+        rows = self._split(next(texts, b"\n").split(b"\n")[0] + b"\n")
+        return dict(zip(columns, rows[0], strict=False)).get(column, "") if rows else ""
+
+    def _opened(self) -> tuple[list[str], Iterator[bytes]]:
+        """Return the names of the columns, and the text of the rows."""
+        texts = self._texts()
+        try:
+            first = next(texts, b"")
+        except LongRow:
+            remedy = "Are its line ends missing? Is it a text?"
+            raise DataError(f"{self.path}: row 1 has more than {MAX_ROW_BYTES:,} bytes. {remedy}") from None
+        if self.section.columns:
+            self._check_no_header(first)
+            return self.section.columns, chain([first] if first else [], texts)
+        header, line_end, rest = first.partition(b"\n")
+        while self.section.has_quotes and header.count(b'"') % 2 and rest:
+            more, line_end, rest = rest.partition(b"\n")
+            header += b"\n" + more
+        columns = (self._split(header + line_end) or [[]])[0]
+        return columns, chain([rest] if rest else [], texts)
+
+    def _check_no_header(self, first: bytes) -> None:
+        """Raise an error if the names of the columns are given, and the first row names them, too."""
+        rows = [list(map(str.strip, row)) for row in self._split(b"\n".join(first.split(b"\n")[:2]) + b"\n")]
+        if len(rows) < 2 or len(rows[0]) != len(rows[1]):
+            return
+        is_named = rows[0] == self.section.columns
+        numbers = sum(_is_good(value, "number") for value in rows[1])
+        if is_named or (numbers >= len(rows[1]) / 2 and not any(_is_good(value, "number") for value in rows[0])):
+            shown = self.section.separator.join(rows[0])[:80]
+            skip = "--skip-lines 1" if self.prefix == "--" else f"{self.prefix}skip_lines = 1"
+            raise DataError(
+                f"{self.path}: its first row is {shown!r}, which looks like names of columns, but {self.prefix}columns "
+                f"gives them. Leave {self.prefix}columns out, or skip the row ({skip})."
+            )
+
+    def _position(self, columns: list[str], field: Field) -> int:
+        column = field.column
+        if columns.count(column) != 1:
+            raise DataError(f"{self.path}: {self._lacks(columns, field)}")
+        return columns.index(column)
+
+    def _lacks(self, columns: list[str], field: Field) -> str:
+        """Return why there is not exactly one such column, and what to do."""
+        column = field.column
+        there = ", ".join(columns) or "nothing"
+        if hint := self.wrong_header(columns):
+            return f"no column '{column}'{hint}"
+        fact = f"two columns '{column}'" if column in columns else f"no column '{column}'"
+        near = did_you_mean(column, columns).strip() if column not in columns else ""
+        remedy = near or f"Name another column ({field.option}), or choose another file."
+        where = f"{self.prefix}columns" if self.section.columns else "its first row"
+        return f"{fact} in {where}, which has: {there}. {remedy}"
+
+    def wrong_header(self, columns: list[str]) -> str:
+        """Return why these are no names of columns, to follow a name that is not among them; empty if they may be."""
+        if self.section.columns:
+            return ""
+        if len(columns) == 1 and (hint := self._other_separator(columns[0])):
+            return f" in its first row, which has 1 field; {hint}."
+        if sum(_is_good(name.strip(), "number") for name in columns) > len(columns) / 2:
+            shown = self.section.separator.join(columns)[:80]
+            remedy = f"Name the columns ({self.prefix}columns), or add a row with their names."
+            return f": its first row is {shown!r}, which looks like data. {remedy}"
+        return ""
+
+    def _other_separator(self, line: str) -> str:
+        """Return which separator would divide this line, if any."""
+        counts = {other: line.count(other) + 1 for other in SEPARATORS if other != self.section.separator}
+        best = max(counts, key=lambda other: counts[other])
+        use = setting(self.prefix, "separator", best)
+        return f"with {best!r} it would be {counts[best]} ({use})" if counts[best] > 1 else ""
+
+    @property
+    def _no_quotes(self) -> str:
+        return "--no-quotes" if self.prefix == "--" else f"{self.prefix}quotes = false"
+
+    @property
+    def _has_quotes(self) -> bool:
+        return self.section.has_quotes
+
+    @property
+    def _one_byte_separator(self) -> str:
+        separator = self.section.separator
+        return separator if len(separator.encode()) == 1 else _REPLACED
+
+    def _texts(self) -> Iterator[bytes]:
+        """Yield the text in blocks of complete rows; a separator of several bytes is replaced by one byte."""
+        separator = self.section.separator.encode()
+        for text in row_blocks(self.path, self.section, self.prefix, self._has_quotes):
+            if len(separator) == 1:
+                yield text
+                continue
+            if _REPLACED.encode() in text:
+                raise DataError(
+                    f"{self.path}: holds the character {_REPLACED!r}, which cannot be read here. Remove it."
+                )
+            yield text.replace(separator, _REPLACED.encode())
+
+    def _split(self, text: bytes, errors: str = "backslashreplace") -> list[list[str]]:
+        csv.field_size_limit(2 * MAX_ROW_BYTES)
+        lines = io.StringIO(text.decode("utf-8", errors=errors), newline="")
+        quoting: Any = csv.QUOTE_MINIMAL if self._has_quotes else csv.QUOTE_NONE
+        rows = list(csv.reader(lines, delimiter=self._one_byte_separator, quoting=quoting))
+        if QUOTE_IN_FIELD.encode() in text and self.section.escape:
+            rows = [[value.replace(QUOTE_IN_FIELD, '"') for value in row] for row in rows]
+        return rows
+
+    def _parse(self, text: bytes, num_columns: int, positions: dict[Field, int]) -> pl.DataFrame | None:
+        """Return None if any row is bad."""
+        if b"\0" in text or not self._has_num_columns(text, num_columns):
+            return None
+        types = {position: _TYPES[field.kind] for field, position in positions.items()}
+        dates = [field.name for field in positions if field.kind == "date"]
+        numbers = [field.name for field in positions if field.kind == "number"]
+        try:
+            frame = pl.read_csv(
+                text,
+                has_header=False,
+                separator=self._one_byte_separator,
+                quote_char='"' if self._has_quotes else None,
+                schema={str(position): types.get(position, pl.String()) for position in range(num_columns)},
+                columns=sorted(types),
+            ).select(pl.col(str(position)).alias(field.name) for field, position in positions.items())
+            if self.section.escape:
+                frame = frame.with_columns(pl.col(pl.String).str.replace_all(QUOTE_IN_FIELD, '"', literal=True))
+            frame = frame.with_columns(pl.col(dates).str.to_datetime(strict=False, time_unit="us").dt.epoch("us"))
+        except pl.exceptions.PolarsError:
+            return None
+        full = [field.name for field in positions if field.kind != "any"]
+        is_good = not any(frame.select(full).null_count().row(0) if full else ()) and all(
+            frame[name].is_finite().all() for name in numbers
+        )
+        return frame if is_good else None
+
+    def _has_num_columns(self, text: bytes, num_columns: int) -> bool:
+        letters = np.frombuffer(text, np.uint8)
+        is_separator, is_end = letters == ord(self._one_byte_separator), letters == ord("\n")
+        has_quotes = self._has_quotes and b'"' in text
+        if has_quotes:  # between a quote and the next one, both are parts of a field
+            is_outside = ~np.bitwise_xor.accumulate(letters == ord('"'))
+            is_separator, is_end = is_separator & is_outside, is_end & is_outside
+        separators = np.flatnonzero(is_separator)
+        separators_before = np.searchsorted(separators, np.flatnonzero(is_end))
+        if np.array_equal(separators_before, np.arange(1, len(separators_before) + 1) * (num_columns - 1)):
+            return bool(is_end[-1])
+        return has_quotes and all(len(row) == num_columns for row in self._split(text)) and not self._is_open(text)
+
+    def _is_open(self, text: bytes) -> bool:
+        """Return whether the last field begins with a quote that is not closed: it then holds the last line end."""
+        rows = self._split(text) if self._has_quotes else []
+        return bool(rows and rows[-1] and rows[-1][-1].endswith("\n"))
+
+    def _bad_row(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> DataError:
+        """Find the first bad row by checking one value at a time."""
+        rows = self._split(text, "surrogateescape")
+        for number, row in enumerate(rows, done + 1):
+            if _is_broken(row):
+                return DataError(f"{self.path}: row {number:,}: {bad_byte(self.path, self.prefix)}")
+            if number == done + len(rows) and self._is_open(text):
+                remedy = f"Close it, or ignore quotes ({self._no_quotes})."
+                return DataError(f"{self.path}: row {number:,}: a quote is opened and not closed. {remedy}")
+            if problem := _problem(row, num_columns, positions):
+                return DataError(f"{self.path}: row {number:,}{problem}.{self._hint(row, num_columns, number)}")
+        span = f"{self.path}: rows {done + 1:,} to {done + len(rows):,}"
+        reasons = "a quote inside a field, or a date in another format than the first"
+        return DataError(f"{span}: one of them cannot be read ({reasons}). {_REMEDY}")
+
+    def _hint(self, row: list[str], num_columns: int, number: int) -> str:
+        """Return what to do about a row that is bad."""
+        if len(row) == 1 and num_columns > 1 and (hint := self._other_separator(row[0])):
+            return f" It has 1 field; {hint}."
+        if len(row) == num_columns + 1 and number == 1 and not self.section.columns:
+            columns = f"{self.prefix}columns"
+            skip = "--skip-lines 1" if self.prefix == "--" else f"{self.prefix}skip_lines = 1"
+            return f" Does it begin with an index that has no name? Name all columns ({columns}) and use {skip}."
+        return f" {_REMEDY}"
+
+    def _without_bad_rows(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> pl.DataFrame:
+        """Parse the good rows of a block, and count the others. Raise DataError if they may not be skipped."""
+        if self.bad_rows is None:
+            raise self._bad_row(text, num_columns, positions, done)
+        good = io.StringIO()
+        quotes: Any = {"quotechar": '"'} if self._has_quotes else {"quotechar": None, "quoting": csv.QUOTE_NONE}
+        writer = csv.writer(good, delimiter=self._one_byte_separator, lineterminator="\n", **quotes)
+        for number, row in enumerate(self._split(text, "surrogateescape"), done + 1):
+            problem = _problem(row, num_columns, positions) or (_is_broken(row) and ": a character that is not UTF-8")
+            if problem:
+                self.bad_rows.skip(f"{self.path.name}: row {number:,}{problem}")
+            else:
+                writer.writerow([row[position] for position in positions.values()])
+        if not good.getvalue():
+            return pl.DataFrame(schema={field.name: _PARSED[field.kind] for field in positions})
+        frame = self._parse(good.getvalue().encode(), len(positions), {field: i for i, field in enumerate(positions)})
+        if frame is None:
+            raise self._bad_row(text, num_columns, positions, done)
+        return frame
+
+
+def _is_broken(row: list[str]) -> bool:
+    """Return whether bytes of this row, which was decoded with surrogateescape, are not UTF-8."""
+    text = "".join(row)
+    return not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text)
+
+
+def _problem(row: list[str], num_columns: int, positions: dict[Field, int]) -> str | None:
+    """Return what is wrong with a row, to follow its number; None if it is good."""
+    if len(row) != num_columns:
+        found = f"got {len(row)}, the last is {row[-1][:80]!r}" if row else "got a blank line"
+        return f": expected {num_columns} fields, {found}"
+    if any("\0" in value for value in row):
+        return f": a NUL byte in {next(value for value in row if chr(0) in value)[:80]!r}"
+    for wanted, position in positions.items():
+        if not _is_good(row[position], wanted.kind):
+            return f", column {wanted.column}: {row[position][:80]!r} {_FACTS[wanted.kind]}"
+    return None
+
+
+def _is_good(value: str, kind: Kind) -> bool:
+    try:
+        match kind:
+            case "integer":
+                return bool(re.fullmatch(r" *[+-]?\d+", value)) and -(2**63) <= int(value) < 2**63
+            case "number":
+                return math.isfinite(float(value))
+            case "date":
+                return bool(datetime.fromisoformat(value))
+            case "text":
+                return bool(value)
+            case "any":
+                return True
+    except ValueError:
+        return False

@@ -1,0 +1,78 @@
+"""Find out how the fields of a text are separated, from its first lines."""
+
+import csv
+from collections import Counter
+from itertools import product
+from typing import Any
+
+from recmill.datasets.compressed import InputFile
+from recmill.datasets.inputs.delimited import SEPARATORS
+from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.inputs.text import LongRow, row_blocks
+from recmill.errors import ConfigError, DataError
+
+_LINES = 1000
+_NAMED = {".csv": ",", ".tsv": "\t"}  # for a text of one column, or of none
+_MOST = 0.9  # of the lines have the same number of fields, if the separator is right
+
+
+def described(file: InputFile, separator: str | None, quotes: bool | None = None, **keys: Any) -> InputSection:
+    """Return how to read a file, from the flags that were given; what was not given is found in its first lines."""
+    section = InputSection(separator="," if separator is None else separator, **keys)
+    if problems := section.contradictions():
+        raise ConfigError("\n".join(problem.replace("input.", "--") for problem in problems))
+    if section.kind_of(file) != "text":
+        return section
+    lines = _first_lines(file, section)
+    if separator is None:
+        section = _with_separator(file, section, lines)
+    has_quotes = section.quotes if quotes is None else quotes
+    return section.model_copy(update={"quotes": has_quotes and _begins_with_quote(lines, section.separator)})
+
+
+def _begins_with_quote(lines: list[str], separator: str) -> bool:
+    """Return whether any field begins with a quote; with commas, later ones may."""
+    return separator == "," or any(line.startswith('"') or f'{separator}"' in line for line in lines)
+
+
+def _with_separator(file: InputFile, section: InputSection, lines: list[str]) -> InputSection:
+    """Add the separator and the quotes that divide the first lines into equal numbers of fields, the most of them.
+
+    A space is tried last, because texts have spaces, too. Without tabs or commas, the name of the file decides.
+    """
+    if not lines:
+        raise DataError(f"{file}: no rows. Get the file again.")
+    for candidates in (SEPARATORS[:-1], SEPARATORS[-1:]):
+        found: dict[tuple[str, bool], int] = {}
+        for separator, quotes in product(candidates, (True, False)):
+            rows = _divided(lines, separator, quotes)
+            fields, times = Counter(map(len, rows)).most_common(1)[0] if rows else (1, 0)
+            is_joined = quotes and len(rows) < _MOST * len(lines)  # a quote that is no quote takes many lines
+            if fields > 1 and times >= _MOST * len(rows) and not is_joined:
+                found[separator, quotes] = fields
+        if found:
+            separator, quotes = max(found, key=lambda one: found[one])
+            return section.model_copy(update={"separator": separator, "quotes": quotes})
+    if named := next((s for suffix, s in _NAMED.items() if suffix in file.name), None):
+        return section.model_copy(update={"separator": named})
+    raise DataError(
+        f"{file}: none of {', '.join(map(repr, SEPARATORS))} divides its first lines into the same number of fields. "
+        "Name the separator (--separator), or correct the file."
+    )
+
+
+def _first_lines(file: InputFile, section: InputSection) -> list[str]:
+    blocks = row_blocks(file, section, "--", quotes=False)
+    try:
+        text = next(blocks, b"")[: 1 << 20]
+    except LongRow:
+        raise DataError(f"{file}: its first line is very long. Is it a text with line ends?") from None
+    lines = text.decode("utf-8", "replace").split("\n")
+    return [line for line in lines[:-1] if line.strip()][:_LINES]
+
+
+def _divided(lines: list[str], separator: str, quotes: bool) -> list[list[str]]:
+    if len(separator) > 1:
+        return [line.split(separator) for line in lines]
+    quoting: Any = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    return list(csv.reader((f"{line}\n" for line in lines), delimiter=separator, quoting=quoting))

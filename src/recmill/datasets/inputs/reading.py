@@ -1,0 +1,91 @@
+"""Columns of files of any kind: text, JSON lines or Parquet."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import polars as pl
+
+from recmill.datasets.compressed import InputFile, forecast_rows
+from recmill.datasets.inputs import delimited, json_lines, parquet
+from recmill.datasets.inputs.section import InputSection
+from recmill.errors import DataError, did_you_mean
+
+
+def types_of(file: InputFile, section: InputSection, prefix: str = "input.") -> dict[str, pl.DataType]:
+    """Return the columns of a file and their types; those of a text are texts."""
+    match section.kind_of(file):
+        case "parquet":
+            return parquet.types_of(file)
+        case "jsonl":
+            return json_lines.types_of(file, section, prefix)
+    return dict.fromkeys(columns_of(file, section, prefix), pl.String())
+
+
+def columns_of(file: InputFile, section: InputSection, prefix: str = "input.") -> list[str]:
+    """Return the names of the columns. In a text, a name may occur twice."""
+    if section.kind_of(file) != "text":
+        return list(types_of(file, section, prefix))
+    return delimited.Table(file, section, prefix=prefix).header()
+
+
+def frames(
+    file: InputFile, section: InputSection, columns: list[str], prefix: str = "input."
+) -> Iterator[pl.DataFrame]:
+    """Yield these columns of all rows, in order. Every row of a text is checked to have all fields."""
+    match section.kind_of(file):
+        case "parquet":
+            return parquet.frames(file, columns)
+        case "jsonl":
+            return json_lines.frames(file, section, columns, prefix)
+    fields = [delimited.Field(column, column, "any") for column in columns]
+    return delimited.Table(file, section, prefix=prefix).rows(*fields)
+
+
+def num_rows(file: InputFile, section: InputSection) -> int:
+    """Return the number of rows; of a text it is an estimate."""
+    return parquet.rows_of(file) if section.kind_of(file) == "parquet" else forecast_rows(file)
+
+
+def check_columns(
+    files: Sequence[InputFile],
+    section: InputSection,
+    columns: list[str],
+    fact: str = "the files do not fit the schema",
+    remedy: str = "Correct the schema, or the files.",
+) -> None:
+    """Raise an error that names every column that a file lacks, or holds in another type than the first file."""
+    problems: list[str] = []
+    first: dict[str, str] = {}
+    for file in files:
+        lacks = partial(_lacks, file, section)
+        there = columns_of(file, section)
+        types = types_of(file, section) if section.kind_of(file) != "text" else {}
+        problems += [lacks(column, there) for column in columns if there.count(column) != 1]
+        for column in (column for column in columns if column in there):
+            try:
+                kind = _kind(parquet.converted_type(str(file), column, types.get(column, pl.String())))
+            except DataError as error:
+                problems.append(str(error))
+                continue
+            if first.setdefault(column, kind) != kind:
+                problems.append(f"{file}: column {column} holds {kind}, but {first[column]} in {files[0]}")
+    if problems:
+        raise DataError(f"{fact}:\n" + "".join(f"  {problem}\n" for problem in problems) + remedy)
+
+
+def _lacks(file: InputFile, section: InputSection, column: str, there: list[str]) -> str:
+    if column in there:
+        return f"{file}: two columns '{column}'"
+    if section.kind_of(file) == "text":
+        table = delimited.Table(file, section, prefix="input.")
+        if hint := table.wrong_header(there):
+            return f"{file}: no column '{column}'{hint}"
+    near = did_you_mean(column, there)
+    return f"{file}: no column '{column}'; it has {', '.join(there)}{f'. {near.strip()}' if near else ''}"
+
+
+def _kind(dtype: pl.DataType) -> str:
+    """Return a type as far as files may not differ in it: texts and whole numbers are the same values."""
+    if isinstance(dtype, pl.List):
+        return "lists"
+    return "times" if dtype.is_temporal() else "values"

@@ -1,0 +1,228 @@
+"""What users bring: separators, encodings, JSON lines, types of Parquet, several files; the error for what is wrong."""
+
+import gzip
+import json
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from recmill.datasets.inputs import text
+from recmill.datasets.inputs.files import distinct_names, found_files
+from recmill.datasets.inputs.reading import check_columns, frames
+from recmill.datasets.inputs.section import InputSection
+from recmill.errors import DataError
+
+Rows = list[dict[str, Any]]
+
+
+def rows_of(path: Path, wanted: list[str], **keys: Any) -> Rows:
+    return [row for frame in frames(path, InputSection(**keys), wanted) for row in frame.to_dicts()]
+
+
+TWO = [{"a": "1", "c": "é x"}, {"a": "2", "c": "y"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "keys"),
+    [
+        ("a,b,c\n1,2,é x\n2,,y\n", {}),
+        ("a::b::c\n1::2::é x\n2::\t::y\n", {"separator": "::"}),
+        ("a || b || c\n1 || 2 || é x\n2 ||  || y\n", {"separator": " || "}),
+        ("a¦b¦c\n1¦2¦é x\n2¦¦y\n", {"separator": "¦"}),
+        ('a b c\n1 2 "é x"\n2  y\n', {"separator": " "}),
+        ("1;2;é x\n2;;y\n", {"separator": ";", "columns": ["a", "b", "c"]}),
+        ("# a note\n,a,b,c\n7,1,2,é x\n8,2,,y\n", {"skip_lines": 2, "columns": ["", "a", "b", "c"]}),
+        ("a,b,c\r1,2,é x\r2,,y\r", {}),
+        ("a,b,c\r\n1,2,é x\r\n2,,y\r\n\r\n", {}),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "utf-16", "utf-8-sig", "utf-16-be"])
+@pytest.mark.parametrize("block_bytes", [25, 1 << 24])
+def test_texts_with_any_separator_encoding_and_line_end_give_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, keys: dict[str, Any], encoding: str, block_bytes: int
+) -> None:
+    monkeypatch.setattr(text, "BLOCK_BYTES", block_bytes)
+    (tmp_path / "log.txt").write_bytes(content.encode(encoding))
+    assert rows_of(tmp_path / "log.txt", ["a", "c"], encoding=encoding, **keys) == TWO
+
+
+@pytest.mark.parametrize("block_bytes", [1, 3, 8, 1 << 24])
+def test_line_breaks_and_quotes_in_quotes_are_read_right_across_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(text, "BLOCK_BYTES", block_bytes)
+    expected = [{"a": 'say "hi"', "b": "two\nlines;"}, {"a": "C:\\", "b": 'x"'}]
+    (tmp_path / "log.txt").write_text('a;b\n"say ""hi""";"two\nlines;"\n"C:\\";"x"""\n')
+    assert rows_of(tmp_path / "log.txt", ["a", "b"], separator=";") == expected
+    (tmp_path / "log.txt").write_text('a;b\n"say \\"hi\\"";"two\nlines;"\n"C:\\\\";"x\\""\n')
+    assert rows_of(tmp_path / "log.txt", ["a", "b"], separator=";", escape=True) == expected
+
+
+CP1251 = b"a,b\n\xcc\xee\xf1\xea\xe2\xe0,\xcf\xf0\xe8\xe2\xe5\xf2\n"  # Moscow, hello
+
+
+@pytest.mark.parametrize(
+    ("content", "keys", "message"),
+    [
+        (b"a;b;c\n1;2;3\n", {}, "no column 'b' in its first row, which has 1 field; with ';' it would be 3"),
+        (b"a,b\n1,2\n3;4\n", {}, "row 2: expected 2 fields, got 1, the last is '3;4'. It has 1 field; with ';'"),
+        (b"a,b\n0,1,2\n1,1,2\n", {}, "row 1: expected 2 fields, got 3, the last is '2'. Does it begin with an index"),
+        (b"1,2\n3,4\n", {}, "its first row is '1,2', which looks like data. Name the columns (--columns), or add"),
+        (b"a,b\n3,4\n", {"columns": ["a", "b"]}, "looks like names of columns, but --columns gives them. Leave"),
+        (b"x,y\n3,4\n", {"columns": ["a", "b"]}, "first row is 'x,y', which looks like names of columns"),
+        (b"a,b\n1,2\n1,\x00\n", {}, "row 2: a NUL byte in '\\x00'"),
+        (b"a,b\n1,caf\xe9\n", {}, "row 1: byte 10 of the text (0xe9) is not UTF-8. It is probably latin-1: use"),
+        (CP1251, {}, "row 1: byte 5 of the text (0xcc) is not UTF-8. It is probably cp1251"),
+        ("a,b\n1,2\n".encode("utf-16"), {}, "it is in UTF-16, its first bytes are FF FE. Use --encoding 'utf-16'"),
+        ("a,b\n1,2\n".encode("utf-16-le"), {}, "it is in UTF-16, its first bytes are 61 00. Use --encoding 'utf-16"),
+        (b"a,b\n1,2\n"[:-1] + b"\x81\n", {"encoding": "cp1252"}, "byte 8 is not cp1252"),
+        (b"a,b\n1,\xc3\xa9\n", {"encoding": "utf-16"}, "not utf-16. It is probably utf-8: use --encoding 'utf-8'"),
+        (b'a,b\n1,2\n1,"3\n4,5\n', {}, "row 2: a quote is opened and not closed. Close it, or ignore"),
+        (b"a,b\n1,2\n1," + b"x" * (1 << 20), {}, "row 2 has more than 65,536 bytes. Is a quote not closed"),
+        (b"x" * (1 << 20), {}, "row 1 has more than 65,536 bytes"),
+        (b"PAR1", {}, "is no text but a Parquet file. Name it .parquet"),
+        (b"a,b\n", {}, "no rows"),
+        (b"1,2\n1,2\n", {"columns": ["a", "c"]}, "no column 'b' in --columns, which has: a, c"),
+    ],
+)  # fmt: skip
+def test_a_wrong_text_is_one_error_with_place_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, keys: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(text, "MAX_ROW_BYTES", 1 << 16)
+    monkeypatch.setattr("recmill.datasets.inputs.delimited.MAX_ROW_BYTES", 1 << 16)
+    monkeypatch.setattr(text, "BLOCK_BYTES", 1 << 16)
+    (tmp_path / "log.csv").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(frames(tmp_path / "log.csv", InputSection(**keys), ["b"], "--"))
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(tmp_path / "log.csv"))
+
+
+def test_json_lines_are_read_as_text_lists_as_lists_and_a_missing_key_is_a_missing_value(tmp_path: Path) -> None:
+    lines: Rows = [
+        {"id": 7, "x": 1.5, "tags": ["a", None, 3], "ok": True, "where": {"x": 1}, "s": "[no list"},
+        {"id": "7", "tags": [], "s": "\u00e9 \n{"},
+        {"tags": None, "x": -2},
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    (tmp_path / "log.jsonl.gz").write_bytes(gzip.compress(content))
+    assert rows_of(tmp_path / "log.jsonl.gz", ["id", "x", "tags", "ok", "s"]) == [
+        {"id": "7", "x": "1.5", "tags": ["a", None, "3"], "ok": "true", "s": "[no list"},
+        {"id": "7", "x": None, "tags": [], "ok": None, "s": "\u00e9 \n{"},
+        {"id": None, "x": "-2", "tags": None, "ok": None, "s": None},
+    ]
+    with pytest.raises(DataError, match=r"column where holds objects. Write their parts to keys of their own"):
+        rows_of(tmp_path / "log.jsonl.gz", ["where"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"a": 1}\n{"a": 2\n', "row 2 is no JSON"),
+        ('{"a": 1}\n[1]\n', "row 2 is no object: '[1]'"),
+        ('[{"a": 1}]\n', "it is one JSON array. Write one object per line"),
+        ('{"a": 1}\n{"a": [1]}\n', "row 1, column a: '1', where other rows have a list"),
+        ('{"a": [1]}\n{"a": 2}\n', "row 2, column a: '2', where other rows have a list"),
+        ('{"a": {"b": 1}}\n', "column a holds objects"),
+        ('{"a": [[1]]}\n', "column a holds lists of lists"),
+        ("", "no rows"),
+    ],
+)
+def test_wrong_json_lines_are_one_error_with_the_row(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "log.jsonl").write_text(content)
+    with pytest.raises(DataError) as caught:
+        rows_of(tmp_path / "log.jsonl", ["a"])
+    assert message in str(caught.value)
+
+
+def test_types_of_parquet_are_converted(tmp_path: Path) -> None:
+    when = datetime(2024, 1, 1, 12, tzinfo=UTC)
+    pl.DataFrame(
+        {
+            "dictionary": pl.Series(["x"], dtype=pl.Categorical),
+            "price": pl.Series([Decimal("1.50")], dtype=pl.Decimal(10, 2)),
+            "count": pl.Series([Decimal("7")], dtype=pl.Decimal(10, 0)),
+            "when": pl.Series([when]).dt.convert_time_zone("Asia/Tokyo"),
+            "nothing": pl.Series([None], dtype=pl.Null),
+            "pair": pl.Series([[1, 2]], dtype=pl.Array(pl.Int32, 2)),
+            "names": pl.Series([["x"]], dtype=pl.List(pl.Categorical)),
+        }
+    ).write_parquet(tmp_path / "log.parquet")
+    columns = ["dictionary", "price", "count", "when", "nothing", "pair", "names"]
+    assert rows_of(tmp_path / "log.parquet", columns) == [
+        {
+            "dictionary": "x", "price": 1.5, "count": 7, "when": datetime(2024, 1, 1, 12), "nothing": None,
+            "pair": [1, 2], "names": ["x"],
+        }
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (pl.Series("a", [{"x": 1}]), "Struct"),
+        (pl.Series("a", [[[1]]]), "List(List(Int64))"),
+        (pl.Series("a", [[{"key": "x", "value": 1}]]), "a map"),
+        (pl.Series("a", [b"x"]), "Binary"),
+    ],
+)
+def test_types_of_parquet_that_no_feature_is_made_of_are_refused_by_name(
+    tmp_path: Path, values: pl.Series, kind: str
+) -> None:
+    values.to_frame().write_parquet(tmp_path / "log.parquet")
+    with pytest.raises(DataError) as caught:
+        rows_of(tmp_path / "log.parquet", ["a"])
+    assert f"log.parquet: column a holds {kind}" in str(caught.value)
+
+
+def test_files_are_found_in_the_order_of_names_and_none_twice(tmp_path: Path) -> None:
+    for name in ("b.csv", "a.csv", "days/day=2/part-0.parquet", "days/day=1/part-0.parquet", "days/_SUCCESS"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    parts = [tmp_path / "days/day=1/part-0.parquet", tmp_path / "days/day=2/part-0.parquet"]
+    assert found_files(str(tmp_path / "*.csv")) == [tmp_path / "a.csv", tmp_path / "b.csv"]
+    assert found_files(str(tmp_path / "days")) == parts
+    assert found_files(f"{tmp_path}/b.csv,{tmp_path}/days/day*") == [tmp_path / "b.csv", *parts]
+    assert distinct_names(parts) == ["day=1/part-0.parquet", "day=2/part-0.parquet"]
+    (tmp_path / "c.csv").symlink_to(tmp_path / "a.csv")
+    for given in (f"{tmp_path}/a.csv,{tmp_path}/a*.csv", f"{tmp_path}/*.csv"):
+        with pytest.raises(DataError, match=r"names .*a\.csv twice, also as .*[ac]\.csv. Name each file once"):
+            found_files(given)
+    with pytest.raises(DataError, match=r"--input .*/\*\.tsv: no such file. Give a file, a directory, or a pattern"):
+        found_files(str(tmp_path / "*.tsv"))
+
+
+def test_what_is_wrong_with_several_files_is_reported_at_once_by_file(tmp_path: Path) -> None:
+    whole: dict[str, Any] = {"a": [1], "b": ["x"], "c": [datetime(2024, 1, 1)]}
+    for name, columns in {
+        "1": whole,
+        "2": {"a": ["1"], "b": ["x"]},
+        "3": {**whole, "b": [["x"]], "c": [1]},
+        "4": {**whole, "a": [{"x": 1}]},
+    }.items():
+        pl.DataFrame(columns).write_parquet(tmp_path / f"{name}.parquet")
+    with pytest.raises(DataError) as caught:
+        check_columns(found_files(str(tmp_path)), InputSection(), ["a", "b", "c"])
+    first = tmp_path / "1.parquet"
+    assert str(caught.value).splitlines()[1:-1] == [
+        f"  {tmp_path}/2.parquet: no column 'c'; it has a, b",
+        f"  {tmp_path}/3.parquet: column b holds lists, but values in {first}",
+        f"  {tmp_path}/3.parquet: column c holds values, but times in {first}",
+        f"  {tmp_path}/4.parquet: column a holds Struct({{'x': Int64}}), of which no feature can be made. "
+        "Leave it out, or write its parts to columns of their own.",
+    ]
+
+
+def test_a_file_that_grows_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "BLOCK_BYTES", 16)
+    (tmp_path / "log.csv").write_text("a,b\n" + "1,2\n" * 20)
+    blocks = frames(tmp_path / "log.csv", InputSection(), ["a"])
+    next(blocks)
+    with (tmp_path / "log.csv").open("a") as file:
+        file.write("3,4\n")
+    with pytest.raises(DataError, match=r"log\.csv: it changed while it was read. Wait until it is complete"):
+        list(blocks)
