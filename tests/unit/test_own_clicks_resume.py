@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import recmill
-from recmill.datasets.histories import delimited
+from recmill.datasets.inputs import text
 from recmill.datasets.own_clicks import steps
 from recmill.datasets.writing import NpyWriter, Work
 from recmill.errors import DataError, ResourceError
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delimited, "_BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(text, "BLOCK_BYTES", 1 << 12)
 
 
 def prepare(folder: Path, output: Path) -> None:
