@@ -129,14 +129,14 @@ class CachedTables:
         values, layout = ids.numpy(), self.cache.layout
         tables = self.tables.numpy()
         ends = offsets.numpy()[:: (len(offsets) - 1) // len(tables)]
-        counts = np.diff(ends)
         if self.dynamic:
             values = values.copy()
-            for name, keyed in self.dynamic.items():
-                index = self.names.index(name)
-                first, *_ = of_table = np.flatnonzero(tables == index)  # one after the other
-                own = values[ends[first] : ends[first + len(of_table)]]
-                own[:] = self._train(keyed, own, index) if trains else keyed.find(own)
+            of_table = ends[np.searchsorted(tables, np.arange(len(self.specs) + 1))].tolist()  # features are in order
+            for index, spec in enumerate(self.specs):
+                if keyed := self.dynamic.get(spec.name):
+                    own = values[of_table[index] : of_table[index + 1]]
+                    own[:] = self._train(keyed, own, index) if trains else keyed.find(own)
+        counts = np.diff(ends)
         starts, limits = (np.repeat(edge[tables], counts) for edge in (layout.starts[:-1], layout.starts[1:]))
         keys = values + starts
         if len(keys) and (values.min() < 0 or (keys >= limits).any()):

@@ -120,6 +120,7 @@ class KeyTable:
             int(rules.admit_probability * 2.0**53),
         )
         self._handle = c_void_p(self._library.keys_open(ctypes.byref(options)))
+        self._new = np.empty((2, 0), np.int64)  # keys and rows, for `train`
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
@@ -133,15 +134,18 @@ class KeyTable:
     def train(self, local_keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Count the keys of the next batch, which count from the shard's first one.
 
-        Return the row of each, and the keys and rows that are new: these rows must get their first values.
+        Return the row of each, and the keys and rows that are new: these rows must get their first values. The new ones
+        are valid until the next call.
         """
         local_keys = np.ascontiguousarray(local_keys, np.int64)
-        rows, new_keys, new_rows = (np.empty(len(local_keys), np.int64) for _ in range(3))
-        arrays = _address(rows), _address(new_keys), _address(new_rows)
+        rows = np.empty(len(local_keys), np.int64)
+        if len(rows) > self._new.shape[1]:
+            self._new = np.empty((2, len(rows)), np.int64)
+        arrays = _address(rows), _address(self._new[0]), _address(self._new[1])
         count = self._call("keys_train", _address(local_keys), c_int64(len(rows)), c_int64(self.clock), *arrays)
         self._check(count)
         self.clock += 1
-        return rows, new_keys[:count], new_rows[:count]
+        return rows, self._new[0, :count], self._new[1, :count]
 
     def find(self, local_keys: np.ndarray, *, only_own: bool = False) -> np.ndarray:
         """Return the row of each key for an evaluation; with `only_own` -1 for those without a row of their own."""
@@ -201,4 +205,4 @@ class KeyTable:
 
 
 def _address(values: np.ndarray) -> c_void_p:
-    return c_void_p(values.ctypes.data)
+    return c_void_p(values.__array_interface__["data"][0])  # in a fifth of the time of `values.ctypes.data`
