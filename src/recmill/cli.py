@@ -474,8 +474,19 @@ def schema_command(input: str, as_json: bool, **options: Any) -> None:
 def predict_command(run: str, input: str, output: str, as_json: bool, **options: Any) -> None:
     """Score new rows with RUN's click model: the probability of a click for each row of --input."""
     written = recmill.predict(run, input, output, **options)
-    with _after_work():
-        _print(written, as_json, printed.print_predictions)
+    if output != "-":
+        with _after_work():
+            _print(written, as_json, printed.print_predictions)
+
+
+@commands.command("explain", cls=_Command)
+@click.argument("run", type=click.Path())
+@_json
+def explain_command(run: str, as_json: bool, group: tuple[str, ...], **options: Any) -> None:
+    """Show what RUN's model relies on: its features, by the AUROC that is lost when one is shuffled, or a history."""
+    from recmill.commands.explain import explanation
+
+    _print(explanation(run, group=[*group], **options), as_json, printed.print_explanation)
 
 
 checkpoint_group = click.Group(

@@ -41,6 +41,7 @@ POINTS = {
     "prepare.written": "all files but dataset.json are written",
     "prepare.before_rename": "dataset.json is written, the directory is still hidden",
     "prepare.renamed": "the dataset is renamed into place",
+    "predict.part": "some rows are scored, and their scores are in a hidden directory",
     "observe.write": "a rank is about to write what it recorded",
     "probe.all_features": "a child process tries bfloat16 or float16; ONEDNN_MAX_CPU_ISA is not set",
     "probe.lowered": "the same; ONEDNN_MAX_CPU_ISA is set",

@@ -48,6 +48,7 @@ class SourceFile(_Strict):
     rows: NonNegativeInt
     bad_rows: NonNegativeInt = 0  # skipped
     sample: str  # digest of parts of the file, to notice changes quickly
+    smallest_dense: int | None = None  # if dense values were transformed by it
 
 
 class RowRange(_Strict):

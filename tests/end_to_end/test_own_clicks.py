@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -153,17 +155,50 @@ def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tm
     pl.DataFrame({"site": [["s1"]], "tags": ["a"]}).write_parquet(tmp_path / "n.parquet")
     refused(DataError, "column site holds lists, and in training it held single values", input=tmp_path / "n.parquet")
     source.write_text("site,tags\ns1,a\n")
-    refused(ConfigError, "end it with .parquet or .csv", output=tmp_path / "s.txt")
+    refused(ConfigError, "end it with .parquet, .csv or .jsonl", output=tmp_path / "s.txt")
     refused(DataError, "--keep names columns that are not there:\n.*no column 'nobody'", keep=["nobody"])
     refused(ConfigError, "`input` is a path, not a frame", input=pl.DataFrame({"site": ["s1"]}))
     refused(DataError, "no such file", input=tmp_path / "absent.csv")
     copy = tmp_path / "run"
     shutil.copytree(trained / "run", copy)
     (copy / "recipe" / "recipe.json").write_text('{"log": 3}')
-    refused(DataError, "recipe.json: corrupt", run=copy)
+    refused(DataError, "recipe.json: corrupt or changed since training", run=copy)
     shutil.rmtree(copy / "recipe")
     refused(ConfigError, "trained on a dataset without a recipe", run=copy)
     opened = recmill.open_run(copy)
     assert opened.results().height == 1, "what needs no recipe works without one"
     with pytest.raises(ConfigError, match="without a recipe"):
         opened.predict(pl.DataFrame({"site": ["s1"], "tags": ["a"]}))
+
+
+def test_scores_are_corrected_for_the_rows_that_were_left_out(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        write_log(tmp_path / f"{number}.csv", 3000 if number == 1 else 600, number)
+    (tmp_path / "clicks.toml").write_text(f"[sample]\nnegatives = 0.3\n{SCHEMA}")
+    recmill.prepare("clicks", tmp_path / "data", input=f"{tmp_path}/?.csv", schema_file=str(tmp_path / "clicks.toml"))
+    config = recmill.config.load_config("own/dlrm").as_dict()
+    config["data"]["path"] = str(tmp_path / "data")
+    tested = recmill.train(config, tmp_path / "run", overrides=["train.num_epochs=12"])["test"]
+    found = recmill.predict(tmp_path / "run", tmp_path / "3.csv", tmp_path / "scores.csv")["metrics"]
+    assert found["logloss"] == pytest.approx(tested["logloss"], abs=1e-6)
+    assert found["calibration"] == pytest.approx(1, abs=0.25), "about 1.5 without the correction"
+
+
+def test_memory_does_not_grow_with_the_rows(trained: Path, tmp_path: Path) -> None:
+    code = (
+        "import resource, sys, recmill; from recmill.commands import scored_files; scored_files._PART_ROWS = 8192\n"
+        "from recmill.datasets.inputs import parquet; parquet._BLOCK_ROWS = 8192\n"
+        "recmill.predict(*sys.argv[1:], keep=['text'])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    )
+    peaks = []
+    for rows in (100_000, 300_000):
+        numbers = pl.DataFrame({"number": np.arange(rows)}).with_columns(
+            text=pl.col("number").cast(str).str.zfill(1000)
+        )
+        frame = numbers.with_columns(site=pl.lit("s1"), tags=pl.lit("a|b")).drop("number")
+        frame.write_parquet(tmp_path / f"{rows}.parquet", row_group_size=10_000)
+        words = [sys.executable, "-c", code, trained / "run", tmp_path / f"{rows}.parquet", tmp_path / f"{rows}.csv"]
+        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout.split()[-1]))
+    assert peaks[1] < peaks[0] + 100, peaks  # MB; 200,000 texts are 200

@@ -58,7 +58,11 @@ CONDITIONS = {
 
 @pytest.mark.parametrize(
     "place",
-    [place for place in POINTS if not place.startswith(("prepare.", "probe.", "store.", "ckpt.rows", "observe."))],
+    [
+        place
+        for place in POINTS
+        if not place.startswith(("prepare.", "probe.", "store.", "ckpt.rows", "observe.", "predict."))
+    ],
 )
 def test_a_kill_anywhere_loses_nothing_that_was_committed(
     place: str, tiny: dict[str, Any], unbroken: Any, tmp_path: Path

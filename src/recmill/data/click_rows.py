@@ -50,16 +50,34 @@ def block_decoder(description: ClicksDescription, max_blocks: int) -> DecodeBloc
     return lru_cache(max_blocks)(partial(_decode, description))
 
 
-class StoredDay:
-    """Random access to the rows of one day. Ids become rows of their tables; values are not checked here."""
+class Conversion:
+    """Turns stored rows into what a network reads: ids become rows of their tables."""
 
-    def __init__(self, dataset: Dataset, day: str, decode: DecodeBlock | None = None) -> None:
-        description = dataset.clicks
+    def __init__(self, description: ClicksDescription) -> None:
         self._dense_stored = description.dense_stored
         first_ids = np.array([feature.first_id for feature in description.sparse])
         self._first_ids = first_ids if first_ids.any() else None
         rows = [feature.rows for feature in description.sparse]
         self._modulo = np.repeat(rows, description.ids_per_row) if description.modulo else None
+
+    def __call__(self, stored: ClickRows) -> ClickRows:
+        dense, ids = stored.dense, stored.ids
+        if self._dense_stored == "plus-one":
+            dense = np.log1p(dense)
+        if self._first_ids is not None:
+            with np.errstate(over="ignore"):  # 64-bit hashes wrap around on purpose
+                ids = ids - self._first_ids
+        if self._modulo is not None:
+            ids = ids % self._modulo
+        return ClickRows(dense, ids, stored.labels)
+
+
+class StoredDay:
+    """Random access to the rows of one day. Values are not checked here."""
+
+    def __init__(self, dataset: Dataset, day: str, decode: DecodeBlock | None = None) -> None:
+        description = dataset.clicks
+        self._convert = Conversion(description)
         self._files: _NpyDay | _ParquetDay | _RecordsDay
         if description.layout == "bin":
             self._files = _RecordsDay(dataset, day)
@@ -70,16 +88,7 @@ class StoredDay:
 
     def take(self, rows: np.ndarray | slice) -> ClickRows:
         """Return the rows with these numbers, in this order. A slice may return views of read-only files."""
-        stored = self._files.take(rows)
-        dense, ids = stored.dense, stored.ids
-        if self._dense_stored == "plus-one":
-            dense = np.log1p(dense)
-        if self._first_ids is not None:
-            with np.errstate(over="ignore"):  # 64-bit hashes wrap around on purpose
-                ids = ids - self._first_ids
-        if self._modulo is not None:
-            ids = ids % self._modulo
-        return ClickRows(dense, ids, stored.labels)
+        return self._convert(self._files.take(rows))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,36 @@
 """The recipe of a click log in the run that was trained on it: new rows can be scored when the dataset is gone."""
 
 import shutil
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, DataError
 from recmill.files.atomic import new_directory
+from recmill.files.digests import digest
 from recmill.schema import DESCRIPTION_FILE, Dataset, from_json
 
+NO_LABEL = -1
 RECIPE_FILE = "recipe.json"
 _KEPT = "recipe"  # a directory of the run
+
+
+@dataclass
+class Tally:
+    """How many rows were encoded, and by feature how many had no value, an unseen or rare one, or a clipped one."""
+
+    rows: int = 0
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, feature: str, **found: np.ndarray) -> None:
+        counted = {name: int(np.count_nonzero(is_so)) for name, is_so in found.items()}
+        with self._lock:
+            self.counts.setdefault(feature, Counter()).update(counted)
 
 
 def vocabulary_file(feature: str) -> str:
@@ -40,4 +60,12 @@ def kept_dataset(run: Path) -> Dataset:
             "`recmill prepare clicks`, and train on that."
         )
     text = (path / DESCRIPTION_FILE).read_bytes()
-    return Dataset(path, from_json(text), fingerprint=xxhash.xxh3_128_hexdigest(text))
+    description = from_json(text)
+    for file in sorted(path.iterdir()):
+        info = description.files.get(file.name)
+        if file.name != DESCRIPTION_FILE and (info is None or info.xxh3 != digest(file)):
+            raise DataError(
+                f"{file}: corrupt or changed since training, so rows would be encoded in another way. "
+                "Copy it from the prepared dataset again."
+            )
+    return Dataset(path, description, fingerprint=xxhash.xxh3_128_hexdigest(text))

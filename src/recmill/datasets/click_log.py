@@ -244,6 +244,12 @@ def _last_line(source: Path, line: bytes, num_fields: int) -> Iterator[bytes]:
     yield line + b"\n"
 
 
+def parse_text(text: bytes, log_format: LogFormat) -> tuple[LogBlock, list[tuple[int, str]]]:
+    """Parse complete lines. Return the good rows, and the bad ones as (line, problem); the first line is 1."""
+    block, _, bad = _parse_chunk(text, log_format)
+    return block, bad
+
+
 def _parse_chunk(
     chunk: bytes | Callable[[], bytes], log_format: LogFormat
 ) -> tuple[LogBlock, int, list[tuple[int, str]]]:

@@ -143,19 +143,35 @@ def resumable_directory(output: Path, recipe: dict[str, Any], inputs: dict[str, 
     Otherwise completed parts are kept for the next run, which must have the same recipe and inputs. They are removed
     after a DataError, because the input has to change first, and if `discard` says to start over.
     """
+    remedy = "Wait for that `recmill prepare` to end, or choose another --output."
+    with resumable_work(output, recipe, inputs, "always" if discard else "never", remedy) as work:
+        reach("prepare.begin")
+        yield work
+        replace_directory(output, work.data)
+
+
+@contextmanager
+def resumable_work(
+    output: Path,
+    recipe: dict[str, Any],
+    inputs: dict[str, Any],
+    discard: Literal["always", "changed", "never"],
+    remedy: str,
+) -> Iterator[Work]:
+    """Yield the work on `output`, new or resumed. If the block leaves no `data` behind, the work is finished.
+
+    `discard`: when to start over; with "never", work with another recipe or other inputs is an error.
+    """
     directory = _unfinished(output)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(output)
     except OSError as error:
         raise as_user_error(error) or error from error
-    with exclusive_lock(directory / "lock", "Wait for that `recmill prepare` to end, or choose another --output."):
+    with exclusive_lock(directory / "lock", remedy):
         _resume_or_start_over(directory, {"made_by": MADE_BY, "recipe": recipe, "inputs": inputs}, discard)
         try:
-            work = Work(directory)
-            reach("prepare.begin")
-            yield work
-            replace_directory(output, work.data)
+            yield Work(directory)
         except DataError:
             (directory / _ORIGIN_FILE).unlink()
             raise
@@ -187,12 +203,20 @@ def _is_resumable(directory: Path) -> bool:
     return has_data and any(directory.glob("done-*.json"))
 
 
-def _resume_or_start_over(directory: Path, origin: dict[str, Any], discard: bool) -> None:
+def _resume_or_start_over(
+    directory: Path, origin: dict[str, Any], discard: Literal["always", "changed", "never"]
+) -> None:
     """Keep the completed parts of a run of the same origin, raise if they have another; remove anything else."""
-    if _is_resumable(directory) and not discard:
-        _check_unchanged(directory, origin)
-        log.info("resuming the unfinished work in %s", directory)
-        return
+    if _is_resumable(directory) and discard != "always":
+        changes = _origin_changes(directory, origin)
+        if not changes:
+            log.info("resuming the unfinished work in %s", directory)
+            return
+        if discard == "never":
+            raise DataError(
+                f"{directory} holds unfinished work of another run:\n{changes}"
+                "Run it with the options and files of that run to resume, or start over with --overwrite."
+            )
     (directory / _ORIGIN_FILE).unlink(missing_ok=True)  # first: what is half removed cannot be resumed
     for left in directory.iterdir():
         if left.is_dir():
@@ -202,18 +226,13 @@ def _resume_or_start_over(directory: Path, origin: dict[str, Any], discard: bool
     write_json(directory / _ORIGIN_FILE, origin)
 
 
-def _check_unchanged(directory: Path, origin: dict[str, Any]) -> None:
+def _origin_changes(directory: Path, origin: dict[str, Any]) -> str:
     def flat(origin: dict[str, Any]) -> dict[str, Any]:
         inputs = {f"input {name}": facts for name, facts in origin["inputs"].items()}
         return {"made by": origin["made_by"], **origin["recipe"], **inputs}
 
     old = flat(json.loads((directory / _ORIGIN_FILE).read_bytes()))
-    new = flat(json.loads(json.dumps(origin)))
-    if changes := _changes(old, new):
-        raise DataError(
-            f"{directory} holds unfinished work of another run:\n{changes}"
-            "Run it with the options and files of that run to resume, or start over with --overwrite."
-        )
+    return _changes(old, flat(json.loads(json.dumps(origin))))
 
 
 class NpyWriter(AbstractContextManager["NpyWriter"]):

@@ -186,18 +186,38 @@ def print_schema(guessed: dict[str, Any]) -> None:
 
 def print_predictions(written: dict[str, Any]) -> None:
     """Print what `recmill predict` wrote, how its rows differ from those of training, and metrics, if it had labels."""
-    by_feature: dict[str, dict[str, tuple[float, float]]] = {}
+    by_feature: dict[str, dict[str, tuple[float | None, ...]]] = {}
     for found in written["features"]:
         by_feature.setdefault(found["feature"], {})[found["kind"]] = found["here"], found["training"]
     kinds = [kind for kind in ("missing", "unseen", "clipped") if any(kind in found for found in by_feature.values())]
     rows = [
-        [feature, *(f"{100 * found[k][0]:.1f} / {100 * found[k][1]:.1f}" if k in found else "" for k in kinds)]
+        [feature, *("" if k not in found else " / ".join(_percent(share) for share in found[k]) for k in kinds)]
         for feature, found in by_feature.items()
     ]
     print_table(["% here / in training", *kinds], rows)
     if "metrics" in written:
         print_values("rows with labels", written["metrics"], {})
     _print(f"{written['rows']:,} rows scored: {written['output']}")
+
+
+def print_explanation(found: dict[str, Any]) -> None:
+    """Print what `commands.explain.explanation` returns."""
+    if "items" in found:
+        target = found["target"]
+        _print(f"first recommendation: {target['title']} ({target['item']}), score {target['score']:.4f}")
+        rows = [[str(x["position"]), x["item"], f"{x['effect']:+.4f}", x["title"]] for x in found["items"]]
+        print_table(["position", "item", "effect", "title"], rows)
+        return
+    _print(f"AUROC {found['auroc']:.4f} on {found['rows']:,} rows of the validation split")
+    rows = [
+        [x["feature"], f"{x['drop']:.5f}", f"{x['spread']:.5f}", "" if x["unseen"] is None else _percent(x["unseen"])]
+        for x in found["features"]
+    ]
+    print_table(["feature", "AUROC lost", "spread", "% unseen"], rows)
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{100 * share:.1f}"
 
 
 def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:

@@ -1,8 +1,8 @@
 """The options of `prepare criteo`, checked against each other, and the rules that follow from them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -15,6 +15,7 @@ from recmill.schema import ClicksLayout
 CRITEO = LogFormat(num_dense=13, num_sparse=26)
 _DEFAULT_BAD_ROWS = 1000
 _OFFSETS = {"log3": 3, "log2": 2}  # the stored value is log(x + offset)
+LOG_MIN = "log-min"  # log(x - smallest x + 2)
 _STORED = "stored"  # dense values of npy files, which are transformed already
 
 
@@ -271,6 +272,12 @@ class Rules:
             minimum = "each file has its own dense minimum, so transforms may differ between files"
             notes.append(f"--compat torchrec: {minimum}")
         return notes
+
+
+def rules_in(recipe: Mapping[str, Any]) -> Rules:
+    """Return the rules by which a dataset with this recipe was prepared."""
+    given: dict[str, Any] = {field.name: recipe[field.name] for field in fields(Rules)}
+    return Rules(**given | {name: tuple(value) for name, value in given.items() if isinstance(value, list)})
 
 
 def rules_of(options: Options, log_names: list[str], *, are_npy: bool = False) -> Rules:

@@ -17,7 +17,7 @@ from recmill.datasets.click_log import ParsedLog
 from recmill.datasets.clicks import PARQUET_ROWS, dense_names, sparse_names, split_rows
 from recmill.datasets.compressed import forecast_rows, sample_digest
 from recmill.datasets.criteo.npy_logs import open_npy
-from recmill.datasets.criteo.options import CRITEO, Options, Rules, rules_of
+from recmill.datasets.criteo.options import CRITEO, LOG_MIN, Options, Rules, rules_of
 from recmill.datasets.vocabularies import FIRST_ID
 from recmill.datasets.writing import MADE_BY, Work, seal
 from recmill.errors import ConfigError, DataError, did_you_mean_path
@@ -158,7 +158,14 @@ class Plan:
         if empty := [split for split in SPLITS if not splits[split]]:
             notes.append(f"no rows for {' and '.join(empty)}: this dataset cannot be trained on as it is")
         sources = [
-            SourceFile(name=raw.path.name, bytes=raw.bytes, rows=read.rows, bad_rows=read.bad_rows, sample=raw.sample)
+            SourceFile(
+                name=raw.path.name,
+                bytes=raw.bytes,
+                rows=read.rows,
+                bad_rows=read.bad_rows,
+                sample=raw.sample,
+                smallest_dense=int(read.smallest_dense) if rules.dense == LOG_MIN else None,
+            )
             for raw, read in zip(self.logs, written.parsed, strict=True)
         ]
         return ClicksDescription(

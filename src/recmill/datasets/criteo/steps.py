@@ -23,6 +23,7 @@ from recmill import rng
 from recmill.data.click_rows import ClickRows
 from recmill.datasets.click_log import LogBlock, ParsedLog, parse_log
 from recmill.datasets.clicks import PARTS, sparse_names, write_day, write_parquet_parts, write_records
+from recmill.datasets.criteo.encoding import ids_of
 from recmill.datasets.criteo.npy_logs import read_npy_log
 from recmill.datasets.criteo.options import CRITEO, Options
 from recmill.datasets.criteo.plan import (
@@ -36,7 +37,6 @@ from recmill.datasets.criteo.plan import (
     seal_written,
     vocabulary_file,
 )
-from recmill.datasets.hashed_ids import hash64, hashed_modulo, modulo, modulo_as_oneflow, modulo_as_torchrec
 from recmill.datasets.multi_hot import companion_paths, write_companions, write_multi_hot
 from recmill.datasets.parallel import ordered
 from recmill.datasets.shuffle import Buckets
@@ -242,19 +242,11 @@ class _Preparation:
         return self.plan.id_type(self.vocabulary_sizes)
 
     def _ids(self, parsed: ParsedLog, first: int, block: LogBlock) -> np.ndarray:
-        rules = self.rules
-        sizes = np.array(rules.table_size or [2**32] * CRITEO.num_sparse)
-        if rules.ids == "contiguous" and len(self._rounds) > 1:
+        if self.rules.ids != "contiguous":
+            return ids_of(block, self.rules)
+        if len(self._rounds) > 1:
             return self._read_mapped(parsed, first, len(block))
-        if rules.ids == "contiguous":
-            ids = np.empty((len(block), CRITEO.num_sparse), self.id_type)
-            self._rounds[0].map(block, ids)
-            return ids
-        if rules.ids == "hash64":
-            return hashed_modulo(block, sizes) if rules.table_size else hash64(block)
-        if rules.compat == "oneflow":
-            return modulo_as_oneflow(block, rules.table_size[0])
-        return modulo_as_torchrec(block, sizes) if rules.compat else modulo(block, sizes)
+        return ids_of(block, self.rules, self._rounds[0], self.id_type)
 
     def _blocks(self, segment: Segment) -> list[tuple[int, int]]:
         """Return (first row, number of rows) of each block of the log that has rows of the segment."""

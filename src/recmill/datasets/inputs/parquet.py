@@ -38,7 +38,8 @@ def frames(file: InputFile, columns: list[str]) -> Iterator[pl.DataFrame]:
     if isinstance(file, Path):
         with reading(file, "Get it again."):
             selected = pl.scan_parquet(file).select(chosen)
-            yield from selected.collect_batches(chunk_size=_BLOCK_ROWS, maintain_order=True)
+            for start in range(0, rows_of(file), _BLOCK_ROWS):
+                yield selected.slice(start, _BLOCK_ROWS).collect()  # collect_batches reads far ahead
         return
     with _remote(file) as parquet:
         for batch in parquet.iter_batches(batch_size=_BLOCK_ROWS, columns=columns):

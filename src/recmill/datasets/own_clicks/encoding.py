@@ -3,9 +3,6 @@
 A recipe is the schema with what preparation learned from the training rows. It is data, never code.
 """
 
-import threading
-from collections import Counter
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from recmill.data.click_rows import ClickRows
-from recmill.data.recipes import RECIPE_FILE, vocabulary_file
+from recmill.data.recipes import NO_LABEL, RECIPE_FILE, Tally, vocabulary_file
+from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.schema import (
     FIRST_VALUE,
     LOG_SQUARED,
@@ -35,7 +33,6 @@ from recmill.datasets.own_clicks.values import RawRows, labels, numbers, several
 from recmill.errors import DataError
 from recmill.schema import SparseFeature
 
-NO_LABEL = -1
 PARTS = {"hour": 24, "weekday": 7, "is_weekend": 2, "day": 31, "month": 12}
 _JOINT = "\x1f"  # between the values of a cross
 _DAY = 86_400_000_000
@@ -69,20 +66,6 @@ class Recipe(BaseModel):
     tally: dict[str, dict[str, int]] = {}  # of the training rows: see Tally
 
 
-@dataclass
-class Tally:
-    """How many rows were encoded, and by feature how many had no value, an unseen or rare one, or a clipped one."""
-
-    rows: int = 0
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, feature: str, **found: np.ndarray) -> None:
-        counted = {name: int(np.count_nonzero(is_so)) for name, is_so in found.items()}
-        with self._lock:
-            self.counts.setdefault(feature, Counter()).update(counted)
-
-
 def load_recipe(directory: Path) -> Recipe:
     """Read recipe.json in `directory`, whose vocabularies are beside it."""
     path = directory / RECIPE_FILE
@@ -114,6 +97,13 @@ class Encoder:
         self.tally = Tally()
         self._directory = directory
         self._vocabularies: dict[str, pl.Enum] = {}
+        self.feature_columns = recipe.log.feature_columns()
+        self.label_column = recipe.log.label.column
+        self.trained_rows, self.trained_tally = recipe.training_rows, recipe.tally
+
+    def input_section(self, fields: int) -> InputSection:
+        """Return how to read text, whatever its number of fields."""
+        return self.recipe.log.input
 
     def encode(self, rows: RawRows, with_labels: bool = True, may_be_missing: bool = False) -> ClickRows:
         """Return the rows in their order, with NO_LABEL where there is no label."""

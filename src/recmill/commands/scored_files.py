@@ -1,0 +1,275 @@
+"""The files of `recmill predict`: rows are read in blocks, and scored in parts that survive a kill."""
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+
+from recmill.checkpoints.format import committed
+from recmill.commands.options import new_path
+from recmill.data.recipes import NO_LABEL, Tally
+from recmill.datasets.compressed import InputFile, file_state
+from recmill.datasets.inputs.parquet import converted_type
+from recmill.datasets.inputs.reading import num_rows
+from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files, read, types_of
+from recmill.datasets.own_clicks.values import RawRows
+from recmill.datasets.parallel import ordered
+from recmill.datasets.writing import Work, resumable_work
+from recmill.errors import ConfigError, DataError, ResourceError
+from recmill.failpoints import reach
+from recmill.hardware.cpu import threads_per_process
+from recmill.launch.local import is_launched_with, run_job
+from recmill.metrics.binary import BinaryMetrics, Values, sigmoid
+from recmill.observe.progress import Progress
+
+if TYPE_CHECKING:
+    from recmill.commands.predict import Options, Predictor
+
+log = logging.getLogger(__name__)
+
+STREAM = "-"
+_SUFFIXES = (".parquet", ".csv", ".jsonl", ".ndjson")
+_PART_ROWS = 1 << 16
+_LABEL = "label of the row"  # a column of the parts that is not written
+_DRIFT = 3.0  # times the share of the training rows
+_FEW = 0.01  # smaller shares are not worth a warning
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to read, and which columns of it to write."""
+
+    files: list[str]
+    section: InputSection
+    columns: list[str]
+    kept: list[str]
+    has_labels: bool
+    logit: bool
+    procs: int
+    part_rows: int
+
+    def blocks(self) -> Iterator[tuple[int, RawRows]]:
+        """Yield all rows in order, in numbered parts that are the same in every process."""
+        number = 0
+        for file in self.inputs():
+            for rows in read(file, self.section, self.columns):
+                for start in range(0, len(rows), self.part_rows):
+                    part = rows.frame.slice(start, self.part_rows)
+                    yield number, RawRows(part, rows.file, rows.numbers[start : start + self.part_rows])
+                    number += 1
+        if not number:
+            raise DataError(f"{self.files[0]}: no rows. Give a file that has some.")
+
+    def inputs(self) -> list[InputFile]:
+        return [file for name in self.files for file in found_files(name)]
+
+    def types(self) -> dict[str, Any]:
+        """Return the types of the columns to write."""
+        there = types_of(self.inputs()[0], self.section) if self.kept else {}
+        types = {name: converted_type(self.files[0], name, there[name]) for name in self.kept}
+        return {**types, "score": pl.Float32(), **({"logit": pl.Float32()} if self.logit else {})}
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "section": self.section.model_dump()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Job":
+        return cls(**{**values, "section": InputSection(**values["section"])})
+
+
+def score_files(predictor: "Predictor", options: "Options") -> dict[str, Any]:
+    """Score the rows of options.input to options.output, and return what `recmill.predict` does."""
+    if is_launched_with(options.procs):
+        raise ConfigError("`recmill predict` starts its own processes: use --procs N, without a launcher.")
+    with ExitStack() as stack:
+        spool = Path()
+        if STREAM in (options.input, options.output):
+            spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recmill-predict-")))
+        elif options.format:
+            raise ConfigError("--format is for stdin and stdout ('-'): names of files say their formats. Remove it.")
+        suffix = f".{options.format or 'csv'}"
+        output = spool / f"stdout{suffix}" if options.output == STREAM else new_path(options.output, "--output")
+        if output.suffix not in _SUFFIXES:
+            raise ConfigError(
+                f"--output {output.name}: end it with .parquet, .csv or .jsonl, which says the format to write."
+            )
+        assert predictor.encoder  # what is wrong with the run is reported before stdin is read
+        given = options.input if options.input != STREAM else str(_spooled(spool / f"stdin{suffix}"))
+        job = _checked_job(predictor, options, found_files(given), output)
+        inputs = {str(file.absolute()): file_state(file) for file in job.inputs()}
+        result = _score(predictor, options, job, inputs, output)
+        if options.output == STREAM:
+            with output.open("rb") as file:
+                shutil.copyfileobj(file, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+        return result | {"output": options.output}
+
+
+def _spooled(path: Path) -> Path:
+    """Copy stdin to a file, which can be read twice."""
+    with path.open("wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+    if not path.stat().st_size:
+        raise DataError("--input -: nothing came from stdin. Was the program before it successful?")
+    return path
+
+
+def _checked_job(predictor: "Predictor", options: "Options", files: list[InputFile], output: Path) -> Job:
+    encoder = predictor.encoder
+    fields = len(columns_of(files[0], InputSection(separator="\t", quotes=False)))
+    section = encoder.input_section(fields)
+    kept = options.keep or []
+    needed = list(dict.fromkeys([*encoder.feature_columns, *kept]))
+    lack = "the model needs columns that are not there"
+    check_columns(files, section, encoder.feature_columns, lack, "Add them: its features are made of them.")
+    check_columns(files, section, kept, "--keep names columns that are not there", "Correct --keep.")
+    if taken := {"score", "logit"} & set(kept):
+        raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
+    label = encoder.label_column
+    has_labels = all(label in columns_of(file, section) for file in files)
+    columns = [*needed, *([label] if has_labels and label not in needed else [])]
+    job = Job(list(map(str, files)), section, columns, kept, has_labels, options.logit, options.procs, _PART_ROWS)
+    types = job.types()
+    if nested := [name for name, kind in types.items() if kind.is_nested() and output.suffix == ".csv"]:
+        raise ConfigError(
+            f"--keep {nested[0]}: its values are {types[nested[0]]}, which .csv cannot hold. Use .parquet or .jsonl."
+        )
+    return job
+
+
+def _score(
+    predictor: "Predictor", options: "Options", job: Job, inputs: dict[str, Any], output: Path
+) -> dict[str, Any]:
+    run = predictor.run
+    same = options.model_dump(exclude={"procs", "input", "output", "format"})
+    recipe = same | {"run": str(run.path.absolute()), "checkpoints": [path.name for path in committed(run.checkpoints)]}
+    remedy = "Wait for that `recmill predict` to end, or choose another --output."
+    with resumable_work(output, recipe, inputs, "changed", remedy) as work:
+        if options.procs == 1:
+            parts = score_parts(predictor, job, work)
+        else:
+            arguments = {"device": "cpu", "run": str(run.path.absolute()), "options": options.model_dump()}
+            arguments |= {"job": job.to_json(), "directory": str(work.directory)}
+            parts = run_job("predict", arguments, options.procs)
+        tally, metrics = _write(job, work, parts, output)
+    shares = _shares(tally, predictor)
+    result: dict[str, Any] = {"rows": tally.rows, "output": str(output), "features": shares}
+    return result | ({"metrics": metrics} if job.has_labels else {})
+
+
+def score_parts(predictor: "Predictor", job: Job, work: Work, rank: int = 0, size: int = 1) -> int:
+    """Score those parts of the rows that are this rank's and not yet scored. Return the number of all parts."""
+    count = 0
+
+    def own_blocks() -> Iterator[tuple[int, RawRows]]:
+        nonlocal count
+        for number, rows in job.blocks():
+            count = number + 1
+            if number % size == rank:
+                yield number, rows
+
+    def score(block: tuple[int, RawRows]) -> int:
+        number, rows = block
+        work.part(f"score-{number}", partial(_score_part, predictor, job, rows, _part_file(work, number)))
+        reach("predict.part")
+        return len(rows)
+
+    total = sum(num_rows(file, job.section) for file in job.inputs()) // size
+    threads = threads_per_process(job.procs)
+    with predictor.one_thread(), ThreadPoolExecutor(threads) as pool, Progress("scoring", total, "rows") as progress:
+        for rows in ordered(pool, score, own_blocks(), ahead=0):
+            progress.advance(rows)
+    return count
+
+
+def _part_file(work: Work, number: int) -> Path:
+    return work.scratch / f"{number}.arrow"
+
+
+def _score_part(predictor: "Predictor", job: Job, rows: RawRows, file: Path) -> dict[str, Any]:
+    """Write the scores of some rows to a file, and return what was counted in them."""
+    encoder = predictor.new_encoder()
+    encoded = encoder.encode(rows, job.has_labels, may_be_missing=True)
+    logits = predictor.logits(encoded)
+    scores = {"score": sigmoid(logits).astype(np.float32), "logit": logits}
+    labels = {_LABEL: encoded.labels} if job.has_labels else {}
+    pl.DataFrame({**{name: rows.frame[name] for name in job.kept}, **scores, **labels}).write_ipc(file)
+    return {"rows": len(rows), "counts": {name: dict(found) for name, found in encoder.tally.counts.items()}}
+
+
+def _write(job: Job, work: Work, parts: int, output: Path) -> tuple[Tally, Values]:
+    """Write the scores of all parts to `output`. Return what was counted in them, and the metrics."""
+    metrics, tally = BinaryMetrics(), Tally()
+    files = [_part_file(work, number) for number in range(parts)]
+    for number, file in enumerate(files):
+        counted = work.part(f"score-{number}", dict)
+        tally.rows += counted["rows"]
+        for feature, found in counted["counts"].items():
+            tally.counts.setdefault(feature, Counter()).update(found)
+        if job.has_labels:
+            labelled = pl.read_ipc(file, columns=["logit", _LABEL]).filter(pl.col(_LABEL) != NO_LABEL)
+            metrics.update(labelled["logit"].to_numpy(), labelled[_LABEL].to_numpy())
+    written = work.data / "scores"
+    try:
+        _join(files, [*job.types()], written, output.suffix)
+    except pl.exceptions.ComputeError as error:
+        raise ResourceError(
+            f"{output}: could not be written ({error}). Is the disk full? Free some space and run it again."
+        ) from error
+    os.rename(written, output)
+    shutil.rmtree(work.data)
+    return tally, _values(metrics)
+
+
+def _join(files: list[Path], columns: list[str], written: Path, suffix: str) -> None:
+    """Write these columns of Arrow files to one file, in memory for one of them."""
+    if suffix == ".parquet":
+        pl.scan_ipc(files).select(columns).sink_parquet(written)
+        return
+    with written.open("wb") as target:
+        for number, file in enumerate(files):
+            frame = pl.read_ipc(file, columns=columns)
+            if suffix == ".csv":
+                frame.write_csv(target, include_header=number == 0)
+            else:
+                frame.write_ndjson(target)
+
+
+def _values(metrics: BinaryMetrics) -> Values:
+    import torch
+
+    from recmill.world import World
+
+    return metrics.compute(World(0, 1, 0, 1, torch.device("cpu")))
+
+
+def _shares(tally: Tally, predictor: "Predictor") -> list[dict[str, Any]]:
+    """Return for each feature the shares of missing, unseen and clipped values, here and in the training rows.
+
+    Log a warning for each share that has become much larger.
+    """
+    encoder = predictor.encoder
+    found = []
+    for feature, counts in tally.counts.items():
+        before = encoder.trained_tally.get(feature, {})
+        for kind, count in counts.items():
+            here = count / max(tally.rows, 1)
+            then = before.get(kind, 0) / encoder.trained_rows if encoder.trained_rows else None
+            found.append({"feature": feature, "kind": kind, "here": here, "training": then})
+            if then is not None and here > max(_DRIFT * then, _FEW):
+                text = "%s: %.1f %% of the values are %s, compared with %.1f %% in training"
+                log.warning(text, feature, 100 * here, kind, 100 * then)
+    return found
