@@ -464,6 +464,28 @@ def test_a_wrong_schema_is_one_error_that_names_the_key(
     assert expected in str(caught.value)
 
 
+def test_a_log_is_prepared_in_one_go_with_any_names_of_columns(tmp_path: Path) -> None:
+    names = ["label", "a.b", "a_b", "with space", 'quo"te', "a/b", "", "ü", "same", "same"]
+    draw = np.random.default_rng(1)
+    header = ",".join('"' + name.replace('"', '""') + '"' for name in names)
+    rows = [",".join(f"v{value}" for value in draw.integers(0, 9, len(names) - 1)) for _ in range(300)]
+    (tmp_path / "log.csv").write_text(header + "\n" + "".join(f"{i % 2},{row}\n" for i, row in enumerate(rows)))
+    with pytest.raises(DataError, match="two columns 'same'"):
+        recmill.prepare("clicks", tmp_path / "d", input=str(tmp_path / "log.csv"), label="label")
+    text = (tmp_path / "log.csv").read_text().replace('"same","same"', '"one","two"')
+    (tmp_path / "log.csv").write_text(text)
+    recmill.prepare("clicks", tmp_path / "d", input=str(tmp_path / "log.csv"), label="label")
+    clicks = open_dataset(tmp_path / "d", "digests").clicks
+    expected = ["a_b", "a_b_2", "with space", 'quo"te', "a_b_3", "unnamed", "ü", "one", "two"]
+    assert [feature.name for feature in clicks.sparse] == expected
+    recipe = load_recipe(tmp_path / "d")
+    assert [feature.columns for feature in recipe.log.feature[:2]] == [["a.b"], ["a_b"]]
+    schema = load_schema(tmp_path / "d" / "schema.toml")
+    assert schema == recipe.log
+    with pytest.raises(ConfigError, match="Neither --schema nor --label"):
+        recmill.prepare("clicks", tmp_path / "e", input=str(tmp_path / "log.csv"))
+
+
 def test_a_missing_schema_says_how_to_make_one(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text(GOOD)
     with pytest.raises(ConfigError, match=r"absent.toml: no such file\. Make one from the log: recmill schema"):

@@ -51,7 +51,8 @@ class PrepareOptions(TypedDict, total=False):
     on_bad_row: Literal["fail", "skip"]
     max_bad_rows: int | None
     # clicks
-    schema_file: str
+    schema_file: str | None
+    label: str | None
     # histories, movielens, goodreads
     layout: Literal["rows", "lines", "jsonl"]
     user_column: str | None

@@ -13,7 +13,7 @@ from recmill.datasets.compressed import InputFile
 from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import check_columns, columns_of, frames, types_of
 from recmill.datasets.inputs.section import InputSection
-from recmill.datasets.own_clicks.schema import LabelSection
+from recmill.datasets.own_clicks.schema import LabelSection, feature_name
 from recmill.datasets.own_clicks.values import CLICK, NO_CLICK, parsed_times
 from recmill.errors import ConfigError, DataError, did_you_mean
 from recmill.metrics.auc import auroc
@@ -74,7 +74,21 @@ def guess(files: Sequence[InputFile], label: str | None, section: InputSection) 
     times = [found for found in guesses if found.time_format]
     for other in times[1:]:
         other.time_format, other.features, other.why = "", [], f"another time than {times[0].column}; add it by hand"
+    _make_names_unique(guesses)
     return clicks, guesses
+
+
+def _make_names_unique(guesses: list[Guess]) -> None:
+    """Give a name of its own to each feature whose default name another one has, like a.b and a_b."""
+    used: set[str] = set()
+    for feature in (feature for found in guesses for feature in found.features):
+        name = wanted = feature.get("name") or feature_name(feature["column"])
+        number = 2
+        while name in used or f"{name} is missing" in used:
+            name, number = f"{wanted}_{number}", number + 1
+        used |= {name, f"{name} is missing"} if feature.get("flag_missing") else {name}
+        if name != wanted:
+            feature["name"] = name
 
 
 def as_toml(section: InputSection, label: LabelSection, guesses: list[Guess]) -> str:
@@ -187,7 +201,7 @@ def _time(name: str, filled: pl.Series, form: str) -> Guess:
     for part, values in {"hour": moments.dt.hour(), "weekday": moments.dt.weekday()}.items():
         dates = pl.DataFrame({"day": days, "part": values}).n_unique()
         if 2 <= values.n_unique() <= dates / 2:
-            parts.append({"name": f"{name}_{part}", "type": "time", "part": part})
+            parts.append({"name": f"{feature_name(name)}_{part}", "type": "time", "part": part})
         else:
             fact = "one value only" if values.n_unique() < 2 else "too few days"
             reasons.append(f"no {part} ({fact})")

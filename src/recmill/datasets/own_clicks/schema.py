@@ -4,6 +4,7 @@ It is as strict as a run config: an unknown key is an error that names the one t
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +21,8 @@ from recmill.schema import Role
 
 MISSING, UNSEEN, FIRST_VALUE = 0, 1, 2  # ids: no value; rare or not in the training rows; the most frequent value
 _CONDITION = re.compile(r"(>=|<=|>|<|==|!=)\s*(-?\d+(?:\.\d+)?)", re.ASCII)
+_NOT_IN_NAMES = re.compile(r"[./\x00-\x1f]")
+_MAX_NAME_BYTES = 200  # they are part of names of files
 LOG_SQUARED = "log2-squared"
 _BUCKETS = re.compile(r"quantiles:(\d{1,5})", re.ASCII)
 
@@ -241,13 +244,13 @@ class ClicksSchema(Section):
         of_values = [column for f in self.tables if not isinstance(f, BucketFeature) for column in f.columns]
         numbers = {self.keep.weight, *self.keep.columns, *(c for f in self.numeric for c in f.columns)}
         numbers |= {c for f in self.tables if isinstance(f, BucketFeature) for c in f.columns}
-        return [column for column in dict.fromkeys([*split, *of_values]) if column and column not in numbers]
+        return [column for column in dict.fromkeys([*filter(None, split), *of_values]) if column not in numbers]
 
     def columns(self) -> list[str]:
         """Return all columns that preparation reads."""
         others = [self.label.column, self.time.column if self.time else "", self.split.column, self.split.group]
         others += [self.keep.weight, *self.keep.columns]
-        return list(dict.fromkeys(column for column in [*others, *self.feature_columns()] if column))
+        return list(dict.fromkeys([*filter(None, others), *self.feature_columns()]))
 
 
 def load_schema(path: Path) -> ClicksSchema:
@@ -257,7 +260,11 @@ def load_schema(path: Path) -> ClicksSchema:
         raise ConfigError(
             f"--schema {path}: no such file. {near}Make one from the log: recmill schema --output {path}."
         )
-    values = read_toml(path)
+    return checked_schema(read_toml(path), str(path))
+
+
+def checked_schema(values: Mapping[str, Any], path: str) -> ClicksSchema:
+    """Return the schema with these values, which come from `path`."""
     listed = values.get("feature", [])
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
         raise ConfigError(f"{path}: 'feature' is a list: begin each feature with [[feature]].")
@@ -265,7 +272,7 @@ def load_schema(path: Path) -> ClicksSchema:
     schema, problems = validated(ClicksSchema, common, siblings=["feature"])
     features: list[Any] = []
     for entry in listed:
-        named = {"name": entry.get("column", ""), **entry}
+        named = {"name": feature_name(entry.get("column", "")), **entry}
         made, found = _checked_feature(named)
         problems += found
         features += [made] if made else []
@@ -273,8 +280,13 @@ def load_schema(path: Path) -> ClicksSchema:
         schema = schema.model_copy(update={"feature": features})
         problems = [Problem(text, ()) for text in _contradictions(schema)]
     if problems:
-        raise ConfigError(report(str(path), problems, {}))
+        raise ConfigError(report(path, problems, {}))
     return schema
+
+
+def feature_name(column: str) -> str:
+    """Return the name of a feature of this column: names of tables cannot have dots or slashes, nor be empty."""
+    return _NOT_IN_NAMES.sub("_", column) or "unnamed"
 
 
 def _checked_feature(values: Mapping[str, Any]) -> tuple[Feature | None, list[Problem]]:
@@ -289,8 +301,10 @@ def _contradictions(schema: ClicksSchema) -> Iterator[str]:
     sections = [schema.input, schema.label, schema.split, *schema.feature]
     yield from (text for section in sections for text in section.contradictions())
     names = [*schema.dense_names, *(feature.name for feature in schema.tables)]
-    for name in sorted({name for name in names if names.count(name) > 1 or not name or "." in name or "/" in name}):
-        yield f"feature '{name}': the name occurs twice, is empty, or has a dot or slash. Give it another 'name'."
+    for name, times in sorted(Counter(names).items()):
+        if times > 1 or name != feature_name(name) or len(name.encode()) > _MAX_NAME_BYTES:
+            fact = f"the name occurs twice, is empty or longer than {_MAX_NAME_BYTES} bytes, or has a dot or slash"
+            yield f"feature '{name[:80]}': {fact}. Give it another 'name'."
     if not schema.feature:
         yield "it has no feature. Add a [[feature]] for each column to use."
     if not schema.tables:

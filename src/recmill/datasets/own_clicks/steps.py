@@ -4,6 +4,8 @@ Vocabularies, quantiles and means are learned from the training rows alone. The 
 with every run that is trained on it, so that `recmill predict` encodes new rows in the same way.
 """
 
+import logging
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,19 +20,21 @@ from recmill.config.sections import Section, key
 from recmill.data.click_rows import ClickRows
 from recmill.data.recipes import RECIPE_FILE, vocabulary_file
 from recmill.datasets.compressed import InputFile, expansion, file_state, sample_digest
+from recmill.datasets.inputs.detection import described
 from recmill.datasets.inputs.files import distinct_names
 from recmill.datasets.inputs.reading import num_rows
 from recmill.datasets.own_clicks.coding import Coder, can_be_numbered
 from recmill.datasets.own_clicks.encoding import Encoder, Recipe
+from recmill.datasets.own_clicks.guessing import as_toml, guess
 from recmill.datasets.own_clicks.learning import Learner
 from recmill.datasets.own_clicks.reading import check_columns, found_files, read
-from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, load_schema
+from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, checked_schema, load_schema
 from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, split_rules
 from recmill.datasets.own_clicks.values import RawRows, Values, weights
 from recmill.datasets.own_clicks.writing import SplitWriter, write_arrow
 from recmill.datasets.parallel import ordered
 from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
-from recmill.errors import DataError
+from recmill.errors import ConfigError, DataError
 from recmill.files.atomic import write_text
 from recmill.hardware.cpu import num_cores
 from recmill.observe.progress import Progress
@@ -38,21 +42,26 @@ from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, Row
 
 __all__ = ["Options", "plan", "write"]
 
+log = logging.getLogger(__name__)
+
+SCHEMA_FILE = "schema.toml"  # a schema that was guessed
 _CODES = "\x1f"  # begins the name of a column of codes
 _MAX_VALUES = 1 << 22  # of a column, before a new set of codes begins
 
 
 class Options(Section):
     input: str = key(..., "A file, a directory, or a pattern in quotes like 'logs/*.csv.gz'; also s3://, gs://, hf://.")
-    schema_file: str = key(
-        ..., "The schema: a TOML file. See docs/own-data.md.", json_schema_extra={"flags": ["--schema"]}
+    schema_file: str | None = key(
+        None, "The schema: a TOML file. See docs/own-data.md.", json_schema_extra={"flags": ["--schema"]}
     )
+    label: str | None = key(None, "Instead of --schema: guess the schema, as `recmill schema --label` does.")
 
 
 @dataclass(frozen=True)
 class Plan:
     log: ClicksSchema
     files: list[InputFile]
+    guessed: str = ""  # the text of a schema that was guessed
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -68,10 +77,21 @@ class Plan:
 
 
 def plan(options: Options) -> Plan:
-    log = load_schema(Path(options.schema_file))
+    if (options.schema_file is None) == (options.label is None):
+        fact = "Both --schema and --label are given" if options.label else "Neither --schema nor --label is given"
+        raise ConfigError(f"{fact}. Give --schema, or --label COLUMN to guess a schema.")
+    log_schema = load_schema(Path(options.schema_file)) if options.schema_file else None
     files = found_files(options.input)
-    check_columns(files, log.input, log.columns())
-    return Plan(log, files)
+    guessed = ""
+    if log_schema is None:
+        section = described(files[0], None)
+        clicks, guesses = guess(files, options.label, section)
+        guessed = as_toml(section, clicks, guesses)
+        for found in guesses:
+            log.info("%s: %s (%s)", found.column, found.kind, found.why)
+        log_schema = checked_schema(tomllib.loads(guessed), "the guessed schema")
+    check_columns(files, log_schema.input, log_schema.columns())
+    return Plan(log_schema, files, guessed)
 
 
 def write(plan: Plan, work: Work) -> Description:
@@ -267,4 +287,7 @@ def _sealed(plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int
     parts += ["weights.npy"] if plan.log.keep.weight else []
     rows_of = {f"{split}_{part}": rows for split, rows in zip(SPLITS, counts["rows"], strict=False) for part in parts}
     rows_of |= {vocabulary_file(name): encoder.recipe.learned[name].rows for name in learned}
+    if plan.guessed:
+        write_text(data / SCHEMA_FILE, plan.guessed)
+        rows_of[SCHEMA_FILE] = 1
     return seal(data, describe, rows_of | {RECIPE_FILE: 1})
