@@ -44,8 +44,8 @@ quickstart: setup
 	$(BIN)/recmill doctor
 	$(BIN)/recmill prepare synthetic-clicks --output data/clicks
 	$(BIN)/recmill prepare synthetic-histories --output data/histories
-	$(BIN)/recmill train configs/quickstart/dlrm.toml --run runs/dlrm --procs 2
-	$(BIN)/recmill train configs/quickstart/bert4rec.toml --run runs/bert4rec
+	$(BIN)/recmill train quickstart/dlrm --run runs/dlrm --procs 2
+	$(BIN)/recmill train quickstart/bert4rec --run runs/bert4rec
 	$(BIN)/recmill evaluate runs/dlrm --split test
 	$(BIN)/recmill recommend runs/bert4rec --history 12,7,99 --k 10
 	@echo

@@ -74,11 +74,16 @@ def _run(arguments: list[str]) -> int:
 
 
 def _with_key(error: click.NoSuchOption, command: click.Command) -> click.UsageError:
-    """Suggest --procs to somebody who looks for GPUs or workers, --set to one who uses a config key as a flag."""
+    """Suggest what somebody means who names GPUs or workers, an argument, or a config key with a flag."""
     from recmill.commands.keywords import meant_key
 
     flags = {parameter.name: parameter for parameter in command.params if parameter.name}
     name = error.option_name.lstrip("-").replace("-", "_")
+    arguments = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
+    if error.ctx and any(name == argument.name for argument in arguments):
+        usage = " ".join([error.ctx.command_path, *(argument.make_metavar(error.ctx) for argument in arguments)])
+        fact = f"No such option '{error.option_name}'. Give {name.upper()} without a flag: {usage}"
+        return click.UsageError(fact, error.ctx)
     if "procs" in flags and _PROCESSES.fullmatch(name):
         hint = (
             "Did you mean '--procs N'? It is the number of processes on a machine; each uses one GPU, if there are any."

@@ -101,7 +101,7 @@ def _values(annotation: Any) -> set[Any]:
 
 @pytest.mark.parametrize(
     ("declared", "function"),
-    [(recommend.RecommendOptions, recommend.recommend), (open_run.RecommendOptions, open_run.Run.recommend)],
+    [(recommend.LoadingOptions, recommend.recommend), (recommend.RecommendOptions, open_run.Run.recommend)],
     ids=["recommend", "Run.recommend"],
 )
 def test_type_checkers_know_the_keyword_arguments_of(declared: type, function: Callable[..., Any]) -> None:

@@ -5,6 +5,7 @@ Numbers that depend on the machine or on the length of a run may differ from a s
 
 import ast
 import inspect
+import os
 import re
 import shlex
 import shutil
@@ -23,7 +24,9 @@ from recmill import registry
 from recmill.commands import doctor
 from recmill.commands.adopt import adopt
 from recmill.config import Settings
+from recmill.config.shipped import shipped_configs
 
+from .. import python_page
 from ..config_page import fields
 from ..conftest import REAL_DATA_MISSING, Config
 from .test_own_clicks import write_log
@@ -63,9 +66,9 @@ def commands(document: Path) -> list[list[str]]:
     return [shlex.split(line[2:], comments=True) for line in lines if line.startswith("$ ")]
 
 
-def run(words: list[str], directory: Path) -> "subprocess.CompletedProcess[str]":
-    command = [PROGRAM, *words[1:]]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=280)
+def run(words: list[str], directory: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    command, env = [PROGRAM, *words[1:]], {**os.environ, **variables}
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=280, env=env)
 
 
 def shape(line: str) -> str:
@@ -107,13 +110,10 @@ class Quickstart:
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
-    """Run every command of the README in order, as written, with configs that stop after 40 steps."""
+    """Run every command of the README in order, as written, outside of the repository. Trainings have 40 steps."""
     directory = tmp_path_factory.mktemp("readme")
-    for file in (REPO / "configs").rglob("*.toml"):
-        copy = directory / file.relative_to(REPO)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        text = re.sub(r"(?m)^(log_every|every)_steps = \d+", r"\1_steps = 20", file.read_text(encoding="utf-8"))
-        copy.write_text(text.replace("[train]", "[train]\nmax_steps = 40"), encoding="utf-8")
+    intervals = ("TRAIN__LOG_EVERY_STEPS", "EVAL__EVERY_STEPS", "CHECKPOINT__EVERY_STEPS")
+    variables = {"RECMILL__TRAIN__MAX_STEPS": "40", **{f"RECMILL__{name}": "20" for name in intervals}}
     for name in ("log.csv", "new.csv"):
         write_log(directory / name, 2000, 1)
     printed = {}
@@ -121,7 +121,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
         if command[0] == "make":  # the recipes are the other commands, and the tests
             continue
         assert command[0] == "recmill", command
-        done = run(command, directory)
+        done = run(command, directory, **variables)
         assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
         printed[shlex.join(command)] = done.stderr + done.stdout
     return Quickstart(directory, printed)
@@ -134,12 +134,12 @@ def test_every_command_of_the_readme_runs_in_order(quickstart: Quickstart) -> No
 
 def test_training_prints_the_log_that_the_readme_shows(quickstart: Quickstart) -> None:
     sample = block_with(REPO / "README.md", "saved step")
-    assert_printed(sample, quickstart.printed["recmill train configs/quickstart/dlrm.toml --run runs/dlrm --procs 2"])
+    assert_printed(sample, quickstart.printed["recmill train quickstart/dlrm --run runs/dlrm --procs 2"])
 
 
 def test_training_ends_with_the_summary_that_the_page_of_training_shows(quickstart: Quickstart) -> None:
     sample = block_with(DOCS / "training.md", "next: recmill")
-    assert_printed(sample, quickstart.printed["recmill train configs/quickstart/bert4rec.toml --run runs/bert4rec"])
+    assert_printed(sample, quickstart.printed["recmill train quickstart/bert4rec --run runs/bert4rec"])
 
 
 def test_results_prints_the_table_that_the_readme_shows(quickstart: Quickstart) -> None:
@@ -182,7 +182,6 @@ def test_evaluate_prints_the_table_that_the_page_of_training_shows(quickstart: Q
 
 def test_a_wrong_key_gives_the_error_that_the_readme_shows(tmp_path: Path) -> None:
     command, expected = block_with(REPO / "README.md", "config error").split("\n", 1)
-    (tmp_path / "configs").symlink_to(REPO / "configs")
     done = run(shlex.split(command.removeprefix("$ ")), tmp_path)
     assert done.returncode == 2
     assert_equal(expected, done.stderr)
@@ -232,7 +231,6 @@ def test_audit_prints_what_the_page_of_data_shows(tmp_path: Path) -> None:
     ("place", "mark"), [("slurm", "#SBATCH"), ("polaris", "#PBS -A"), ("kubernetes", '"apiVersion"')]
 )
 def test_a_dry_run_prints_the_script_that_the_page_of_launching_shows(place: str, mark: str, tmp_path: Path) -> None:
-    (tmp_path / "configs").symlink_to(REPO / "configs")
     command = next(words for words in commands(DOCS / "launching.md") if "--dry-run" in words and place in words)
     done = run([*command, "--data-elsewhere"], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -335,6 +333,28 @@ def test_python_in_documents_calls_functions_that_exist_with_arguments_that_they
             inspect.signature(getattr(recmill, call.func.id)).bind(*call.args, **names)
             checked += 1
     assert checked >= 3
+
+
+def test_commands_in_documents_name_configs_as_an_installed_package_knows_them() -> None:
+    words = [word for document in USER_PAGES for command in commands(document) for word in command]
+    assert [word for word in words if word.startswith("configs/")] == []
+    folders = {name.partition("/")[0] for name in shipped_configs()}
+    named = {word for word in words if word.count("/") == 1 and word.partition("/")[0] in folders}
+    assert len(named) >= 8
+    assert named - {*shipped_configs()} == set()
+
+
+def test_the_page_of_python_has_every_function_with_its_signature_and_an_example_that_runs(tmp_path: Path) -> None:
+    text = python_page.PAGE.read_text(encoding="utf-8")
+    assert sorted(re.findall(r"(?m)^### `(.*)`$", text)) == sorted(python_page.functions())
+    assert text == python_page.page(text), "run python -m tests.python_page"
+    script = "\n".join(blocks(python_page.PAGE, "python"))
+    called = {node.attr for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Attribute)}
+    assert {name.rpartition(".")[2] for name in python_page.functions()} - called == {"download"}, "it needs a network"
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_readme_shows_what_make_quickstart_runs() -> None:

@@ -237,6 +237,7 @@ def test_a_flag_that_is_a_key_of_the_config_is_named_with_set() -> None:
         command = [sys.executable, "-m", "recmill", "train", "c.toml", "--run", "r", flag, "3"]
         return subprocess.run(command, capture_output=True, text=True).stderr
 
+    assert "No such option '--config'. Give CONFIG without a flag: recmill train CONFIG" in printed("--config")
     assert "No such option '--gpus'. Did you mean '--procs N'? It is the number of processes" in printed("--gpus")
     assert "No such option '--epochs'. Did you mean '--set train.num_epochs=VALUE'?" in printed("--epochs")
     assert "--procs" in printed("--proc")

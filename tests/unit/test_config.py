@@ -334,6 +334,9 @@ def test_an_empty_data_path_is_a_config_error() -> None:
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    schema = {"label": {"column": "click"}, "feature": []}
+    with pytest.raises(ConfigError, match=r"is the schema of a click log, .*: recmill prepare clicks --schema"):
+        load_config(schema)
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "nope.toml")
 

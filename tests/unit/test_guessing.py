@@ -145,6 +145,26 @@ def test_parts_of_times_are_proposed_only_if_their_values_repeat(
     assert "at is left out" not in found["schema"]
 
 
+def test_texts_for_missing_numbers_are_found_and_times_with_gaps_do_not_stop_the_preparation(tmp_path: Path) -> None:
+    """Price has n/a beside numbers, and country has it beside names; width has a number that cannot be parsed."""
+    frame = drawn().with_columns(
+        price=pl.when(pl.int_range(ROWS) % 7 > 0)
+        .then((pl.int_range(ROWS) / 9).cast(pl.String))
+        .otherwise(pl.lit("n/a")),
+        width=pl.when(pl.int_range(ROWS) % 300 > 0).then(pl.lit("3.5")).otherwise(pl.lit("1,299.00")),
+        country=pl.when(pl.int_range(ROWS) % 3 > 0).then(pl.lit("NL")).otherwise(pl.lit("?")),
+        hour=pl.when(pl.int_range(ROWS) % 500 > 0).then("hour"),
+    )
+    found = guessed(frame, tmp_path)
+    assert (found["price"], found["width"], found["country"]) == ("numeric", "categorical", "categorical")
+    schema = load_schema(next(tmp_path.glob("*.toml")))
+    assert schema.input.missing[-1:] == ["n/a"]
+    assert (schema.time, schema.split.by) == (None, "rows")
+    text = next(tmp_path.glob("*.toml")).read_text()
+    assert "4 of 2,000 rows have none" in text
+    assert "most are numbers, but not '1,299.00'" in text
+
+
 def test_a_label_of_yes_and_no_and_names_that_only_look_like_amounts(tmp_path: Path) -> None:
     frame = drawn().with_columns(
         click=pl.when(pl.col("click") == 1).then(pl.lit("Yes")).otherwise(pl.lit("No")),

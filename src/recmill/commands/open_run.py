@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import recmill
 from recmill.commands import assemble
 from recmill.commands.evaluate import EvaluateOptions
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.predict import Predictor
-from recmill.commands.recommend import Named, Recommender
+from recmill.commands.recommend import Named, Recommender, RecommendOptions
 from recmill.data.frames import Kind, as_polars, converted
 from recmill.errors import ConfigError
 from recmill.metrics.own import Values
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from recmill.data.frames import AnyFrame
 
 Histories = Named | Sequence[Sequence[str | int]]
-
-
-class RecommendOptions(TypedDict, total=False):
-    """The keyword arguments of `Run.recommend`, for type checkers."""
-
-    users: Named | None
-    k: int
-    include_seen: bool
 
 
 @checked_keywords
@@ -74,7 +66,7 @@ class Run:
         if self._recommender is None:
             raise ConfigError(
                 f"{self.path}: its model is no sequence model, so it has nothing to recommend. "
-                "Train one: configs/own/sasrec.toml."
+                "Train one: recmill train own/sasrec."
             )
         if (histories is None) == (users is None):
             raise ConfigError("Recommend for histories or for users: give exactly one of the two.")

@@ -65,11 +65,16 @@ class Recommendation(TypedDict):
 
 
 class RecommendOptions(TypedDict, total=False):
-    """The keyword arguments of `recommend`, for type checkers."""
+    """The keyword arguments of `Run.recommend`, for type checkers."""
 
     users: Named | None
     k: int
     include_seen: bool
+
+
+class LoadingOptions(RecommendOptions, total=False):
+    """The keyword arguments of `recommend`, which also loads the model."""
+
     checkpoint: Literal["newest", "best"] | None
     fallback: bool
     verify: bool | None
@@ -77,19 +82,19 @@ class RecommendOptions(TypedDict, total=False):
 
 @overload
 def recommend(
-    run: str | Path, history: Named | None = None, *, frame: None = None, **options: Unpack[RecommendOptions]
+    run: str | Path, history: Named | None = None, *, frame: None = None, **options: Unpack[LoadingOptions]
 ) -> list[Recommendation]: ...
 @overload
 def recommend(
-    run: str | Path, history: Named | None = None, *, frame: Literal["polars"], **options: Unpack[RecommendOptions]
+    run: str | Path, history: Named | None = None, *, frame: Literal["polars"], **options: Unpack[LoadingOptions]
 ) -> "pl.DataFrame": ...
 @overload
 def recommend(
-    run: str | Path, history: Named | None = None, *, frame: Literal["pandas"], **options: Unpack[RecommendOptions]
+    run: str | Path, history: Named | None = None, *, frame: Literal["pandas"], **options: Unpack[LoadingOptions]
 ) -> "pd.DataFrame": ...
 @overload
 def recommend(
-    run: str | Path, history: Named | None = None, *, frame: Literal["arrow"], **options: Unpack[RecommendOptions]
+    run: str | Path, history: Named | None = None, *, frame: Literal["arrow"], **options: Unpack[LoadingOptions]
 ) -> "pa.Table": ...
 @checked_keywords
 def recommend(
@@ -178,7 +183,7 @@ class Recommender:
         if assemble.model_module(self._config).KIND != "histories":
             raise ConfigError(
                 f"{self._run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend. "
-                "Train one: configs/own/sasrec.toml."
+                "Train one: recmill train own/sasrec."
             )
         log.info("recommending with the model of %s", self._run.path)
         self._dataset = assemble.open_matching_dataset(self._config, dataset_checks(verify))

@@ -30,8 +30,8 @@ def guess_schema(
     separator: str | None = None,
     encoding: str = "utf-8",
 ) -> dict[str, Any]:
-    """Return {"schema": the text of the schema, "columns": [{"column", "guess", "why"}, ...], "output": where it
-    was written}.
+    """Return {"schema": the text of the schema, "columns": [{"column", "guess", "why"}, ...], "input": the log,
+    "output": where the schema was written, or None}.
 
     The guesses are made from the first rows of each file, 40,000 in all. The label is never guessed.
     """
@@ -52,4 +52,4 @@ def guess_schema(
         write_text(path, text)
     rows = [{"column": label, "guess": "label", "why": f"clicks: {', '.join(clicks.positive) or '1, true'}"}]
     rows += [{"column": found.column, "guess": found.kind, "why": found.why} for found in guesses]
-    return {"schema": text, "columns": rows, "output": str(path) if path else None}
+    return {"schema": text, "columns": rows, "input": str(input), "output": str(path) if path else None}

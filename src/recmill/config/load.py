@@ -85,6 +85,11 @@ def _loaded(
     name: str, source: str | Path | Mapping[str, Any], overrides: list[str], variables: Mapping[str, str]
 ) -> Config:
     values = json.loads(json.dumps(source, default=plain)) if isinstance(source, Mapping) else read_toml(Path(source))
+    if "model" not in values and {"label", "feature"} <= values.keys():
+        raise ConfigError(
+            f"{name} is the schema of a click log, not a run config. Prepare the log with it: recmill prepare clicks "
+            f"--schema {name}; then train: recmill train own/dlrm."
+        )
     problems: list[Problem] = []
     origins: dict[str, str] = {}  # by key
     given = [(variable, key_of(variable), f"{variable}={value}") for variable, value in variables.items()]

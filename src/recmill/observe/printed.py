@@ -178,7 +178,8 @@ def print_schema(guessed: dict[str, Any]) -> None:
     """Print each column with what it was taken for and why, then where the schema is, or the schema itself."""
     print_table(["column", "guess", "why"], [list(row.values()) for row in guessed["columns"]])
     if guessed["output"]:
-        _print(f"check {guessed['output']}, then: recmill prepare clicks --schema {guessed['output']} --input ...")
+        words = ["--schema", guessed["output"], "--input", guessed["input"], "--output", "data/mine"]
+        _print(f"check {guessed['output']}, then: {shlex.join(['recmill', 'prepare', 'clicks', *words])}")
         return
     for line in ["", *guessed["schema"].splitlines()]:
         _print(line)

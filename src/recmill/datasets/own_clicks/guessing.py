@@ -29,6 +29,19 @@ _GAPS = 0.01  # a larger share of missing numbers gets a flag of its own
 _OWN_ID = 0.95  # a larger share of different values is the row's own id
 _FEW = 10  # whole numbers with no more different values are names, whatever they are called
 _KNOWS_LABEL = 0.99
+_FEW_TEXTS = 0.5  # a smaller share of texts among numbers is worth a remark
+_MISSING = [
+    "n/a",
+    "N/A",
+    "NA",
+    "na",
+    "nan",
+    "null",
+    "None",
+    "none",
+    "-",
+    "?",
+]  # if the column's other values are numbers
 _LISTS = "lists"
 _EPOCHS = {9: ("s", 1), 10: ("s", 1), 13: ("ms", 1000), 16: ("us", 1_000_000)}  # digits of a time since 1970
 _FORMATS = {8: ["%Y%m%d", "%y%m%d%H"], 10: ["%Y%m%d%H"]}  # by digits
@@ -63,6 +76,7 @@ def guess(files: Sequence[InputFile], label: str | None, section: InputSection) 
     sample = _sample(files, section, columns)
     if label is None:
         raise ConfigError(_which_label(sample))
+    section = _with_missing(section, sample)
     if label not in columns:
         near = did_you_mean(label, columns)
         raise DataError(f"{files[0]}: no column '{label}'; it has {', '.join(there)}. {near}Correct --label.")
@@ -149,6 +163,18 @@ def _sample(files: Sequence[InputFile], section: InputSection, columns: list[str
     return pl.concat(parts)
 
 
+def _with_missing(section: InputSection, sample: pl.DataFrame) -> InputSection:
+    """Return the section with the texts that stand for no value in columns whose other values are numbers."""
+    found: set[str] = set()
+    for column in sample.get_columns():
+        if column.dtype == pl.String:
+            filled = _text(column, section.missing).drop_nulls()
+            others = filled.filter(filled.str.strip_chars().cast(pl.Float64, strict=False).is_null()).unique()
+            if len(others) and others.is_in(_MISSING).all() and others.len() < filled.n_unique():
+                found |= {*others}
+    return section.model_copy(update={"missing": [*section.missing, *sorted(found)]}) if found else section
+
+
 def _text(column: pl.Series, missing: list[str]) -> pl.Series:
     text = column.cast(pl.String) if not column.dtype.is_nested() else column.cast(pl.List(pl.String)).list.join("|")
     return text.set(text.is_in(missing), None)
@@ -180,6 +206,9 @@ def _column(name: str, column: pl.Series, text: pl.Series, is_click: np.ndarray)
     if distinct < 2:
         return Guess(name, f"one value only in {rows}")
     if form := _time_format(column, filled):
+        if missing := len(text) - len(filled):
+            why = f"times ({form}), but {missing:,} of {rows} have none: to split by time, correct them, add [time]"
+            return Guess(name, why)
         return _time(name, filled, form)
     made = _feature(name, column, filled, distinct)
     is_plain = made.kind == "categorical" and made.why != _LISTS and "separator" not in made.features[0]
@@ -217,7 +246,12 @@ def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> 
     if numbers.null_count():
         if inner := _inner_separator(filled, distinct):
             return Guess(name, f"several values, separated by {inner!r}", [{**plain, "separator": inner}])
-        return Guess(name, f"text, {distinct:,} different values", [plain])
+        why = f"text, {distinct:,} different values"
+        if numbers.null_count() < _FEW_TEXTS * len(numbers):
+            texts = filled.filter(numbers.is_null())
+            first = texts.filter(~texts.is_in(_MISSING))[0]  # those alone would be missing values
+            why += f"; most are numbers, but not {first[:20]!r}"
+        return Guess(name, why, [plain])
     has_decimals = bool(filled.str.contains(r"[.eE]").any()) or column.dtype.is_float()
     is_amount = bool(_AMOUNTS.fullmatch(name)) and not _IDS.fullmatch(name)
     if not has_decimals and not (is_amount and distinct > _FEW):
