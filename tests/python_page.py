@@ -3,7 +3,6 @@
 import inspect
 import re
 import sys
-import textwrap
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +27,10 @@ def signature(name: str) -> str:
     function = functions()[name]
     parameters = [*_parameters(function)]
     returned = _type(inspect.signature(function).return_annotation)
-    return "\n".join(textwrap.wrap(f"{name}({', '.join(parameters)}) -> {returned}", 118, subsequent_indent="    "))
+    line = f"{name}({', '.join(parameters)}) -> {returned}"
+    return (
+        line if len(line) <= 100 else "\n    ".join([f"{name}(", *(f"{p}," for p in parameters)]) + f"\n) -> {returned}"
+    )
 
 
 def _parameters(function: Callable[..., Any]) -> Iterator[str]:
