@@ -16,6 +16,8 @@ import recmill
 from recmill.cli import commands
 from recmill.errors import ConfigError, DataError
 
+from ..object_store import needs_object_store, s3_server
+
 SCHEMA = """
 [label]
 column = "click"
@@ -202,3 +204,16 @@ def test_memory_does_not_grow_with_the_rows(trained: Path, tmp_path: Path) -> No
         done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout.split()[-1]))
     assert peaks[1] < peaks[0] + 100, peaks  # MB; 200,000 texts are 200
+
+
+@needs_object_store
+def test_rows_in_object_storage_and_json_lines_get_the_scores_of_a_local_file(trained: Path, tmp_path: Path) -> None:
+    rows = pl.read_csv(trained / "3.csv", infer_schema=False).head(50)
+    rows.write_csv(tmp_path / "new.csv")
+    rows.write_ndjson(tmp_path / "new.jsonl")
+    recmill.predict(trained / "run", tmp_path / "new.csv", tmp_path / "local.parquet")
+    expected = pl.read_parquet(tmp_path / "local.parquet")
+    with s3_server() as upload:
+        for name in ("new.csv", "new.jsonl"):
+            recmill.predict(trained / "run", upload(tmp_path / name, name), tmp_path / f"{name}.parquet")
+            assert pl.read_parquet(tmp_path / f"{name}.parquet").equals(expected)

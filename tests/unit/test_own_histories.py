@@ -217,3 +217,89 @@ def test_what_bad_rows_cannot_be_is_refused(tmp_path: Path) -> None:
     for source in (tmp_path / "raw.parquet", pl.DataFrame({"who": ["a"], "what": ["x"]})):
         with pytest.raises(ConfigError, match=r"--on-bad-row skip is for .csv and .tsv"):
             prepare("histories", tmp_path / "d", input=source, on_bad_row="skip", **COLUMNS)
+
+
+THREE = {"7": ["x", "y", "z"], "8": ["z", "y", "x"]}
+EVENTS = [("7", "x", 1), ("8", "z", 2), ("7", "y", 3), ("8", "y", 4), ("7", "z", 5), ("8", "x", 6)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options"),
+    [
+        ("raw.txt", "".join(f"{u} {i}\n" for u, i, _ in EVENTS), {"columns": ["who", "what"], **COLUMNS}),
+        ("u.data", "".join(f"{u}\t{i}\t{t}\n" for u, i, t in EVENTS[::-1]),
+         {"columns": ["who", "what", "when"], **COLUMNS, "time_column": "when"}),
+        ("ratings.dat", "".join(f"{u}::{i}::{t}\n" for u, i, t in EVENTS),
+         {"columns": ["who", "what", "when"], **COLUMNS}),
+        ("raw.csv", ";who;what\n" + "".join(f'{n};"{u}";"{i}"\n' for n, (u, i, _) in enumerate(EVENTS)), COLUMNS),
+        ("raw.json", "".join(json.dumps({"who": int(u), "what": i, "when": t}) + "\n" for u, i, t in EVENTS[::-1]),
+         {**COLUMNS, "time_column": "when"}),
+        ("reviews", "".join(
+            json.dumps({"who": u, "what": i, "when": f"2024-01-0{t}"}) + "\n" for u, i, t in EVENTS[::-1]
+         ), {**COLUMNS, "time_column": "when", "layout": "jsonl"}),
+        ("lines.txt", "7 x y z\n8 z y x \n", {"layout": "lines"}),
+        ("lines.csv", "7,x,y,z\n8,z,y\n8,x\n", {"layout": "lines"}),
+        ("raw.csv", "who,what,event,land\n7,a,view,NL\n7,b,buy,DE\n" + "".join(
+            f"{u},{i},{'buy' if t % 2 else 'cart'},NL\n" for u, i, t in EVENTS
+         ), {**COLUMNS, "only": ["event=buy,cart", "land=NL"]}),
+    ],
+)  # fmt: skip
+def test_files_of_every_layout_give_the_same_histories(
+    tmp_path: Path, name: str, content: str, options: dict[str, Any]
+) -> None:
+    (tmp_path / name).write_text(content)
+    prepare("histories", tmp_path / "d", input=tmp_path / name, **options, **KEEP_ALL)
+    assert histories_of(tmp_path / "d") == THREE
+
+
+def test_lines_without_users_are_histories_of_their_own_over_all_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x y z\nz y x\n")
+    (tmp_path / "b.txt").write_text("y x z\n")
+    options = {"layout": "lines", "no_user": True, **KEEP_ALL}
+    prepare("histories", tmp_path / "d", input=str(tmp_path / "*.txt"), **options)
+    assert histories_of(tmp_path / "d") == {"1": ["x", "y", "z"], "2": ["z", "y", "x"], "3": ["y", "x", "z"]}
+
+
+def test_several_files_and_parts_of_a_directory_are_read_in_the_order_of_names(tmp_path: Path) -> None:
+    for number, (user, item, _) in enumerate(EVENTS):
+        part = tmp_path / f"days/day={number}/part-0.parquet"
+        part.parent.mkdir(parents=True)
+        pl.DataFrame({"who": [user], "what": pl.Series([item], dtype=pl.Categorical)}).write_parquet(part)
+    prepare("histories", tmp_path / "d", input=tmp_path / "days", **COLUMNS, **KEEP_ALL)
+    assert histories_of(tmp_path / "d") == THREE
+    pl.DataFrame({"who": [1], "item": [[1]]}).write_parquet(tmp_path / "days/day=1/part-0.parquet")
+    with pytest.raises(DataError, match=r"day=1/part-0.parquet: no column 'what'; it has who, item"):
+        prepare("histories", tmp_path / "e", input=tmp_path / "days", **COLUMNS, **KEEP_ALL)
+    assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("7 x\n8\n", {"layout": "lines"}, "row 2: a user without items: '8'"),
+        ("7 x  y\n", {"layout": "lines"}, "row 1: 4 fields, of which one is empty"),
+        ("7 x\n8 \xe9\n", {"layout": "lines"}, "byte 7 of the text (0xe9) is not UTF-8. It is probably latin-1"),
+        ("", {"layout": "lines"}, "no rows"),
+        ("7 x\n", {"layout": "lines", **COLUMNS}, "--user-column is for rows with columns; --layout lines has none"),
+        ("7 x\n", {"layout": "lines", "only": ["a=b"]}, "--only is for rows with columns"),
+        ("who what\n7 x\n", {"no_user": True, **COLUMNS}, "--no-user needs --layout lines"),
+        ("who what\n7 x\n", {"item_column": "what"}, "--user-column is missing: name the column"),
+        ("who what\n7 x\n", {**COLUMNS, "only": ["event"]}, "--only 'event': give a column and its values, like"),
+        ("who what\n7 x\n", {**COLUMNS, "only": ["event=a"]}, "no column 'event' in its first row, which has: who"),
+        ("who what\n7 x\n", {**COLUMNS, "encoding": "utf-9"}, "--encoding is 'utf-9': no such codec"),
+        ("who what\n7 x\n", {**COLUMNS, "separator": "\n"}, "--separator is '\\n': give one or more characters"),
+        ('{"who": 7}\n', {**COLUMNS, "layout": "jsonl"}, "no column 'what'; it has: who. Name another column"),
+        ('{"who": 7, "what": 1}\n{"who": 8}\n', {**COLUMNS, "layout": "jsonl"}, "row 2, column what: missing"),
+        ('{"who": 7, "what": 1, "t": "noon"}\n', {**COLUMNS, "layout": "jsonl", "time_column": "t"},
+         "row 1, column t: noon is not a whole number or a date"),
+    ],
+)  # fmt: skip
+def test_wrong_layouts_and_options_are_one_error_and_leave_nothing(
+    tmp_path: Path, content: str, options: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "raw.txt").write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError) as caught:
+        prepare("histories", tmp_path / "d", input=tmp_path / "raw.txt", **options, **KEEP_ALL)
+    assert message in str(caught.value)
+    assert caught.value.exit_code in (2, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.txt"]

@@ -68,6 +68,7 @@ class PrepareOptions(TypedDict, total=False):
     no_user: bool
     only: list[str]
     title_columns: list[str] | None
+    title_separator: str | None
     title_encoding: str | None
     titles: str | None
     title_column: str | None

@@ -54,6 +54,7 @@ class Options(Filters):
     title_column: str | None = key(None, "Column of titles, in the file of --titles.")
     title_id_column: str | None = key(None, "Column of items, in the file of --titles.  [default: as --item-column]")
     title_columns: list[str] | None = key(None, "The names of the columns of --titles, if its first row has none.")
+    title_separator: str | None = key(None, "Between the fields of --titles.  [default: found in its first lines]")
     title_encoding: str | None = key(None, "The encoding of --titles.  [default: as --encoding]")
     on_bad_row: Literal["fail", "skip"] = key("fail", "Stop at a row of --input that cannot be parsed, or skip it.")
     max_bad_rows: NonNegativeInt = key(1000, "With --on-bad-row skip: stop after more than this many.")
@@ -65,8 +66,8 @@ class Options(Filters):
             raise ValueError("--min-rating and --rating-column go together: one of them is missing.")
         if (self.titles is None) != (self.title_column is None):
             raise ValueError("--titles and --title-column go together: one of them is missing.")
-        needs_titles = {"title_id_column": self.title_id_column, "title_columns": self.title_columns}
-        if (given := [name for name, value in needs_titles.items() if value is not None]) and self.titles is None:
+        of_titles = ("title_id_column", "title_columns", "title_separator", "title_encoding")
+        if (given := [name for name in of_titles if getattr(self, name) is not None]) and self.titles is None:
             raise ValueError(f"--{given[0].replace('_', '-')} needs --titles.")
         if self.max_bad_rows != 1000 and self.on_bad_row == "fail":
             raise ValueError("--max-bad-rows needs --on-bad-row skip.")
@@ -148,7 +149,16 @@ def _plan(
         files = [*files, *(file for file in found if file not in files)]
         columns = {"item": options.title_id_column or options.item_column or "", "title": options.title_column}
         encoding = options.title_encoding or options.encoding
-        section = described(found[0], None, columns=options.title_columns or [], encoding=encoding)
+        named = options.title_columns or []
+        section = described(
+            found[0],
+            options.title_separator,
+            not options.no_quotes,
+            "--title-",
+            columns=named,
+            encoding=encoding,
+            escape=options.escape,
+        )
         titles = partial(_titles, _reader(found, section, columns)[1])
     return InteractionsPlan(
         "histories",
@@ -187,7 +197,8 @@ def _file_reader(
 ) -> Callable[[], Iterator[pl.DataFrame]]:
     kind = section.kind_of(file)
     if kind == "text":
-        return partial(_read_text, delimited.Table(file, section, bad_rows), columns)
+        prefix = "--title-" if "title" in columns else "--"
+        return partial(_read_text, delimited.Table(file, section, bad_rows, prefix), columns)
     schema = pl.Schema(types_of(file, section, "--"))
     _check_there(str(file), schema, columns)
     distinct = list(dict.fromkeys(columns.values()))

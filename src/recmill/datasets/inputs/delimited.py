@@ -68,7 +68,7 @@ class BadRows:
 @dataclass(frozen=True)
 class Table:
     """A text file with separated fields. Without `section.columns`, its first row names them. Without `bad_rows`, a bad
-    row is an error. `prefix` is that of the keys in messages: 'input.' of a schema, '--' of flags.
+    row is an error. `prefix` is that of the keys in messages: 'input.' of a schema, '--' or '--title-' of flags.
     """
 
     path: InputFile
@@ -138,7 +138,7 @@ class Table:
         numbers = sum(_is_good(value, "number") for value in rows[1])
         if is_named or (numbers >= len(rows[1]) / 2 and not any(_is_good(value, "number") for value in rows[0])):
             shown = self.section.separator.join(rows[0])[:80]
-            skip = "--skip-lines 1" if self.prefix == "--" else f"{self.prefix}skip_lines = 1"
+            skip = "--skip-lines 1" if self.prefix.startswith("--") else f"{self.prefix}skip_lines = 1"
             raise DataError(
                 f"{self.path}: its first row is {shown!r}, which looks like names of columns, but {self.prefix}columns "
                 f"gives them. Leave {self.prefix}columns out, or skip the row ({skip})."
@@ -183,7 +183,7 @@ class Table:
 
     @property
     def _no_quotes(self) -> str:
-        return "--no-quotes" if self.prefix == "--" else f"{self.prefix}quotes = false"
+        return "--no-quotes" if self.prefix.startswith("--") else f"{self.prefix}quotes = false"
 
     @property
     def _has_quotes(self) -> bool:
@@ -282,7 +282,7 @@ class Table:
             return f" It has 1 field; {hint}."
         if len(row) == num_columns + 1 and number == 1 and not self.section.columns:
             columns = f"{self.prefix}columns"
-            skip = "--skip-lines 1" if self.prefix == "--" else f"{self.prefix}skip_lines = 1"
+            skip = "--skip-lines 1" if self.prefix.startswith("--") else f"{self.prefix}skip_lines = 1"
             return f" Does it begin with an index that has no name? Name all columns ({columns}) and use {skip}."
         return f" {_REMEDY}"
 

@@ -16,16 +16,18 @@ _NAMED = {".csv": ",", ".tsv": "\t"}  # for a text of one column, or of none
 _MOST = 0.9  # of the lines have the same number of fields, if the separator is right
 
 
-def described(file: InputFile, separator: str | None, quotes: bool | None = None, **keys: Any) -> InputSection:
+def described(
+    file: InputFile, separator: str | None, quotes: bool | None = None, prefix: str = "--", **keys: Any
+) -> InputSection:
     """Return how to read a file, from the flags that were given; what was not given is found in its first lines."""
     section = InputSection(separator="," if separator is None else separator, **keys)
     if problems := section.contradictions():
-        raise ConfigError("\n".join(problem.replace("input.", "--") for problem in problems))
+        raise ConfigError("\n".join(problem.replace("input.", prefix) for problem in problems))
     if section.kind_of(file) != "text":
         return section
-    lines = _first_lines(file, section)
+    lines = _first_lines(file, section, prefix)
     if separator is None:
-        section = _with_separator(file, section, lines)
+        section = _with_separator(file, section, lines, prefix)
     has_quotes = section.quotes if quotes is None else quotes
     return section.model_copy(update={"quotes": has_quotes and _begins_with_quote(lines, section.separator)})
 
@@ -35,7 +37,7 @@ def _begins_with_quote(lines: list[str], separator: str) -> bool:
     return separator == "," or any(line.startswith('"') or f'{separator}"' in line for line in lines)
 
 
-def _with_separator(file: InputFile, section: InputSection, lines: list[str]) -> InputSection:
+def _with_separator(file: InputFile, section: InputSection, lines: list[str], prefix: str) -> InputSection:
     """Add the separator and the quotes that divide the first lines into equal numbers of fields, the most of them.
 
     A space is tried last, because texts have spaces, too. Without tabs or commas, the name of the file decides.
@@ -57,12 +59,12 @@ def _with_separator(file: InputFile, section: InputSection, lines: list[str]) ->
         return section.model_copy(update={"separator": named})
     raise DataError(
         f"{file}: none of {', '.join(map(repr, SEPARATORS))} divides its first lines into the same number of fields. "
-        "Name the separator (--separator), or correct the file."
+        f"Name the separator ({prefix}separator), or correct the file."
     )
 
 
-def _first_lines(file: InputFile, section: InputSection) -> list[str]:
-    blocks = row_blocks(file, section, "--", quotes=False)
+def _first_lines(file: InputFile, section: InputSection, prefix: str) -> list[str]:
+    blocks = row_blocks(file, section, prefix, quotes=False)
     try:
         text = next(blocks, b"")[: 1 << 20]
     except LongRow:

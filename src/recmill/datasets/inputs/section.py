@@ -30,7 +30,7 @@ class InputSection(Section):
         if len(set(self.columns)) < len(self.columns):
             problems.append(f"input.columns {self.columns}: a name occurs twice. Give each column its own.")
         try:
-            b"".decode(self.encoding)
+            b" ".decode(self.encoding, "replace")
         except LookupError:
             problems.append(f"input.encoding is '{self.encoding}': no such codec. Known: utf-8, latin-1, utf-16, ...")
         return problems
