@@ -90,6 +90,11 @@ def projection(dlrm: Config) -> Config:
 
 
 @pytest.fixture
+def two_tower(dlrm: Config) -> Config:
+    return dlrm | {"model": {"name": "two_tower", "item_id": "C3", "item_features": ["C2", "I1"]}}
+
+
+@pytest.fixture
 def bert4rec(histories: Path) -> Config:
     return {
         "data": {"path": str(histories)},

@@ -67,6 +67,34 @@ class CtrBatch(_TensorBatch):
         return pipeline_inputs("dense_BF", "sparse", *keys)
 
 
+@dataclass
+class RetrievalBatch(_TensorBatch):
+    """R requests, then C items, in S = R + C rows: features of items have no ids in the first, others none in the last.
+
+    The items are the same on every rank. `answers_R` are indices of items; requests of weight 0 are fillers, as in
+    `CtrBatch`. `log_inclusion_C`: the log of the probability that a global batch has the item.
+    """
+
+    dense_SF: Tensor
+    sparse: KeyedJaggedTensor
+    num_requests: int
+    answers_R: Tensor
+    weights_R: Tensor
+    log_inclusion_C: Tensor
+
+    def inputs(self) -> tuple[Tensor, KeyedJaggedTensor, int]:
+        return self.dense_SF, self.sparse, self.num_requests
+
+    def weight(self) -> float:
+        return float(self.weights_R.sum())
+
+    def to_proxy_tuple(self, network: Any) -> tuple[Any, ...]:
+        """Return for TorchRec's pipeline which field each argument of the network's forward() is."""
+        from recmill.tables.torchrec_internals import pipeline_inputs
+
+        return pipeline_inputs("dense_SF", "sparse", "num_requests")
+
+
 class HistoryInputs(NamedTuple):
     """The arguments of a sequence network that returns logits, in their order.
 

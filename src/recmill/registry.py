@@ -24,6 +24,7 @@ MODELS = {
     "fm": "recmill.models.fm",
     "deepfm": "recmill.models.deepfm",
     "finalmlp": "recmill.models.finalmlp",
+    "two_tower": "recmill.models.two_tower",
     "bert4rec": "recmill.models.bert4rec",
     "sasrec": "recmill.models.sasrec",
 }
@@ -40,7 +41,11 @@ DATASETS = {
 }
 METRICS: dict[str, str] = {}  # the metrics of a task itself are no plug-ins:
 METRIC_NAMES = ("auroc", "logloss", "normalised_entropy", "calibration", "rows", "users")
-TASKS = {"ctr": "recmill.tasks.ctr", "next_item": "recmill.tasks.next_item"}
+TASKS = {
+    "ctr": "recmill.tasks.ctr",
+    "retrieval": "recmill.tasks.retrieval",
+    "next_item": "recmill.tasks.next_item",
+}
 
 
 # What a module must have to be used as one of these
@@ -49,7 +54,7 @@ PARTS = {
     "dataset": ("Options", "plan", "write"),
     "metric": ("TASK", "sums", "value"),
 }
-_KINDS = {"ctr": "clicks", "next_item": "histories"}  # what a task learns from
+_KINDS = {"ctr": "clicks", "retrieval": "clicks", "next_item": "histories"}  # what a task learns from
 _plugins: dict[str, ModuleType] = {}  # those that are not built in and were imported, by module
 
 

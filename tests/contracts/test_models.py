@@ -43,13 +43,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dlrm with batch norm and dropout": {"batch_norm": True, "dropout": 0.2},
     "deepfm with batch norm and dropout": {"batch_norm": True, "dropout": 0.2},
 }
+REQUIRED: dict[str, dict[str, Any]] = {"two_tower": {"item_id": "C3"}}  # keys without a default
 every_loss = pytest.mark.parametrize("name", [*sorted(registry.MODELS), *VARIANTS])
 
 
 @pytest.fixture
 def parts(name: str, clicks: Path, histories: Path) -> tuple[Config, Dataset]:
     """The model with its own defaults, on the kind of data that it learns from."""
-    model = {"name": name.split()[0], **VARIANTS.get(name, {})}
+    model = {"name": name.split()[0], **REQUIRED.get(name, {}), **VARIANTS.get(name, {})}
     module = registry.load(registry.MODELS, model["name"], "model")
     path = {"clicks": clicks, "histories": histories}[module.KIND]
     train = {"global_batch_size": 32, "kernels": "torch"}  # as on a GPU
@@ -148,7 +149,7 @@ def test_forward_and_backward_stay_on_their_device_and_read_nothing_from_it(
 # The most kernels that a step of each model may start, with its optimizers and the sums for the reports. A new model
 # adds its number. Each further kernel costs a GPU 5 to 10 microseconds.
 MOST_KERNELS = {"dlrm": 62, "dcnv2": 95, "projection": 83, "bert4rec": 203, "sasrec": 203} | {
-    **{"logistic": 31, "fm": 54, "deepfm": 71, "finalmlp": 109},
+    **{"logistic": 31, "fm": 54, "deepfm": 71, "finalmlp": 109, "two_tower": 102},
     "bert4rec with window norms": 246,
     "sasrec with a tied head and smoothing": 211,
     "sasrec with gbce": 221,

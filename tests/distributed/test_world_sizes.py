@@ -72,6 +72,7 @@ def test_all_that_ranking_has_is_the_same_for_one_and_two_processes(sasrec: dict
         ("sasrec", "row_wise"),
         ("gsasrec", "row_wise"),
         ("esasrec", "row_wise"),
+        ("two_tower", "row_wise"),
     ],
 )
 def test_two_sharded_processes_equal_plain_torch(

@@ -194,7 +194,14 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
     batching = batching_of(config, rank, size)
     if isinstance(dataset.description, ClicksDescription):
         from recmill.data.clicks import ClickSource
+        from recmill.models import two_tower
 
+        if isinstance(config.model, two_tower.Config):
+            from recmill.data.retrieval import RetrievalSource
+
+            of_items = two_tower.item_features(config.model, dataset.clicks)
+            rules = click_rules(config, dataset)
+            return RetrievalSource(dataset, batching, config.model.item_id, of_items, *rules)
         with_row_keys = getattr(config.model, "needs_row_keys", False)
         return ClickSource(dataset, batching, *click_rules(config, dataset), with_row_keys=with_row_keys)
     from recmill.data.histories import HistorySource

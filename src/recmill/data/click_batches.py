@@ -42,8 +42,13 @@ class BatchMaker:
             by_feature = [ids[ids != padding] for ids, padding in zip(by_feature, self._padding, strict=True)]
         return dict(zip(self._features, by_feature, strict=True))
 
-    def batch(self, found: ClickRows, num_real: int, weights: np.ndarray) -> CtrBatch:
-        """Return a batch of these rows. Those behind the first `num_real` are fillers, whose weight is 0."""
+    def batch(
+        self, found: ClickRows, num_real: int, weights: np.ndarray, is_used: np.ndarray | None = None
+    ) -> CtrBatch:
+        """Return a batch of these rows. Those behind the first `num_real` are fillers, whose weight is 0.
+
+        `is_used` [features, rows]: whose ids are in the batch; None: of all.
+        """
         count = len(found)
         values, bags = self._values(found.ids), [count] * len(self._features)
         if self._dynamic and num_real < count:
@@ -51,12 +56,14 @@ class BatchMaker:
         lengths, offsets = self._layout(count, tuple(bags))
         # else TorchRec sums lengths at every step
         length_per_key = [n * ids for n, ids in zip(bags, self._ids_per_row, strict=True)]
-        if self._padding:
-            is_id = torch.from_numpy(values != np.repeat(self._padding, length_per_key))
-            values = values[is_id.numpy()]
-            offsets = F.pad(is_id.cumsum(0, dtype=torch.int32), (1, 0))[offsets.long()]
+        if self._padding or is_used is not None:
+            is_id = values != np.repeat(self._padding or _NO_ID, length_per_key if self._padding else len(values))
+            if is_used is not None:
+                is_id &= is_used.reshape(-1).repeat(np.repeat(self._ids_per_row, count))
+            values = values[is_id]
+            offsets = F.pad(torch.from_numpy(is_id).cumsum(0, dtype=torch.int32), (1, 0))[offsets.long()]
             lengths = offsets.diff()
-            length_per_key = lengths.view(-1, count).sum(1).tolist()
+            length_per_key = [int(part.sum()) for part in np.split(is_id, np.cumsum(length_per_key)[:-1])]
         sparse = KeyedJaggedTensor(
             keys=self._features,
             values=torch.from_numpy(values),

@@ -1,0 +1,139 @@
+"""Batches for retrieval, and what two towers compute from them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recmill.commands.assemble import build_source, model_module, task_module
+from recmill.config import Config, load_config
+from recmill.data.clicks import SplitRows
+from recmill.data.opening import open_dataset
+from recmill.data.retrieval import RetrievalSource
+from recmill.errors import ConfigError
+from recmill.schema import Dataset
+
+
+def parts(clicks: Path, **model: Any) -> tuple[Config, Dataset]:
+    given = {"name": "two_tower", "item_id": "C2", "item_features": ["C3", "I2"], **model}
+    values = {"data": {"path": str(clicks)}, "model": given, "train": {"global_batch_size": 64}}
+    return load_config(values), open_dataset(clicks)
+
+
+def source_of(clicks: Path, rank: int = 0, size: int = 1) -> RetrievalSource:
+    source = build_source(*parts(clicks), rank=rank, size=size)
+    assert isinstance(source, RetrievalSource)
+    return source
+
+
+def rows_of(clicks: Path, split: str) -> Any:
+    rows = SplitRows(open_dataset(clicks), split)
+    return rows.take(np.arange(len(rows)))
+
+
+def test_an_epoch_has_every_clicked_row_once_and_the_items_of_its_batches(clicks: Path) -> None:
+    stored = rows_of(clicks, "train")
+    clicked = stored.ids[stored.labels == 1]
+    shares = clicked[:, 1].tolist()
+    found = []
+    for batch in source_of(clicks).train_batches(0, 0):
+        num_items = len(batch.log_inclusion_C)
+        lengths = batch.sparse.lengths().view(4, -1)
+        assert lengths[[0, 3], : batch.num_requests].eq(1).all() and lengths[[1, 2], : batch.num_requests].eq(0).all()
+        assert lengths[[1, 2], batch.num_requests :].eq(1).all() and lengths[[0, 3], batch.num_requests :].eq(0).all()
+        ids = dict(zip(batch.sparse.keys(), batch.sparse.values().split(batch.sparse.length_per_key()), strict=True))
+        items = ids["C2"]
+        assert len(items) == num_items == len(items.unique())
+        assert set(items[batch.answers_R].tolist()) == set(items.tolist())
+        for item, log_inclusion in zip(items.tolist(), batch.log_inclusion_C.tolist(), strict=True):
+            absent = (1 - shares.count(item) / len(shares)) ** batch.num_requests  # from all draws of a batch
+            assert np.exp(log_inclusion) == pytest.approx(1 - absent, rel=1e-4)
+        found += list(zip(ids["C1"].tolist(), items[batch.answers_R].tolist(), ids["C4"].tolist(), strict=True))
+    assert sorted(found) == sorted(map(tuple, clicked[:, [0, 1, 3]].tolist()))
+
+
+def test_evaluation_ranks_every_clicked_row_among_all_items_of_the_dataset(clicks: Path) -> None:
+    every = {item for split in ("train", "val", "test") for item in rows_of(clicks, split).ids[:, 1].tolist()}
+    stored = rows_of(clicks, "val")
+    (batch,) = source_of(clicks).eval_batches("val")
+    items = dict(zip(batch.sparse.keys(), batch.sparse.values().split(batch.sparse.length_per_key()), strict=True))[
+        "C2"
+    ]
+    assert set(items.tolist()) == every and len(items) == len(every)
+    assert items[batch.answers_R].tolist() == stored.ids[stored.labels == 1, 1].tolist()
+
+
+def test_three_ranks_share_a_batch_and_have_the_same_items(clicks: Path) -> None:
+    whole = next(source_of(clicks).train_batches(0, 0))
+    shares = [next(source_of(clicks, rank, 3).train_batches(0, 0)) for rank in range(3)]
+    answers = torch.cat([share.answers_R[share.weights_R > 0] for share in shares])
+    assert answers.tolist() == whole.answers_R.tolist()
+    for share in shares:
+        torch.testing.assert_close(share.log_inclusion_C, whole.log_inclusion_C)
+        assert share.dense_SF.shape == shares[0].dense_SF.shape
+
+
+def reference_vectors(rows: Any, tables: dict[str, Tensor], columns: list[int], dense: list[int], tower: Any) -> Tensor:
+    """Embed with plain indexing, then run the layers of a tower one by one."""
+    inputs = [torch.from_numpy(rows.dense[:, dense].copy())]
+    inputs += [tables[f"C{column + 1}"][rows.ids[:, column]] for column in columns]
+    x = torch.cat(inputs, dim=1)
+    layers = [layer for layer in tower.modules() if isinstance(layer, nn.Linear)]
+    for layer in layers[:-1]:
+        x = torch.relu(x @ layer.weight.T + layer.bias)
+    x = x @ layers[-1].weight.T + layers[-1].bias
+    return x / x.square().sum(1, keepdim=True).sqrt()
+
+
+def test_loss_and_scores_equal_plain_torch(clicks: Path) -> None:
+    """The reference knows nothing of batches: it takes the clicked rows of the log, and softmax over their items."""
+    config, dataset = parts(clicks)
+    torch.manual_seed(3)
+    network: Any = model_module(config).build(config.model, dataset.description, torch.device("cpu"))
+    tables = {name.split("table_")[1].split(".")[0]: value for name, value in network.tables.named_parameters()}
+    source = source_of(clicks)
+    batch = next(source.train_batches(0, 0))
+    found = task_module(config).loss_sum(network, batch)
+
+    _, numbers = next(source._train_shares(source._batching, 0, 0))
+    rows = source._train.take(numbers)
+    requests = reference_vectors(rows, tables, [0, 3], [0, 2], network.requests)
+    items = reference_vectors(rows, tables, [1, 2], [1], network.items)
+    scores = requests @ items.T / 0.05
+    stored = rows_of(clicks, "train")
+    shares = np.bincount(stored.ids[stored.labels == 1, 1], minlength=50) / (stored.labels == 1).sum()
+    log_q = torch.from_numpy(np.log(1 - (1 - shares[rows.ids[:, 1]]) ** len(rows))).float()
+    first = np.unique(rows.ids[:, 1], return_index=True)[1]  # an item competes once
+    answers = torch.from_numpy(np.searchsorted(rows.ids[first, 1], rows.ids[:, 1]))
+    expected = F.cross_entropy((scores - log_q)[:, first], answers, reduction="sum")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    plain = source._maker.batch(rows, len(rows), np.ones(len(rows), np.float32))
+    torch.testing.assert_close(network(*plain.inputs()), scores.diagonal(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({"item_id": "C9"}, "model.item_id: the dataset has no table 'C9'. It has C1, C2, C3, C4."),
+        ({"item_features": ["colour"]}, "model.item_features: the dataset has no feature 'colour'."),
+        ({"item_features": ["C1", "C3", "C4", "I1", "I2", "I3"]}, "none is left for requests"),
+        ({"share_tables": {"C1": "C3"}}, "share a table, but not all are features of items"),
+    ],
+)
+def test_what_does_not_fit_the_dataset_is_reported(clicks: Path, model: dict[str, Any], expected: str) -> None:
+    config, dataset = parts(clicks, **model)
+    with pytest.raises(ConfigError, match=expected):
+        build_source(config, dataset, rank=0, size=1)
+
+
+def test_roles_of_the_dataset_choose_the_tower(clicks: Path) -> None:
+    config, dataset = parts(clicks, item_features=[])
+    sparse = [f.model_copy(update={"role": "item" if f.name == "C4" else "user"}) for f in dataset.clicks.sparse]
+    description = dataset.clicks.model_copy(update={"sparse": sparse, "dense_roles": {"I1": "item"}})
+    module: Any = model_module(config)
+    assert module.item_features(config.model, description) == {"C2", "C4", "I1"}
