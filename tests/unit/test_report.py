@@ -183,7 +183,7 @@ def test_reports_are_complete_or_absent_and_errors_name_what_is_wrong(
         (((), {}), ConfigError, "name at least one run"),
         (((run,) * 9, {}), ConfigError, "more than 8 cannot be told apart"),
         (((run,), {"output": tmp_path}), ConfigError, "is a directory"),
-        (((tmp_path / "no",), {}), CheckpointError, "no run directory"),
+        (((tmp_path / "no",), {}), CheckpointError, "no such directory"),
     ]
     for (runs, options), kind, words in arguments:
         with pytest.raises(kind, match=words):
