@@ -29,6 +29,7 @@ __all__ = [
     "results",
     "split",
     "train",
+    "write_items",
 ]
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from recmill.commands.explain import explain
     from recmill.commands.history import history
     from recmill.commands.import_rows import import_rows
+    from recmill.commands.items import write_items
     from recmill.commands.open_run import Run, open_run
     from recmill.commands.plan import plan
     from recmill.commands.plot import plot
@@ -66,6 +68,7 @@ else:  # a type checker reports an unknown name
                 "export_rows": "checkpoint",
                 "guess_schema": "schema",
                 "recommend_all": "recommend",
+                "write_items": "items",
             }
             return getattr(importlib.import_module(f"recmill.commands.{modules.get(name, name)}"), name)
         raise AttributeError(f"module 'recmill' has no attribute '{name}'")

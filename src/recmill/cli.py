@@ -494,6 +494,16 @@ def explain_command(run: str, as_json: bool, group: tuple[str, ...], **options: 
     _print(explanation(run, group=[*group], **options), as_json, printed.print_explanation)
 
 
+@commands.command("items", cls=_Command)
+@click.argument("run", type=click.Path())
+@_json
+def items_command(run: str, output: str, as_json: bool, **options: Any) -> None:
+    """Write the vectors of all items, by RUN's two-tower model, to a Parquet file."""
+    written = recmill.write_items(run, output, **options)
+    with _after_work():
+        _print(written, as_json, printed.print_items)
+
+
 checkpoint_group = click.Group(
     "checkpoint", help="List, verify or inspect the checkpoints of a run, or read or write a table's rows."
 )

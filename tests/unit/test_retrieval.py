@@ -4,13 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recmill.commands.assemble import build_source, model_module, task_module
+from recmill import train, write_items
+from recmill.commands.assemble import build_source, model_module, open_trained_run, task_module, unsharded_network
 from recmill.config import Config, load_config
+from recmill.data.click_rows import concatenate
 from recmill.data.clicks import SplitRows
 from recmill.data.opening import open_dataset
 from recmill.data.retrieval import RetrievalSource
@@ -137,3 +140,27 @@ def test_roles_of_the_dataset_choose_the_tower(clicks: Path) -> None:
     description = dataset.clicks.model_copy(update={"sparse": sparse, "dense_roles": {"I1": "item"}})
     module: Any = model_module(config)
     assert module.item_features(config.model, description) == {"C2", "C4", "I1"}
+
+
+def test_the_vectors_of_items_are_those_that_score_requests(clicks: Path, tmp_path: Path) -> None:
+    """Expected: the item tower's layers one by one, over the first row of each item."""
+    config, dataset = parts(clicks)
+    values = config.as_dict() | {"train": {"global_batch_size": 64, "max_steps": 3, "device": "cpu"}}
+    train(values, tmp_path / "run")
+    written = write_items(tmp_path / "run", tmp_path / "items.parquet")
+    frame = pl.read_parquet(tmp_path / "items.parquet")
+    directory, trained = open_trained_run(tmp_path / "run")
+    network: Any = unsharded_network(directory, trained, dataset, None, False)[0]
+    tables = {name.split("table_")[1].split(".")[0]: value for name, value in network.tables.named_parameters()}
+    every = concatenate([rows_of(clicks, split) for split in ("train", "val", "test")])
+    ids, first = np.unique(every.ids[:, 1], return_index=True)
+    expected = reference_vectors(every[first], tables, [1, 2], [1], network.items)
+    assert frame["id"].to_list() == ids.tolist() and written["items"] == len(ids)
+    torch.testing.assert_close(torch.tensor(frame["vector"].to_list()), expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_other_models_have_no_vectors_of_items(dlrm: dict[str, Any], tmp_path: Path) -> None:
+    train(dlrm, tmp_path / "run", overrides=["train.max_steps=1"])
+    with pytest.raises(ConfigError, match="'dlrm' has no vectors of items"):
+        write_items(tmp_path / "run", tmp_path / "items.parquet")
+    assert not (tmp_path / "items.parquet").exists()

@@ -98,6 +98,12 @@ class RetrievalSource(ClickSource):
             none = np.zeros(len(self.item_ids))
             yield self._made(rows.take(share.positions), share, self.item_ids, self.item_rows, none)
 
+    def item_inputs(self, which: slice) -> tuple[Any, ...]:
+        """Return the network's dense and sparse inputs of these items, without requests."""
+        rows = self.item_rows[which]
+        is_used = np.repeat(self._is_of_items[:, None], len(rows), axis=1)
+        return self._maker.batch(rows, len(rows), np.ones(len(rows), np.float32), is_used).inputs()
+
     def num_eval_batches(self, split: str) -> int:
         return self._batching.num_batches(split, self._batching.num_used(split, len(self._positives[split])))
 

@@ -185,6 +185,11 @@ def print_schema(guessed: dict[str, Any]) -> None:
         _print(line)
 
 
+def print_items(written: dict[str, Any]) -> None:
+    """Print what `recmill items` wrote."""
+    _print(f"{written['items']:,} items, vectors of {written['dim']} dims: {written['output']}")
+
+
 def print_predictions(written: dict[str, Any]) -> None:
     """Print what `recmill predict` wrote, how its rows differ from those of training, and metrics, if it had labels."""
     by_feature: dict[str, dict[str, tuple[float | None, ...]]] = {}
