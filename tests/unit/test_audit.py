@@ -229,7 +229,7 @@ def test_unseen_ids_count_also_when_they_share_a_row_with_rare_ones(tmp_path: Pa
     assert (c1.rare_in_train, c2.rare_in_train) == (0.125, 0.0), "b, one of 8 rows"
     assert "C1: 75.0% of the ids in val are rare or do not occur in train" in remarks(audit(tmp_path / "rare"))
     printed = run_cli("audit", tmp_path / "rare").stdout.splitlines()
-    assert "table  rows  ids in train  rare in train  unseen or rare in val  unseen or rare in test" in printed
+    assert "table  rows  ids in train  rare in train  rare, new in val  rare, new in test" in printed
     assert [line.split() for line in printed if line.startswith(("C1 ", "C2 "))] == [
         ["C1", "3", "3", "12.50%", "75.00%", "25.00%"],
         ["C2", "3", "1", "0.00%", "50.00%", "0.00%"],

@@ -145,6 +145,15 @@ def test_buckets_of_squared_logarithms_and_own_texts_and_numbers_for_missing_val
     assert open_dataset(path).clicks.sparse[0].rows == 24
 
 
+def test_another_schema_is_refused_with_the_keys_that_differ(prepared: Prepare, tmp_path: Path) -> None:
+    output = prepared(GOOD, split=BY_FOLD, feature=[SITE, PRICE])
+    changed = {"label": {"column": "click"}, "split": BY_FOLD, "feature": [SITE | {"min_frequency": 3}, PRICE]}
+    (tmp_path / "other.toml").write_bytes(tomli_w.dumps(changed).encode())
+    with pytest.raises(DataError) as caught:
+        recmill.prepare("clicks", output, input=str(tmp_path / "log0.csv"), schema_file=str(tmp_path / "other.toml"))
+    assert str(caught.value).splitlines()[1:-1] == ["  schema.feature.site.min_frequency: was 2, is 3"]
+
+
 def test_several_values_buckets_crosses_and_times(prepared: Prepare) -> None:
     log = rows_of(
         """

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from recmill import __version__
+from recmill.config import flat
 from recmill.data.opening import open_dataset
 from recmill.errors import DataError, ResourceError, as_user_error
 from recmill.failpoints import reach
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 MADE_BY = f"recmill {__version__}"
 PREPARATION_FILE = "preparation.json"  # how long it took; not part of the dataset's fingerprint
 _ORIGIN_FILE = "recipe.json"  # in a directory of unfinished work: version, recipe and inputs
+_MAX_CHANGES = 10  # lines of a message
 _REMEDY = "Choose another --output, or move it away."
 ADOPTED = "adopted"  # the name of a dataset whose files a user made: `recmill adopt` wrote only its description
 
@@ -64,13 +66,24 @@ def recipe_changes(description: Description, name: str, recipe: dict[str, Any]) 
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
-    def flat(values: dict[str, Any]) -> dict[str, Any]:
+    def by_key(values: dict[str, Any]) -> dict[str, Any]:
         files = {f"file {file}": facts for file, facts in values.get("files", {}).items()}
-        return {key: value for key, value in values.items() if key != "files"} | files
+        return flat({key: _by_name(value) for key, value in values.items() if key != "files"}) | files
 
-    old, new = flat(old), flat(new)
+    old, new = by_key(old), by_key(new)
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return "".join(f"  {key}: was {old.get(key)}, is {new.get(key)}\n" for key in changed)
+    lines = [f"  {key}: was {old.get(key)}, is {new.get(key)}\n" for key in changed]
+    rest = [f"  and {len(lines) - _MAX_CHANGES:,} more\n"] if len(lines) > _MAX_CHANGES else []
+    return "".join([*lines[:_MAX_CHANGES], *rest])
+
+
+def _by_name(value: Any) -> Any:
+    """Return mappings in which a list of named things, like the features of a schema, is a mapping by their names."""
+    if isinstance(value, dict):
+        return {key: _by_name(part) for key, part in value.items()}
+    if isinstance(value, list) and value and all(isinstance(part, dict) and "name" in part for part in value):
+        return {part["name"]: part for part in value}
+    return value
 
 
 def _check_only_our_files(output: Path) -> None:

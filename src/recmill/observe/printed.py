@@ -100,7 +100,7 @@ def print_audit(report: Any) -> None:
     _print()
     splits = list(report.shared_rows)
     has_rare = any(table.rare_in_train is not None for table in report.tables)
-    what = "unseen or rare" if any(table.unseen_or_rare for table in report.tables) else "unseen"
+    what = "rare, new" if any(table.unseen_or_rare for table in report.tables) else "unseen"
     tables = [
         [
             table.name,
