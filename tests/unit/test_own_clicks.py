@@ -495,6 +495,27 @@ def test_a_log_is_prepared_in_one_go_with_any_names_of_columns(tmp_path: Path) -
         recmill.prepare("clicks", tmp_path / "e", input=str(tmp_path / "log.csv"))
 
 
+def test_labels_without_any_click_are_listed_with_their_counts(prepared: Prepare) -> None:
+    label = {"column": "click", "positive": ["yes"]}
+    with pytest.raises(DataError, match=r"no row is a click\. Its values: '[01]' \(5 rows\), '[01]' \(5 rows\)"):
+        prepared(GOOD, label=label, split=BY_FOLD, feature=[SITE])
+
+
+def test_notes_say_what_was_cut_and_what_stays_untrained(prepared: Prepare) -> None:
+    log = GOOD.replace("1,,a,1", "1,," + "|".join(map(str, range(50_000))) + ",1", 1)
+    features = [
+        {**SITE, "separator": "|", "max_values": 3},
+        {"name": "rare", **SITE, "min_frequency": 100},
+        {"name": "all", **SITE, "min_frequency": 1},
+    ]
+    path = prepared(log, split=BY_FOLD, feature=features)
+    assert open_dataset(path).description.notes == [
+        "site: 1 training rows have more than 3 values; the rest is cut",
+        "rare: every value is rarer than min_frequency, so all of them share one row",
+        "min_frequency = 1: values that training never had will meet an untrained row of all",
+    ]
+
+
 def test_a_missing_schema_says_how_to_make_one(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text(GOOD)
     with pytest.raises(ConfigError, match=r"absent.toml: no such file\. Make one from the log: recmill schema"):

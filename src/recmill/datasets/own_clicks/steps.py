@@ -6,6 +6,7 @@ with every run that is trained on it, so that `recmill predict` encodes new rows
 
 import logging
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -106,13 +107,15 @@ def _prepared(plan: Plan, work: Work, pool: Executor) -> Description:
     rules = work.part("split", lambda: split_rules(plan.log, blocks))
     splits = Splits(plan.log, rules)
     counts = work.part("count", lambda: _counted(splits, blocks))
+    if not sum(counts["clicks"]):
+        raise DataError(_no_clicks(plan.log, blocks))
     _check_classes(counts)
     recipe = work.part("learn", lambda: _learned(plan.log, splits, blocks, counts["rows"][0], work.data))
     encoder = Encoder(Recipe.model_validate(recipe, strict=False), work.data)
     tally = work.part("write", lambda: _written(work.data, encoder, splits, blocks, counts["rows"], pool))
     of_training = {"tally": tally, "training_rows": counts["rows"][SPLITS.index("train")]}
     write_text(work.data / RECIPE_FILE, encoder.recipe.model_copy(update=of_training).model_dump_json(indent=1))
-    return _sealed(plan, work.data, encoder, counts)
+    return _sealed(plan, work.data, encoder, counts, tally)
 
 
 class _Blocks:
@@ -194,6 +197,16 @@ def _counted(splits: Splits, blocks: _Blocks) -> dict[str, list[int]]:
     return {"rows": rows.tolist(), "clicks": clicks.tolist()}
 
 
+def _no_clicks(schema: ClicksSchema, blocks: _Blocks) -> str:
+    """Say which labels there are, the most frequent first."""
+    found: Counter[Any] = Counter()
+    for _, block in blocks:
+        found.update(dict(block.column(schema.label.column).value_counts().rows()))
+    listed = ", ".join(f"{value!r} ({count:,} rows)" for value, count in found.most_common(10))
+    remedy = "Name those that mean a click in label.positive."
+    return f"column {schema.label.column}: no row is a click. Its values: {listed}. {remedy}"
+
+
 def _check_classes(counts: dict[str, list[int]]) -> None:
     for split, rows, clicks in zip(SPLITS, counts["rows"], counts["clicks"], strict=False):
         if not rows:
@@ -249,18 +262,31 @@ def _written(
     return {feature.name: dict(encoder.tally.counts.get(feature.name, {})) for feature in log.feature}
 
 
-def _sealed(plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int]]) -> Description:
+def _notes(
+    recipe: Recipe, rows: list[int], tally: dict[str, dict[str, int]], with_vocabulary: list[str]
+) -> Iterator[str]:
+    for kind, name in ((DROPPED_ROWS, "label.drop"), (NOT_SAMPLED, "sample.negatives")):
+        if rows[kind]:
+            yield f"{rows[kind]:,} rows left out by {name}"
+    for feature in recipe.log.tables:
+        name = feature.name
+        if name in with_vocabulary and recipe.learned[name].rows == FIRST_VALUE:
+            yield f"{name}: every value is rarer than min_frequency, so all of them share one row"
+        if recipe.learned[name].has_lists and (cut := tally[name].get("clipped", 0)):
+            kept = recipe.learned[name].ids_per_row
+            yield f"{name}: {cut:,} training rows have more than {kept} values; the rest is cut"
+    untrained = [f.name for f in recipe.log.tables if getattr(f, "min_frequency", 2) == 1 and f.name in with_vocabulary]
+    if untrained:
+        yield f"min_frequency = 1: values that training never had will meet an untrained row of {', '.join(untrained)}"
+
+
+def _sealed(
+    plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int]], tally: dict[str, dict[str, int]]
+) -> Description:
     sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in plan.log.tables]
     multi_hot = sizes if max(sizes) > 1 else []
-    notes = [
-        f"{counts['rows'][kind]:,} rows left out by {key}"
-        for kind, key in ((DROPPED_ROWS, "label.drop"), (NOT_SAMPLED, "sample.negatives"))
-        if counts["rows"][kind]
-    ]
     learned = [f.name for f in plan.log.tables if (data / vocabulary_file(f.name)).exists()]
-    for name in learned:
-        if encoder.recipe.learned[name].rows == FIRST_VALUE:
-            notes.append(f"{name}: every value is rarer than min_frequency, so all of them share one row")
+    notes = list(_notes(encoder.recipe, counts["rows"], tally, learned))
 
     def describe(files: dict[str, FileInfo]) -> Description:
         return ClicksDescription(
