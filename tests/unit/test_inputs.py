@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shlex
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import Any
 
 import polars as pl
 import pytest
+from click.testing import CliRunner
 
+from recmill.cli import commands
 from recmill.datasets.inputs import text
 from recmill.datasets.inputs.files import distinct_names, found_files
 from recmill.datasets.inputs.reading import check_columns, frames
 from recmill.datasets.inputs.section import InputSection
-from recmill.errors import DataError
+from recmill.errors import DataError, UserError
+
+from ..histories_raw import histories_of
 
 Rows = list[dict[str, Any]]
 
@@ -226,3 +231,70 @@ def test_a_file_that_grows_while_it_is_read_is_an_error(tmp_path: Path, monkeypa
         file.write("3,4\n")
     with pytest.raises(DataError, match=r"log\.csv: it changed while it was read. Wait until it is complete"):
         list(blocks)
+
+
+def test_the_commands_for_histories_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    events = [(user, item) for user in range(5) for item in range(5)]
+    files = {
+        "ml-1m.txt": "".join(f"{user} {item}\n" for user, item in events),
+        "ratings.dat": "".join(f"{user}::{item}::5::{item}\n" for user, item in events),
+        "movies.dat": "".join(f"{item}::Caf\xe9 {item}::Drama\n" for item in range(5)),
+        "Beauty.txt": "".join(f"{user} 0 1 2 3 4\n" for user in range(5)),
+        "sessions.txt": "0 1 2 3 4\n" * 5,
+        "events/1.csv": "user,item,time,event\n" + "".join(f"{u},{i},{i},{'cart'}\n{u},9,9,view\n" for u, i in events),
+    }
+    Path("events").mkdir()
+    for name, content in files.items():
+        Path(name).write_bytes(content.encode("latin-1"))
+    reviews = [{"reviewerID": f"A{user}", "asin": f"{item}", "unixReviewTime": item} for user, item in events]
+    Path("reviews.json.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in reviews).encode()))
+    page = (Path(__file__).parents[2] / "docs" / "own-data.md").read_text(encoding="utf-8")
+    lines = [line[2:] for line in page.splitlines() if line.startswith("$ recmill prepare histories")]
+    assert len(lines) == 6
+    for line in lines:
+        done = CliRunner().invoke(commands, shlex.split(line)[1:])
+        assert done.exit_code == 0, (line, done.exception)
+        histories = histories_of(Path(shlex.split(line)[-1]))
+        assert [*histories.values()] == [["0", "1", "2", "3", "4"]] * 5, line
+    assert pl.read_parquet("data/ml-1m/items.parquet")["title"][1] == "Caf\xe9 1"
+
+
+SCHEMA = '[label]\ncolumn = "click"\n[[feature]]\ncolumn = "site"\ntype = "categorical"\n'
+GOOD = "click,site\n" + "0,a\n1,b\n" * 20
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "section", "code", "message"),
+    [
+        ("log.csv", GOOD.replace(",", ";").encode(), "", 3, "its first row, which has 1 field; with ';' it would be 2"),
+        ("log.csv", GOOD[11:].encode(), "", 3, "no column 'click': its first row is '0,a'"),
+        ("log.csv", GOOD.encode(), 'columns = ["click", "site"]', 3, "but input.columns gives them. Leave"),
+        ("log.csv", (GOOD + "1\n").encode(), "", 3, "log.csv: row 41: expected 2 fields, got 1"),
+        ("log.csv", (GOOD + '1,"b\n').encode(), "", 3, "row 41: a quote is opened and not closed. Close it, or "
+         "ignore quotes (input.quotes = false)"),
+        ("log.csv", GOOD.encode() + b"1,\xe9\n", "", 3, "row 41: byte 174 of the text (0xe9) is not UTF-8. It is "
+         "probably latin-1: use input.encoding = 'latin-1'"),
+        ("log.csv", GOOD.encode("utf-16"), "", 3, "it is in UTF-16"),
+        ("log.csv", GOOD.encode() + b"1,\0\n", "", 3, "row 41: a NUL byte"),
+        ("log.jsonl", b'{"click": 1, "site": {"x": 1}}\n', "", 3, "log.jsonl: column site holds Struct"),
+        ("log.jsonl", b'{"click": 1}\n', "", 3, "no column 'site'; it has click"),
+        ("log.csv.gz", gzip.compress(GOOD.encode())[:-9], "", 3, "cut short or corrupt"),
+        ("log.csv", GOOD.encode(), 'encoding = "utf-9"', 2, "input.encoding is 'utf-9': no such codec"),
+        ("log.csv", GOOD.encode(), 'separator = ""', 2, "input.separator is ''"),
+        ("log.csv", GOOD.encode(), 'columns = ["a", "a"]', 2, "a name occurs twice"),
+        ("other.csv", GOOD.encode(), "", 3, "log.*: no such file"),
+    ],
+)  # fmt: skip
+def test_a_log_that_cannot_be_read_ends_preparation_with_its_code_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, section: str, code: int, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(content)
+    Path("clicks.toml").write_text(f"[input]\n{section}\n{SCHEMA}")
+    words = ["prepare", "clicks", "--schema", "clicks.toml", "--input", "log.*", "--output", "data"]
+    error = CliRunner().invoke(commands, words).exception
+    assert isinstance(error, UserError)
+    assert message in str(error)
+    assert error.exit_code == code
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["clicks.toml", name])

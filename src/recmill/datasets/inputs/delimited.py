@@ -168,7 +168,7 @@ class Table:
             return ""
         if len(columns) == 1 and (hint := self._other_separator(columns[0])):
             return f" in its first row, which has 1 field; {hint}."
-        if sum(_is_good(name.strip(), "number") for name in columns) > len(columns) / 2:
+        if columns and sum(_is_good(name.strip(), "number") for name in columns) >= len(columns) / 2:
             shown = self.section.separator.join(columns)[:80]
             remedy = f"Name the columns ({self.prefix}columns), or add a row with their names."
             return f": its first row is {shown!r}, which looks like data. {remedy}"
