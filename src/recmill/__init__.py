@@ -29,6 +29,7 @@ __all__ = [
     "results",
     "split",
     "train",
+    "tune",
     "write_items",
 ]
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from recmill.commands.schema import guess_schema
     from recmill.commands.split import split
     from recmill.commands.train import train
+    from recmill.commands.tune import tune
 
 
 else:  # a type checker reports an unknown name

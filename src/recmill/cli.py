@@ -484,6 +484,17 @@ def predict_command(run: str, input: str, output: str, as_json: bool, **options:
             _print(written, as_json, printed.print_predictions)
 
 
+@commands.command("tune", cls=_Command)
+@click.argument("config", type=click.Path())
+@_json
+def tune_command(config: str, space: str, output: str, as_json: bool, **options: Any) -> int:
+    """Search for better values of keys of CONFIG, by validation alone. Exits with 1 if no trial was completed."""
+    found = recmill.tune(config, space, output, **options)
+    with _after_work():
+        _print(found, as_json, printed.print_study)
+    return 0 if found["best"] is not None else 1
+
+
 @commands.command("explain", cls=_Command)
 @click.argument("run", type=click.Path())
 @_json

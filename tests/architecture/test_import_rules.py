@@ -72,7 +72,18 @@ TORCH_FREE_MODULES = [
     *(f"recmill.commands.{name}" for name in ("check_plugin", "jobs", "launch", "report", "results", "split", "trace")),
     *(
         f"recmill.commands.{name}"
-        for name in ("compare", "explain", "import_rows", "items", "plan", "predict", "run_like", "schema", "train")
+        for name in (
+            "compare",
+            "explain",
+            "import_rows",
+            "items",
+            "plan",
+            "predict",
+            "run_like",
+            "schema",
+            "train",
+            "tune",
+        )
     ),
     *("recmill.planning.devices", "recmill.planning.published"),
     *("recmill.checkpoints.format", "recmill.tables.pins", "recmill.tables.spec"),

@@ -134,7 +134,7 @@ def _tested(run: RunDirectory, path: str | Path) -> dict[str, Any]:
             f"{run.results_file}: missing, though the run is done. Test it again: recmill evaluate {path}."
         )
     results = run.read_results()
-    tested = results.get("test")
+    tested = results.get("test", {} if not read_settings(run.config_file)[1].eval.test else None)
     if not isinstance(tested, dict):
         raise CheckpointError(
             f"{run.results_file}: no metrics of split 'test'. Remove it and train again to write a new one."

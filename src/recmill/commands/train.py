@@ -456,9 +456,10 @@ def _train(
                 f"the best checkpoint, of step {at.best_step:,}, was not kept: testing step {at.step:,}. "
                 "It could not be saved, or checkpoint.keep_best was not set yet."
             )
-    with recorder.span("test"):
-        evaluate("test", tested)
-    if world.is_main:
+    if settings.eval.test:
+        with recorder.span("test"):
+            evaluate("test", tested)
+    if settings.eval.test and world.is_main:
         _log_values(tested, "test", results["test"], console="")  # the summary at the end shows them
     results = {split: values | assemble.named_in_results(tested.step) for split, values in results.items()}
     if settings.data.multi_hot.collect_frequencies:

@@ -206,6 +206,28 @@ def print_predictions(written: dict[str, Any]) -> None:
     _print(f"{written['rows']:,} rows scored: {written['output']}")
 
 
+def print_study(found: dict[str, Any]) -> None:
+    """Print what `recmill tune` returns: its trials, and the best one."""
+    keys = list(dict.fromkeys(key for trial in found["trials"] for key in trial["values"]))
+    rows = [
+        [
+            f"{trial['number']}{' *' if trial['number'] == found['best'] else ''}",
+            trial["state"],
+            "" if trial["value"] is None else shown(trial["value"]),
+            *(shown(trial["values"].get(key, "")) for key in keys),
+            trial["reason"],
+        ]
+        for trial in found["trials"]
+    ]
+    print_table(["trial", "state", "best val", *keys, "reason"], rows)
+    _print()
+    if found["best"] is None:
+        _print("no trial was completed: see what they printed, trials/NUMBER.txt")
+        return
+    _print(f"best: trial {found['best']}, whose config is {found['config']}")
+    _print(f"next: {found['next']}")
+
+
 def print_explanation(found: dict[str, Any]) -> None:
     """Print what `commands.explain.explanation` returns."""
     if "items" in found:
@@ -277,13 +299,18 @@ def print_summary(report: Any, next_command: str) -> None:
         _print(report.verdict)
     if report.best_step is not None:
         _print(f"best validation: {report.metric} {shown(report.best_value)} at step {report.best_step:,}")
+    if report.values:
+        _print_tested(report)
+    _print()
+    _print(f"{report.run}/: results.json metrics.jsonl log.txt sharding.json checkpoints/")
+    _print(f"next: {next_command}")
+
+
+def _print_tested(report: Any) -> None:
     _print()
     popularity = {f"popularity/{name}": value for name, value in report.popularity.items()}
     tested = {"step": report.tested_step, "checkpoint": report.checkpoint}
     print_values("test", {**report.values, **popularity, **tested}, report.reachable)
-    _print()
-    _print(f"{report.run}/: results.json metrics.jsonl log.txt sharding.json checkpoints/")
-    _print(f"next: {next_command}")
 
 
 def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:
