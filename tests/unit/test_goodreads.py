@@ -9,7 +9,7 @@ import pytest
 
 from recmill import prepare
 from recmill.data.opening import open_dataset
-from recmill.datasets.histories import goodreads
+from recmill.datasets.inputs import text
 from recmill.errors import ConfigError, DataError
 from recmill.schema import HistoriesDescription
 
@@ -57,7 +57,7 @@ def write_books(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block_bytes", [1, 50, 1 << 24])
 def test_goodreads_books_have_their_titles(tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goodreads, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text, "BLOCK_BYTES", block_bytes)
     (tmp_path / "raw").mkdir()
     description = prepare("goodreads", tmp_path / "d", **write_books(tmp_path / "raw"), min_interactions=3)
     items = pl.read_parquet(tmp_path / "d" / "items.parquet")
@@ -73,7 +73,7 @@ def test_titles_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--titles and --book-ids go together"):
         prepare("goodreads", tmp_path / "d", input=tmp_path, titles=files["titles"])
     (tmp_path / "books.json").write_text('{"book_id": "500", "title": "Émile"}\n{"book_id": "30", "ti')
-    with pytest.raises(DataError, match=r"books\.json: after line 1: .*Get the file again"):
+    with pytest.raises(DataError, match=r"books\.json: row 2 is no JSON .*get the file again"):
         prepare("goodreads", tmp_path / "d", **{**files, "titles": tmp_path / "books.json"}, min_interactions=3)
     with pytest.raises(DataError, match=r"none\.json: no such file\. Get it: recmill download goodreads"):
         prepare("goodreads", tmp_path / "d", **{**files, "titles": tmp_path / "none.json"})

@@ -1,7 +1,10 @@
 """`recmill schema`: what it takes columns for, on logs whose columns are known."""
 
+import json
 import random
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -210,3 +213,30 @@ def test_lists_and_dates_of_parquet_are_recognized(tmp_path: Path) -> None:
     frame.write_parquet(tmp_path / "log.parquet")
     found = recmill.guess_schema(tmp_path / "log.parquet", "click")
     assert [row["guess"] for row in found["columns"]] == ["label", "time", "categorical"]
+
+
+def test_how_to_read_a_text_without_a_header_in_another_encoding_goes_into_the_schema(tmp_path: Path) -> None:
+    rows = "".join(f"{n % 2}||caf\xe9 {n % 5}\n" for n in range(100))
+    (tmp_path / "log.txt").write_bytes(rows.encode("latin-1"))
+    given: dict[str, Any] = {"label": "click", "columns": ["click", "place"], "separator": "||"}
+    found = recmill.guess_schema(tmp_path / "log.txt", encoding="latin-1", **given)
+    assert tomllib.loads(found["schema"])["input"] == {
+        "separator": "||",
+        "columns": ["click", "place"],
+        "quotes": False,
+        "encoding": "latin-1",
+    }
+    with pytest.raises(DataError, match=r"row 1: byte 7 of the text .* It is probably latin-1: use --encoding"):
+        recmill.guess_schema(tmp_path / "log.txt", **given)
+
+
+def test_objects_within_json_lines_are_left_out_and_lists_are_several_values(tmp_path: Path) -> None:
+    lines = [{"click": n % 2, "where": {"x": n}, "tags": ["a", f"b{n % 3}"][: n % 3]} for n in range(90)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = recmill.guess_schema(tmp_path / "log.jsonl", "click", tmp_path / "clicks.toml")
+    schema = str(tmp_path / "clicks.toml")
+    dataset = recmill.prepare("clicks", tmp_path / "data", input=str(tmp_path / "log.jsonl"), schema_file=schema)
+    assert [feature["name"] for feature in dataset["sparse"]] == ["tags"]
+    guesses = {row["column"]: (row["guess"], row["why"]) for row in found["columns"]}
+    assert guesses["tags"] == ("categorical", "lists")
+    assert guesses["where"][0] == "left out" and guesses["where"][1].startswith("holds Struct")

@@ -44,7 +44,7 @@ def guess_schema(
     path = new_path(output, "--output") if output is not None else None
     files = found_files(str(input))
     section = described(files[0], separator, columns=columns or [], encoding=encoding)
-    clicks, guesses = guess(files, label, section)
+    section, clicks, guesses = guess(files, label, section)
     assert label
     text = as_toml(section, clicks, guesses)
     if path:

@@ -5,24 +5,21 @@ items, items, users, k-core.
 """
 
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 import polars as pl
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from recmill.config.sections import key
-from recmill.datasets.compressed import SUFFIXES, expansion, forecast_rows, read_blocks
+from recmill.datasets.compressed import SUFFIXES, forecast_rows
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
 from recmill.datasets.histories.writing import MIN_HISTORY
-from recmill.datasets.inputs import delimited
+from recmill.datasets.inputs import delimited, json_lines
 from recmill.datasets.inputs.section import InputSection
 from recmill.errors import DataError, did_you_mean_path
-from recmill.observe.progress import Progress
 
 __all__ = ["Options", "plan", "write"]
 
-_BLOCK_BYTES = 1 << 24
 _FILE = "goodreads_interactions.csv"
 _FIELDS = (
     delimited.Field("user", "user_id", "integer"),
@@ -85,16 +82,5 @@ def _titles(books: Path, book_ids: Path) -> pl.DataFrame:
 
 def _books(path: Path) -> Iterator[pl.DataFrame]:
     """Yield frames of book, title from JSON lines, without the books that have no title."""
-    rest, lines = b"", 0
-    with Progress(f"reading {path.name}", int(path.stat().st_size * expansion(path)), "bytes") as progress:
-        for block in chain(read_blocks(path, _BLOCK_BYTES), [b"\n"]):
-            text, _, rest = (rest + block).rpartition(b"\n")
-            if not text.strip():
-                continue
-            try:
-                frame = pl.read_ndjson(text, schema={"book_id": pl.String, "title": pl.String})
-            except pl.exceptions.PolarsError as error:
-                raise DataError(f"{path}: after line {lines:,}: {error}. Get the file again.") from None
-            lines += text.count(b"\n") + 1
-            yield frame.filter(pl.col("title") != "").rename({"book_id": "book"})
-            progress.advance(len(block))
+    for frame in json_lines.frames(path, InputSection(kind="jsonl"), ["book_id", "title"], "--"):
+        yield frame.filter(pl.col("title") != "").rename({"book_id": "book"})

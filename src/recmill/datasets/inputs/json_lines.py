@@ -29,14 +29,14 @@ def types_of(file: InputFile, section: InputSection, prefix: str) -> dict[str, p
         for _, values in _objects(file, first, 0):
             for key, value in values.items():
                 is_list = isinstance(value, list) or isinstance(found.get(key), pl.List)
-                found[key] = pl.List(pl.String) if is_list else pl.String()
+                found[key] = pl.List(pl.String()) if is_list else pl.String()
         return found
     return {column: _simple(dtype) for column, dtype in schema.items()}
 
 
 def _simple(dtype: pl.DataType) -> pl.DataType:
     if isinstance(dtype, pl.List) and not (isinstance(dtype.inner, pl.DataType) and dtype.inner.is_nested()):
-        return pl.List(pl.String)
+        return pl.List(pl.String())
     return dtype if dtype.is_nested() else pl.String()
 
 
@@ -45,7 +45,7 @@ def frames(file: InputFile, section: InputSection, columns: list[str], prefix: s
     types = types_of(file, section, prefix)
     wanted = {column: types.get(column, pl.String()) for column in columns}
     for column, dtype in wanted.items():
-        if isinstance(dtype, pl.Struct) or (isinstance(dtype, pl.List) and dtype != pl.List(pl.String)):
+        if isinstance(dtype, pl.Struct) or (isinstance(dtype, pl.List) and dtype != pl.List(pl.String())):
             what = "objects" if isinstance(dtype, pl.Struct) else "lists of lists or of objects"
             raise DataError(f"{file}: column {column} holds {what}. Write their parts to keys of their own.")
     done = 0

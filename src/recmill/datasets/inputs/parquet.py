@@ -50,8 +50,8 @@ def frames(file: InputFile, columns: list[str]) -> Iterator[pl.DataFrame]:
 def converted_type(file: str, column: str, dtype: pl.DataType) -> pl.DataType:
     """Return the type that a column is read as; raise an error if it has values that no feature can be made of."""
     if isinstance(dtype, pl.List | pl.Array):
-        inner = dtype.inner
-        if isinstance(inner, pl.DataType) and not inner.is_nested():
+        inner = dtype.inner if isinstance(dtype.inner, pl.DataType) else dtype.inner()
+        if not inner.is_nested():
             return pl.List(converted_type(file, column, inner))
     if dtype.is_nested() or isinstance(dtype, pl.Object | pl.Binary):
         kind = "a map" if isinstance(dtype, pl.List) and isinstance(dtype.inner, pl.Struct) else f"{dtype}"

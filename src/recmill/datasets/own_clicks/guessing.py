@@ -67,8 +67,10 @@ class Guess:
         return self.features[0]["type"] if self.features else "left out"
 
 
-def guess(files: Sequence[InputFile], label: str | None, section: InputSection) -> tuple[LabelSection, list[Guess]]:
-    """Return what is a click, and a guess for every column but the label."""
+def guess(
+    files: Sequence[InputFile], label: str | None, section: InputSection
+) -> tuple[InputSection, LabelSection, list[Guess]]:
+    """Return the section with texts for missing values, what is a click, and a guess for every other column."""
     there = columns_of(files[0], section, "--")
     _check_header(files[0], there, section)
     refused = _refused(files[0], section)
@@ -89,7 +91,7 @@ def guess(files: Sequence[InputFile], label: str | None, section: InputSection) 
     for other in times[1:]:
         other.time_format, other.features, other.why = "", [], f"another time than {times[0].column}; add it by hand"
     _make_names_unique(guesses)
-    return clicks, guesses
+    return section, clicks, guesses
 
 
 def _make_names_unique(guesses: list[Guess]) -> None:

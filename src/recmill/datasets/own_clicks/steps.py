@@ -86,7 +86,7 @@ def plan(options: Options) -> Plan:
     guessed = ""
     if log_schema is None:
         section = described(files[0], None)
-        clicks, guesses = guess(files, options.label, section)
+        section, clicks, guesses = guess(files, options.label, section)
         guessed = as_toml(section, clicks, guesses)
         for found in guesses:
             log.info("%s: %s (%s)", found.column, found.kind, found.why)
