@@ -288,6 +288,7 @@ def test_what_was_meant_is_named_for_runs_datasets_configs_and_files(
         (("results", "runs"), 4, "name one, like runs/first"),
         (("checkpoint", "list", "rnus/first"), 4, "'runs/first'"),
         (("audit", "data/click"), 3, "'data/clicks'"),
+        (("plan", "own/dlrm", "--set", "data.path=data/click"), 2, "'data/clicks'"),
         (("train", "own/dlmr", "--run", "r"), 2, "'own/dlrm'"),
         (("schema", "--input", "logs.csv", "--label", "click"), 3, "'log.csv'"),
         (("schema", "--input", "log.csv", "--label", "clicked"), 3, "'click'"),

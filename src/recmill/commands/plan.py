@@ -16,7 +16,7 @@ from recmill.config import Config, Overrides, load_config, override_texts
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section
 from recmill.environment import config_variables
-from recmill.errors import ConfigError, ResourceError, remedy_for
+from recmill.errors import ConfigError, ResourceError, did_you_mean_path, remedy_for
 from recmill.files.atomic import write_text
 from recmill.hardware.cpu import num_cores
 from recmill.launch.local import run_job
@@ -204,7 +204,8 @@ def _dataset(config: Config, options: Options) -> tuple[Dataset, str, int]:
     name = options.rows or Path(path).name
     if options.rows is None and name not in PUBLISHED:
         raise ConfigError(
-            f"{path}: no such directory, so the sizes of tables are not known. Give them: --rows 40000000,39060,... or "
+            f"{path}: no such directory, so the sizes of tables are not known. {did_you_mean_path(path)}Give them: "
+            "--rows 40000000,39060,... or "
             f"--rows NAME, with one of {', '.join(PUBLISHED)}."
         )
     sizes = read_sizes(name)
