@@ -3,6 +3,7 @@
 import json
 import random
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,79 @@ def test_objects_within_json_lines_are_left_out_and_lists_are_several_values(tmp
     guesses = {row["column"]: (row["guess"], row["why"]) for row in found["columns"]}
     assert guesses["tags"] == ("categorical", "lists")
     assert guesses["where"][0] == "left out" and guesses["where"][1].startswith("holds Struct")
+
+
+def shaped_like_public_logs() -> dict[str, tuple[pl.DataFrame, str, dict[str, str]]]:
+    """Return rows with the columns of public datasets, as their descriptions say: (rows, label, what columns are)."""
+    draw = random.Random(7)
+
+    def column(make: Callable[[], object]) -> list[object]:
+        return [make() for _ in range(ROWS)]
+
+    def skewed(size: int) -> int:
+        return int(size * draw.random() ** 3)
+
+    adult = {
+        "age": (column(lambda: draw.randint(17, 90)), "numeric"),
+        "workclass": (column(lambda: draw.choice(["Private", "State-gov", "?"])), "categorical"),
+        "education": (column(lambda: draw.choice(["HS-grad", "Bachelors", "Masters"])), "categorical"),
+        "marital-status": (column(lambda: draw.choice(["Divorced", "Never-married"])), "categorical"),
+        "occupation": (column(lambda: draw.choice(["Sales", "Tech-support", "?"])), "categorical"),
+        "relationship": (column(lambda: draw.choice(["Husband", "Wife", "Own-child"])), "categorical"),
+        "race": (column(lambda: draw.choice(["White", "Black", "Other"])), "categorical"),
+        "sex": (column(lambda: draw.choice(["Male", "Female"])), "categorical"),
+        "capital-gain": (column(lambda: draw.choice([0, 0, 0, draw.randint(100, 99999)])), "numeric"),
+        "capital-loss": (column(lambda: draw.choice([0, 0, 0, draw.randint(100, 4356)])), "numeric"),
+        "hours-per-week": (column(lambda: draw.randint(1, 99)), "numeric"),
+        "native-country": (column(lambda: draw.choice(["United-States", "Mexico"])), "categorical"),
+    }
+    books = {
+        "User-ID": (column(lambda: skewed(900)), "categorical"),
+        "ISBN": (column(lambda: f"{skewed(800):010d}"), "categorical"),
+        "Location": (column(lambda: draw.choice(["lima, peru", "oslo, norway"])), "categorical"),
+        "Age": (column(lambda: draw.randint(10, 90)), "numeric"),
+        "Book-Author": (column(lambda: f"Author {skewed(200)}"), "categorical"),
+        "Year-Of-Publication": (column(lambda: draw.randint(1950, 2004)), "numeric or categorical"),
+        "Publisher": (column(lambda: f"House {skewed(60)}"), "categorical"),
+    }
+    frappe = {
+        "user": (column(lambda: skewed(957)), "categorical"),
+        "item": (column(lambda: skewed(1500)), "categorical"),
+        "cnt": (column(lambda: 1 + skewed(500)), "numeric"),
+        "daytime": (column(lambda: draw.choice(["morning", "night", "noon"])), "categorical"),
+        "weekday": (column(lambda: draw.choice(["monday", "friday"])), "categorical"),
+        "isweekend": (column(lambda: draw.choice(["weekend", "workday"])), "categorical"),
+        "homework": (column(lambda: draw.choice(["home", "work", "unknown"])), "categorical"),
+        "cost": (column(lambda: draw.choice(["free", "paid"])), "categorical"),
+        "weather": (column(lambda: draw.choice(["sunny", "cloudy", "rainy"])), "categorical"),
+        "country": (column(lambda: draw.choice(["Spain", "Italy", "Japan"])), "categorical"),
+        "city": (column(lambda: skewed(200)), "categorical"),
+    }
+    criteo = {f"I{i}": (column(lambda: draw.choice([None, skewed(3000)])), "numeric") for i in range(1, 14)}
+    criteo |= {f"C{i}": (column(lambda: f"{skewed(900) * 7919:08x}"), "categorical") for i in range(1, 27)}
+    movies = {
+        "user_id": (column(lambda: skewed(600)), "categorical"),
+        "movie_id": (column(lambda: skewed(900)), "categorical"),
+        "timestamp": (column(lambda: draw.randint(956_703_932, 1_046_454_590)), "time"),
+        "gender": (column(lambda: draw.choice("FM")), "categorical"),
+        "age": (column(lambda: draw.choice([1, 18, 25, 35, 45, 50, 56])), "numeric or categorical"),
+        "occupation": (column(lambda: draw.randint(0, 20)), "categorical"),
+        "zip": (column(lambda: f"{skewed(700):05d}"), "categorical"),
+        "genres": (column(lambda: "|".join(draw.sample(["War", "Drama", "Crime"], 2))), "categorical"),
+    }
+    found = {}
+    for name, columns in {"adult": adult, "books": books, "frappe": frappe, "criteo": criteo, "movies": movies}.items():
+        rows = {"y": column(lambda: draw.randint(0, 1)), **{key: values for key, (values, _) in columns.items()}}
+        found[name] = pl.DataFrame(rows), "y", {key: kind for key, (_, kind) in columns.items()}
+    return found
+
+
+def test_at_least_95_percent_of_the_columns_of_public_logs_are_guessed_right(tmp_path: Path) -> None:
+    wrong, total = [], 0
+    for log, (frame, label, kinds) in shaped_like_public_logs().items():
+        frame.write_csv(tmp_path / f"{log}.csv")
+        for row in recmill.guess_schema(tmp_path / f"{log}.csv", label)["columns"][1:]:
+            total += 1
+            if row["guess"] not in kinds[row["column"]]:
+                wrong.append((log, row["column"], row["guess"], row["why"]))
+    assert len(wrong) <= 0.05 * total, wrong

@@ -45,13 +45,16 @@ def _with_separator(file: InputFile, section: InputSection, lines: list[str], pr
     if not lines:
         raise DataError(f"{file}: no rows. Get the file again.")
     for candidates in (SEPARATORS[:-1], SEPARATORS[-1:]):
-        found: dict[tuple[str, bool], int] = {}
+        found: dict[tuple[str, bool], tuple[bool, int]] = {}
         for separator, quotes in product(candidates, (True, False)):
             rows = _divided(lines, separator, quotes)
             fields, times = Counter(map(len, rows)).most_common(1)[0] if rows else (1, 0)
             is_joined = quotes and len(rows) < _MOST * len(lines)  # a quote that is no quote takes many lines
             if fields > 1 and times >= _MOST * len(rows) and not is_joined:
-                found[separator, quotes] = fields
+                found[separator, quotes] = (
+                    len(rows[0]) == fields,
+                    fields,
+                )  # a comma in quotes may be in all but the header
         if found:
             separator, quotes = max(found, key=lambda one: found[one])
             return section.model_copy(update={"separator": separator, "quotes": quotes})

@@ -23,7 +23,9 @@ _INNER = ["|", ";", "^", ",", " "]  # between the values of one field
 _LABELS = re.compile(r"(is_?)?(click(ed)?|label|target|y|conversion|converted|purchase[d]?)", re.I)
 _IDS = re.compile(r"(.*_)?(id|code|type|category|zip)|.*[a-z]Id|C\d+", re.I)
 _AMOUNTS = re.compile(
-    r"(.*_)?(count|price|amount|age|num|number|quantity|duration|seconds|days|score|rating|size|length)|I\d+", re.I
+    r"(.*[_-])?(count|cnt|price|amount|age|num|number|quantity|duration|seconds|hours|days|score|rating|size|length|"
+    r"gain|loss)([_-]per[_-][a-z]+)?|I\d+",
+    re.I,
 )
 _GAPS = 0.01  # a larger share of missing numbers gets a flag of its own
 _OWN_ID = 0.95  # a larger share of different values is the row's own id
@@ -283,8 +285,9 @@ def _time_format(column: pl.Series, filled: pl.Series) -> str:
     digits = filled.str.len_chars()
     length = int(digits[0])
     if filled.str.contains(r"^\d+$").all():
-        if not (digits == length).all():
+        if not (digits == length).all() and not digits.is_in([9, 10]).all():  # seconds had nine digits until 2001
             return ""
+        length = int(digits.to_numpy().min())
         for form in _FORMATS.get(length, []):
             if _is_recent(parsed_times(filled, form) // 1_000_000):
                 return form
