@@ -180,6 +180,39 @@ def test_optimizers_equal_torch_s_own_also_after_resuming(name: str, dlrm: Confi
     assert losses(tmp_path / "run") == pytest.approx(reference(dlrm, 7, dense, tables), rel=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("procs", "optimizer", "sections"),
+    [
+        (2, "rowwise_adagrad", {"sharding": {"default": "row_wise"}}),
+        (2, "adagrad", {"sharding": {"default": "column_wise"}}),
+        (1, "adam", {"tables": {"store": "cached_ssd", "cache_memory_budget_mb": 8}}),
+        (1, "adagrad", {"train": {"kernels": "torch"}}),
+    ],
+)
+def test_tables_of_any_width_equal_plain_torch(
+    procs: int, optimizer: str, sections: Config, dcnv2: Config, tmp_path: Path
+) -> None:
+    """10, as in BARS, and 3: FBGEMM asks for multiples of 4, which its CUDA kernels need."""
+    dcnv2["model"] |= {"embedding_dim": 10, "bottom_mlp": [10], "embedding_dims": {"C1": 3}}
+    dcnv2["train"]["max_steps"] = 5
+    dcnv2["optim"] = {"dense": {"name": "sgd", "lr": 0.1}, "tables": {"name": optimizer, "lr": 0.02}}
+    for name, section in sections.items():
+        dcnv2[name] = dcnv2.get(name, {}) | section
+    make: dict[str, Make] = {
+        "rowwise_adagrad": lambda p: RowwiseAdagrad(p, lr=0.02),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02, eps=1e-8),
+        "adam": lambda p: SparseAdam(p, lr=0.02),
+    }
+    train(dcnv2, tmp_path / "run", procs=procs)
+    expected = reference(dcnv2, 5, lambda p: torch.optim.SGD(p, lr=0.1), make[optimizer])
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=2e-5)
+    assert {
+        value.shape[1]
+        for key, value in tensors_of(newest(tmp_path / "run")).items()
+        if ".table_" in key and value.dim() == 2
+    } <= {10, 3}
+
+
 REGULARIZED = {"batch_norm": True, "dropout": 0.25, "table_init_std": 0.1}
 
 

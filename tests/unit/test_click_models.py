@@ -125,6 +125,29 @@ def test_the_order_of_the_pooled_columns_does_not_matter(name: str) -> None:
     assert torch.equal(model(*inputs()), expected)
 
 
+@pytest.mark.parametrize("structure", ["stacked", "parallel"])
+def test_full_rank_crosses_and_a_parallel_mlp_are_those_of_the_paper(structure: str) -> None:
+    """Written down once more: x0 * (W x + b) + x twice; the MLP over it, or beside it over x0."""
+    model = build("dcnv2", cross_rank=0, structure=structure)
+    dense_BF, sparse = inputs()
+    bags = model.tables(sparse).values()
+    state = {key: value.detach() for key, value in model.state_dict().items()}
+
+    def layers(name: str, x: Tensor, numbers: list[int]) -> Tensor:
+        for number in numbers:
+            x = torch.relu(x @ state[f"{name}.{number}.weight"].T + state[f"{name}.{number}.bias"])
+        return x
+
+    first = x = torch.cat([layers("bottom", dense_BF, [0, 2]), bags], dim=1)
+    for number in (0, 1):
+        weight, bias = (state[f"interaction.layers.{number}.up.{kind}"] for kind in ("weight", "bias"))
+        assert weight.shape == (32, 32)
+        x = first * (x @ weight.T + bias) + x
+    last = layers("top", x, [0, 2]) if structure == "stacked" else torch.cat([x, layers("top", first, [0, 2])], dim=1)
+    expected = last @ state["logit.weight"][0] + state["logit.bias"]
+    torch.testing.assert_close(model(dense_BF, sparse).detach(), expected.detach())
+
+
 def test_a_shared_table_gets_the_gradients_of_all_its_features() -> None:
     """Against two tables with the same rows: the shared one has the sum of their gradients."""
     apart, shared = build("dcnv2"), build("dcnv2", share_tables={"C0": "C2"})

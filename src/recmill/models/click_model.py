@@ -1,9 +1,9 @@
 """Config keys and tables that all click models share. Not a model itself."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from recmill.config.sections import Section, key
 from recmill.errors import ConfigError
@@ -13,7 +13,7 @@ from recmill.tables.spec import TableSpec
 if TYPE_CHECKING:
     from recmill.nn.mlp import Regularization
 
-Width = Annotated[int, Field(gt=0, multiple_of=4)]
+Width = PositiveInt
 TASK = "ctr"
 KIND = "clicks"
 
@@ -21,9 +21,9 @@ KIND = "clicks"
 class ClickTablesConfig(Section):
     needs_one_width: ClassVar[bool] = True  # whether all vectors must be equally wide
 
-    embedding_dim: PositiveInt = key(16, "Width of the tables and of the dense vector; a multiple of 4.", multiple_of=4)
+    embedding_dim: PositiveInt = key(16, "Width of the tables and of the dense vector.")
     embedding_dims: dict[str, Width] = key(
-        {}, "Other widths of single tables, by feature: { C2 = 32 }; multiples of 4. For dcnv2, projection."
+        {}, "Other widths of single tables, by feature: { C2 = 32 }. For dcnv2, projection."
     )
     share_tables: dict[str, str] = key(
         {}, "Features that use the table of another one, by name: { C2 = 'C1' }. The dataset may name more."

@@ -20,9 +20,7 @@ __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
 
 class Config(ClickMlpsConfig):
-    embedding_dim: PositiveInt = key(
-        16, "Width of the tables and of dense features' vectors; a multiple of 4.", multiple_of=4
-    )
+    embedding_dim: PositiveInt = key(16, "Width of the tables and of dense features' vectors.")
     stream1_mlp: list[PositiveInt] = key([64, 32], "Layer widths of the first MLP.", min_length=1)
     stream2_mlp: list[PositiveInt] = key([64, 32], "Layer widths of the second MLP.", min_length=1)
     num_heads: PositiveInt = key(1, "Parts of both MLPs' outputs that are multiplied separately.")

@@ -16,9 +16,7 @@ __all__ = ["KIND", "TASK", "Config", "build", "tables"]
 
 
 class Config(ClickTablesConfig):
-    embedding_dim: PositiveInt = key(
-        16, "Width of the tables, a multiple of 4: a weight, and one factor less than this.", multiple_of=4
-    )
+    embedding_dim: PositiveInt = key(16, "Width of the tables: a weight, and one factor less than this.", ge=2)
 
 
 def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":

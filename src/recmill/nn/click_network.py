@@ -73,7 +73,33 @@ class ClickNetwork(TableNetwork):
         if self._dense_padding:
             dense_BF = F.pad(dense_BF, (0, self._dense_padding))
         dense_BD = self.bottom(dense_BF, row_keys_B)
-        return self.logit(self.top(self.interaction(dense_BD, self.bags(pooled, sparse)), row_keys_B)).squeeze(1)
+        return self.logit(self.combined(dense_BD, self.bags(pooled, sparse), row_keys_B)).squeeze(1)
+
+    def combined(self, dense_BD: Tensor, bags: Tensor, row_keys_B: Tensor | None) -> Tensor:
+        """Return what the logit is a linear function of."""
+        return self.top(self.interaction(dense_BD, bags), row_keys_B)
+
+
+class ParallelNetwork(ClickNetwork):
+    """The same, but the top MLP is over all vectors, beside the interaction, and the logit is linear in both outputs.
+
+    As DCN V2 "parallel" (Wang et al., 2021); the interaction keeps the width of its input.
+    """
+
+    def __init__(
+        self,
+        tables: list[TableSpec],
+        layers: DenseLayers,
+        interaction: Interaction,
+        device: torch.device,
+        averaged: Collection[str] = (),
+    ) -> None:
+        super().__init__(tables, layers, interaction, device, averaged)
+        self.logit = linear(interaction.out_features + layers.top_mlp[-1], 1, layers.init)
+
+    def combined(self, dense_BD: Tensor, bags: Tensor, row_keys_B: Tensor | None) -> Tensor:
+        crossed = self.interaction(dense_BD, bags)
+        return torch.cat([crossed, self.top(torch.cat([dense_BD, bags], dim=1), row_keys_B)], dim=1)
 
 
 def pooled_tables(tables: list[TableSpec], device: torch.device) -> EmbeddingBagCollection:

@@ -82,10 +82,10 @@ class _TorchPairProducts(torch.autograd.Function):
 
 
 class CrossInteraction(Interaction):
-    """Low-rank cross layers over all vectors, concatenated (DCN V2: Wang et al., 2021)."""
+    """Cross layers over all vectors, concatenated (DCN V2: Wang et al., 2021)."""
 
     def __init__(self, in_features: int, num_layers: int, rank: int) -> None:
-        """`in_features`: the width of all vectors together."""
+        """`in_features`: the width of all vectors together; `rank`: of the matrices, 0 is full."""
         super().__init__()
         self.out_features = in_features
         self.layers = nn.ModuleList(CrossLayer(self.out_features, rank) for _ in range(num_layers))
@@ -98,13 +98,14 @@ class CrossInteraction(Interaction):
 
 
 class CrossLayer(nn.Module):
-    """first * (W V x + b) + x, elementwise, with V [rank, features] and W [features, rank]."""
+    """first * (W V x + b) + x, elementwise, with V [rank, features] and W [features, rank]; for rank 0 without V."""
 
     def __init__(self, features: int, rank: int) -> None:
         super().__init__()
-        self.down = nn.Linear(features, rank, bias=False)
-        self.up = nn.Linear(rank, features)
-        nn.init.xavier_normal_(self.down.weight)
+        self.down = nn.Linear(features, rank, bias=False) if rank else nn.Identity()
+        self.up = nn.Linear(rank or features, features)
+        if rank:
+            nn.init.xavier_normal_(self.down.weight)  # type: ignore[arg-type]
         nn.init.xavier_normal_(self.up.weight)
         nn.init.zeros_(self.up.bias)
 

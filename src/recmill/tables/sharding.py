@@ -30,7 +30,14 @@ from recmill.tables.stores.key_table import KeyTable, keys_per_part
 from recmill.tables.stores.memory_rows import MemoryRows
 from recmill.tables.stores.row_cache import RowCache
 from recmill.tables.table_lookup import install_lookups
-from recmill.tables.torchrec_internals import FusedTables, adam_on_cpu, cut_ids_of, grouping_by_width, place_on
+from recmill.tables.torchrec_internals import (
+    FusedTables,
+    adam_on_cpu,
+    any_width_on_cpu,
+    cut_ids_of,
+    grouping_by_width,
+    place_on,
+)
 from recmill.world import World
 
 
@@ -54,13 +61,21 @@ def shard(
     """
     if world.device.type == "cuda" and (problem := optimizer.problem_on_cuda()):
         raise ConfigError(problem)
+    odd = [table for table in request.tables if table.dim % 4]
+    if world.device.type == "cuda" and odd:
+        raise ConfigError(
+            f"{odd[0].name} is {odd[0].dim} wide: FBGEMM's CUDA kernels need widths that are multiples of 4. Change "
+            "model.embedding_dim, or train on CPU."
+        )
     sharders = make_sharders(optimizer, _codecs(request) if world.size > 1 else None)
     resize_tables(network, {table.name: table.rows for table in request.tables if table.dynamic})
     plan, groups = _plan_on_rank_0(network, sharders, request, world)
     use_slots(network, plan, groups, request)
+    is_on_cpu = world.device.type == "cpu"
     # DDP averages the gradients of replicas; one process needs none.
-    needs_adam = world.device.type == "cpu" and OPTIMIZERS[optimizer.name].fbgemm_type == EmbOptimType.ADAM
-    with grouping_by_width(), adam_on_cpu() if needs_adam else nullcontext():
+    needs_adam = is_on_cpu and OPTIMIZERS[optimizer.name].fbgemm_type == EmbOptimType.ADAM
+    widths = any_width_on_cpu() if is_on_cpu else nullcontext()
+    with grouping_by_width(), widths, adam_on_cpu() if needs_adam else nullcontext():
         model = DistributedModelParallel(
             network, device=world.device, plan=plan, sharders=sharders, init_data_parallel=world.size > 1
         )

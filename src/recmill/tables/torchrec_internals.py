@@ -26,7 +26,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torchrec.distributed import embedding_sharding
+from torchrec.distributed import batched_embedding_kernel, embedding_sharding
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
@@ -261,6 +261,35 @@ def grouping_by_width() -> Iterator[None]:
         yield
     finally:
         embedding_sharding.EmbDimBucketer = EmbDimBucketer
+
+
+@contextmanager
+def any_width_on_cpu() -> Iterator[None]:
+    """Within the block, TorchRec and FBGEMM accept tables of any width. They check what only CUDA kernels need."""
+    check, construct = (
+        batched_embedding_kernel._assert_local_cols_divisible_by_4,
+        tables_of_training.construct_split_state,
+    )
+    batched_embedding_kernel._assert_local_cols_divisible_by_4 = lambda _: None
+    tables_of_training.construct_split_state = _host_state
+    try:
+        yield
+    finally:
+        batched_embedding_kernel._assert_local_cols_divisible_by_4 = check
+        tables_of_training.construct_split_state = construct
+
+
+def _host_state(embedding_specs: list[Any], rowwise: bool, *_: Any, **__: Any) -> Any:
+    """Return FBGEMM's layout of the weights or a state of tables in host memory, one after the other."""
+    sizes = [rows if rowwise else rows * dim for rows, dim, *_ in embedding_specs]
+    assert all(place == tables_of_training.EmbeddingLocation.HOST for _, _, place, _ in embedding_specs)
+    return tables_of_training.SplitState(
+        dev_size=0,
+        host_size=sum(sizes),
+        uvm_size=0,
+        placements=[tables_of_training.EmbeddingLocation.HOST] * len(sizes),
+        offsets=[sum(sizes[:number]) for number in range(len(sizes))],
+    )
 
 
 @contextmanager
