@@ -42,6 +42,7 @@ class _TensorBatch(Pipelineable):
 @dataclass
 class CtrBatch(_TensorBatch):
     """Rows of a click log. A row of weight 0 is a filler for a rank with fewer rows and must count nowhere.
+    A row whose own weight is 0 counts only in batch norm.
 
     `row_keys_B` identifies each row in training, for networks with dropout or batch norm; -1: a filler.
     """
@@ -51,6 +52,7 @@ class CtrBatch(_TensorBatch):
     labels_B: Tensor
     weights_B: Tensor
     row_keys_B: Tensor | None = None
+    groups_B: Tensor | None = None  # in an evaluation by groups: their numbers; 0: no value
 
     def inputs(self) -> tuple[Any, ...]:
         keys = [] if self.row_keys_B is None else [self.row_keys_B]

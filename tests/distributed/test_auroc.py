@@ -1,13 +1,19 @@
 """AUROC over real processes against scikit-learn's of all scores together."""
 
-import numpy as np
-import pytest
-from sklearn.metrics import roc_auc_score
+from pathlib import Path
 
+import numpy as np
+import polars as pl
+import pytest
+from sklearn.metrics import log_loss, roc_auc_score
+
+import recmill
+from recmill.errors import ConfigError
 from recmill.metrics.auc import auroc_over_ranks
 from recmill.world import World, joined_world
 
-from ..group import in_group
+from ..group import in_group, train
+from .runs import close_to, losses
 
 
 def cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -64,3 +70,75 @@ def test_auroc_over_ranks_equals_scikit_learns_of_all_scores(size: int) -> None:
             assert found[0][name] is None, name
         else:
             assert found[0][name] == pytest.approx(roc_auc_score(labels, scores.astype(np.float64)), abs=1e-12), name
+
+
+SCHEMA = """
+[label]
+column = "click"
+
+[split]
+by = "rows"
+val = 0.2
+test = 0.2
+
+[keep]
+columns = ["user"]
+weight = "weight"
+
+[[feature]]
+column = "user"
+type = "categorical"
+
+[[feature]]
+column = "x"
+type = "numeric"
+"""
+
+
+def test_weights_and_groups_reach_losses_and_metrics_for_any_number_of_processes(tmp_path: Path) -> None:
+    """Metrics against scikit-learn's, from the scores of `predict`; a row of weight 0 counts nowhere."""
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=600)
+    frame = pl.DataFrame(
+        {
+            "click": (generator.random(600) < 1 / (1 + np.exp(-2 * x))).astype(int),
+            "user": generator.integers(0, 20, 600),
+            "x": x,
+            "weight": generator.choice([0.0, 0.5, 1.0, 4.0], 600),
+        }
+    )
+    frame.write_csv(tmp_path / "log.csv")
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    recmill.prepare(
+        "clicks", tmp_path / "data", input=str(tmp_path / "log.csv"), schema_file=str(tmp_path / "schema.toml")
+    )
+    config = {
+        "data": {"path": str(tmp_path / "data")},
+        "model": {"name": "deepfm", "embedding_dim": 6, "deep_mlp": [8], "batch_norm": True},
+        "optim": {"dense": {"name": "sgd", "lr": 0.1}, "tables": {"name": "sgd", "lr": 0.1}},
+        "train": {"device": "cpu", "global_batch_size": 50, "log_every_steps": 1},
+        "eval": {"group": "user"},
+    }
+    results = {procs: train(config, tmp_path / f"{procs}", procs=procs) for procs in (1, 2, 3)}
+    for procs in (2, 3):
+        assert losses(tmp_path / f"{procs}") == pytest.approx(losses(tmp_path / "1"), rel=2e-5)
+        assert results[procs]["test"] == close_to(results[1]["test"], rel=1e-4)
+    last = frame[480:]
+    last.write_csv(tmp_path / "test.csv")
+    recmill.predict(tmp_path / "1", tmp_path / "test.csv", tmp_path / "scores.parquet")
+    scores = pl.read_parquet(tmp_path / "scores.parquet")["score"].to_numpy().astype(np.float64)
+    labels, weights, users = (last[name].to_numpy() for name in ("click", "weight", "user"))
+    found = results[1]["test"]
+    assert found["auroc"] == pytest.approx(roc_auc_score(labels, scores, sample_weight=weights), abs=1e-6)
+    assert found["logloss"] == pytest.approx(log_loss(labels, scores, sample_weight=weights), rel=1e-5)
+    assert found["rows"] == int((weights > 0).sum())
+    areas = {}
+    for user in set(users):
+        own = (users == user) & (weights > 0)
+        if len(set(labels[own])) == 2:
+            areas[user] = roc_auc_score(labels[own], scores[own], sample_weight=weights[own]), weights[own].sum()
+    assert found["gauc"] == pytest.approx(
+        sum(area * rows for area, rows in areas.values()) / sum(rows for _, rows in areas.values()), abs=1e-6
+    )
+    with pytest.raises(ConfigError, match=r"no kept column 'usr'; it keeps user. Name it in keep.columns"):
+        recmill.train(config | {"eval": {"group": "usr"}}, tmp_path / "bad")

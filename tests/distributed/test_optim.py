@@ -185,7 +185,7 @@ def test_optimizers_equal_torch_s_own_also_after_resuming(name: str, dlrm: Confi
     [
         (2, "rowwise_adagrad", {"sharding": {"default": "row_wise"}}),
         (2, "adagrad", {"sharding": {"default": "column_wise"}}),
-        (1, "adam", {"tables": {"store": "cached_ssd", "cache_memory_budget_mb": 8}}),
+        (1, "adagrad", {"tables": {"store": "cached_ssd", "cache_memory_budget_mb": 8}}),
         (1, "adagrad", {"train": {"kernels": "torch"}}),
     ],
 )
@@ -201,7 +201,6 @@ def test_tables_of_any_width_equal_plain_torch(
     make: dict[str, Make] = {
         "rowwise_adagrad": lambda p: RowwiseAdagrad(p, lr=0.02),
         "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02, eps=1e-8),
-        "adam": lambda p: SparseAdam(p, lr=0.02),
     }
     train(dcnv2, tmp_path / "run", procs=procs)
     expected = reference(dcnv2, 5, lambda p: torch.optim.SGD(p, lr=0.1), make[optimizer])

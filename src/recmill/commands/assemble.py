@@ -112,10 +112,25 @@ def open_matching_dataset(config: Config, verify: Checks = "sizes") -> Dataset:
             )
         if config.settings.data.train_on_validation:
             raise ConfigError("'data.train_on_validation' is for histories, and these are clicks. Remove it.")
+        _check_evaluation(config, dataset)
+    elif config.settings.eval.group:
+        raise ConfigError("'eval.group' is for clicks, and these are histories. Remove it.")
     _check_table_names(config, table_specs(config, dataset))
     if config.settings.data.multi_hot.sizes:
         _check_multi_hot(config, dataset)
     return dataset
+
+
+def _check_evaluation(config: Config, dataset: Dataset) -> None:
+    section, description = config.settings.eval, dataset.clicks
+    if section.group and section.group not in description.keep:
+        kept = f"it keeps {', '.join(description.keep)}" if description.keep else "it keeps none"
+        raise ConfigError(
+            f"'eval.group': {dataset.path} has no kept column '{section.group}'; {kept}. Name it in keep.columns of "
+            "the schema, and prepare the dataset again."
+        )
+    if section.bootstrap and description.weights:
+        raise ConfigError("'eval.bootstrap': rows with weights have no intervals. Remove it.")
 
 
 def _check_multi_hot(config: Config, dataset: Dataset) -> None:
@@ -203,7 +218,9 @@ def build_source(config: Config, dataset: Dataset, rank: int, size: int) -> "Cli
             rules = click_rules(config, dataset)
             return RetrievalSource(dataset, batching, config.model.item_id, of_items, *rules)
         with_row_keys = getattr(config.model, "needs_row_keys", False)
-        return ClickSource(dataset, batching, *click_rules(config, dataset), with_row_keys=with_row_keys)
+        return ClickSource(
+            dataset, batching, *click_rules(config, dataset), with_row_keys=with_row_keys, group=settings.eval.group
+        )
     from recmill.data.histories import HistorySource
 
     protocols: list[str] = list(settings.eval.protocols)

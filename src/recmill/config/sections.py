@@ -460,6 +460,9 @@ class EvalSection(Section):
         min_length=1,
     )
     ks: list[PositiveInt] = key([1, 5, 10], "Cut-offs of HR@K, NDCG@K and MRR@K (histories only).", min_length=1)
+    group: str = key(
+        "", "A kept column of the dataset, like user_id: gauc is the mean AUROC of its values, by their rows (clicks)."
+    )
     metrics: list[str] = key([], "Further metrics: modules like my_package.accuracy, or entry points.")
     test: bool = key(True, "Test the run when it ends. false: the test split is never read.")
     bootstrap: NonNegativeInt = key(0, "Resamples for 95 % intervals of the final test; 0: none.", le=100_000)

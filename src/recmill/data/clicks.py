@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice, pairwise
 from types import MappingProxyType
 
@@ -26,6 +27,7 @@ class SplitRows:
     """The rows of a split, numbered from 0 over all its ranges. Every value is checked when it is read."""
 
     def __init__(self, dataset: Dataset, split: str, decode: DecodeBlock | None = None) -> None:
+        self._dataset = dataset
         self._path = dataset.path
         self._split = split
         self._checks = ClickChecks(dataset.clicks)
@@ -39,6 +41,30 @@ class SplitRows:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    @cached_property
+    def weights(self) -> np.ndarray | None:
+        """The weight of each row, float32; None if all count the same."""
+        description = self._dataset.clicks
+        if not description.weights:
+            return None
+        parts = [self._dataset.array(description.weights_file(r.day))[r.start : r.stop] for r in self._ranges]
+        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if not len(found) or not np.isfinite(found).all() or found.min() < 0 or not found.any():
+            raise DataError(
+                f"{self._path}: the weights of split {self._split} must be finite, not negative, not all 0. Correct "
+                "the column of weights, and prepare the dataset again."
+            )
+        return found
+
+    def groups(self, column: str) -> np.ndarray:
+        """Return the number of each row's value in a kept column, int64 from 1; 0: it has none."""
+        import polars as pl
+
+        files = {r.day: self._path / self._dataset.clicks.keep_file(r.day) for r in self._ranges}
+        columns = {day: pl.read_parquet(file, columns=[column])[column] for day, file in files.items()}
+        values = pl.concat([columns[r.day][r.start : r.stop] for r in self._ranges])
+        return values.rank("dense").fill_null(0).cast(pl.Int64).to_numpy()
 
     def take(self, rows: np.ndarray) -> ClickRows:
         """Return these rows, in this order. Consecutive rows may be views of read-only files."""
@@ -113,11 +139,12 @@ class ClickSource:
         dynamic: Collection[str] = (),
         padding: Mapping[str, int] = MappingProxyType({}),
         with_row_keys: bool = False,
+        group: str = "",
     ) -> None:
         """`dynamic`: the features whose tables are dynamic. Their ids become keys, and fillers have none of them.
 
         `padding`: ids of other features that stand for no id, by feature. Batches leave them out. `with_row_keys`:
-        training batches have `row_keys_B`.
+        training batches have `row_keys_B`; `group`: a kept column, by which evaluation batches have groups.
         """
         description = dataset.clicks
         huge = [f.name for f in description.sparse if f.rows > MAX_TABLE_ROWS and f.name not in dynamic]
@@ -131,7 +158,7 @@ class ClickSource:
         self._batching = batching
         self._features = [feature.name for feature in description.sparse]
         self._multi_hot = multi_hot
-        self._with_row_keys = with_row_keys
+        self._with_row_keys, self._group = with_row_keys, group
         self._maker = BatchMaker(description, multi_hot, dynamic, padding)
         self._permutation = WindowedOrder if description.layout == "parquet" else rng.Permutation
         self._decode = block_decoder(description, _CACHED_BLOCKS)
@@ -194,12 +221,19 @@ class ClickSource:
     def eval_batches(self, split: str) -> Iterator[CtrBatch]:
         """Yield all batches of a split, in file order."""
         rows = SplitRows(self._dataset, split, self._decode)
+        groups = rows.groups(self._group) if self._group else None
         for share in self._batching.shares(split, self._batching.num_used(split, len(rows))):
-            yield self._batch(rows, share, share.positions)
+            batch = self._batch(rows, share, share.positions)
+            if groups is not None:
+                batch.groups_B = torch.from_numpy(groups[share.positions])
+            yield batch
 
     def num_eval_batches(self, split: str) -> int:
         rows = sum(r.stop - r.start for r in self._dataset.clicks.splits[split])
         return self._batching.num_batches(split, self._batching.num_used(split, rows))
 
     def _batch(self, rows: SplitRows, share: Share, numbers: np.ndarray) -> CtrBatch:
-        return self._maker.batch(rows.take(numbers), share.num_real, share.weights())
+        weights = share.weights()
+        if rows.weights is not None:
+            weights *= rows.weights[numbers]
+        return self._maker.batch(rows.take(numbers), share.num_real, weights)

@@ -30,6 +30,51 @@ def auroc_over_ranks(scores: np.ndarray, labels: np.ndarray, world: "World") -> 
     return world.broadcast(combined(ranges) if ranges else None)
 
 
+def weighted_auroc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray, world: "World") -> float | None:
+    """Return the AUROC of all ranks' scores where a pair counts as the product of its weights. All ranks take part."""
+    labels, weights = labels.astype(np.float64), weights.astype(np.float64)
+    if world.size > 1:
+        owners = np.searchsorted(_range_bounds(np.unique(scores), world), scores, "right")
+        scores, labels, weights = (_sent(column, owners, world) for column in (scores, labels, weights))
+    _, cells = np.unique(scores, return_inverse=True)
+    positives, negatives = (np.bincount(cells, weights * share) for share in (labels, 1 - labels))
+    pairs = float(np.sum(positives * (2 * np.cumsum(negatives) - negatives)))
+    ranges = world.gather((pairs, float(positives.sum()), float(negatives.sum())))
+    return world.broadcast(combined(ranges) if ranges else None)
+
+
+def grouped_auroc(
+    groups: np.ndarray, scores: np.ndarray, labels: np.ndarray, weights: np.ndarray, world: "World"
+) -> float | None:
+    """Return the mean AUROC of the groups that have both classes, by the weight of their rows. All ranks take part.
+
+    All rows of a group go to one rank. Group 0 is left out; None: no group has both classes.
+    """
+    columns = [groups, scores, labels.astype(np.float64), weights.astype(np.float64)]
+    columns = [_sent(column[groups > 0], groups[groups > 0] % world.size, world) for column in columns]
+    groups, scores, labels, weights = (column[np.lexsort((columns[1], columns[0]))] for column in columns)
+    is_new_group = np.diff(groups, prepend=0) != 0
+    is_new_cell = is_new_group | (np.diff(scores, prepend=np.float32(0)) != 0)
+    cells = np.cumsum(is_new_cell) - 1  # of rows with the same group and score
+    positives, negatives = (np.bincount(cells, weights * share) for share in (labels, 1 - labels))
+    group_of_cell = (np.cumsum(is_new_group) - 1)[is_new_cell]
+    of_group = [np.bincount(group_of_cell, values) for values in (positives, negatives)]
+    first_cells = np.flatnonzero(np.diff(group_of_cell, prepend=-1))
+    before = np.cumsum(negatives) - negatives  # of all groups
+    below = before - before[first_cells][group_of_cell]
+    pairs = np.bincount(group_of_cell, positives * (below + negatives / 2))
+    both = of_group[0] * of_group[1]
+    areas = np.divide(pairs, both, out=np.zeros_like(both), where=both > 0)
+    rows = np.where(both > 0, of_group[0] + of_group[1], 0)
+    total, weight = world.sum([float(areas @ rows), float(rows.sum())])
+    return total / weight if weight else None
+
+
+def _sent(column: np.ndarray, owners: np.ndarray, world: "World") -> np.ndarray:
+    """Send each value to the rank that owns it; return what this rank owns."""
+    return np.concatenate(world.exchange([column[owners == rank] for rank in range(world.size)]))
+
+
 def score_range(scores: np.ndarray, labels: np.ndarray, world: "World") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the distinct scores of this rank's range, ascending, and their positives and negatives on all ranks.
 
@@ -65,12 +110,14 @@ def _range_bounds(values: np.ndarray, world: "World") -> np.ndarray:
     return world.broadcast(bounds)
 
 
-def combined(ranges: Iterable[tuple[int, int, int]]) -> float | None:
+def combined(ranges: Iterable[tuple[float, float, float]]) -> float | None:
     """Return the AUROC from (doubled pairs, positives, negatives) of ascending ranges of scores.
 
     Pairs count twice, so that ties are integers: exact up to 2**62 pairs (4e9 rows).
     """
-    in_order = negatives_below = num_positives = 0
+    in_order: float = 0
+    negatives_below: float = 0
+    num_positives: float = 0
     for pairs, positives, negatives in ranges:
         in_order += pairs + 2 * positives * negatives_below
         negatives_below += negatives

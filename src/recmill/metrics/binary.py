@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recmill import rng
-from recmill.metrics.auc import auroc_over_ranks, combined, doubled_pairs, score_range
+from recmill.metrics.auc import auroc_over_ranks, combined, doubled_pairs, grouped_auroc, score_range, weighted_auroc
 from recmill.metrics.own import UNDEFINED, OwnMetrics, Values
 from recmill.observe.progress import Progress
 
@@ -34,18 +34,19 @@ def corrected_logits(logits: np.ndarray, negatives: float) -> np.ndarray:
     return logits if negatives == 1 else logits + np.float32(math.log(negatives))
 
 
-def log_loss_sum(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Return the sum of -log p(label), in float64: a rounded probability could be 0 or 1."""
+def log_loss_sum(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray | float = 1.0) -> float:
+    """Return the weighted sum of -log p(label), in float64: a rounded probability could be 0 or 1."""
     logits = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):  # NaN in, NaN out: the caller decides
-        return float(np.sum(np.logaddexp(0.0, logits) - labels * logits))
+        return float(np.sum(weights * (np.logaddexp(0.0, logits) - labels * logits)))
 
 
 class BinaryMetrics:
     """Keeps every score of this rank, because AUROC is exact; the other metrics are sums.
 
     The bootstrap draws `resamples` times for confidence intervals; 0: there are none. Logits are corrected for the
-    share of unclicked rows that the model was trained on, `negatives`.
+    share of unclicked rows that the model was trained on, `negatives`. Rows may have weights, by which they count in
+    all metrics but `rows` and those of plug-ins, and groups, which add `gauc`.
     """
 
     def __init__(
@@ -56,10 +57,21 @@ class BinaryMetrics:
         self._own = OwnMetrics(own or {})
         self._logits = [np.empty(0, np.float32)]
         self._labels = [np.empty(0, np.bool_)]
+        self._weights = [np.empty(0, np.float32)]
+        self._groups: list[np.ndarray] = []
 
-    def update(self, logits: np.ndarray, labels: np.ndarray) -> None:
+    def update(
+        self,
+        logits: np.ndarray,
+        labels: np.ndarray,
+        weights: np.ndarray | None = None,
+        groups: np.ndarray | None = None,
+    ) -> None:
+        """Add rows. Without weights, each counts 1. Either all rows of an evaluation have groups or none."""
         self._logits.append(corrected_logits(logits.astype(np.float32), self._negatives))
         self._labels.append(labels.astype(np.bool_))
+        self._weights.append(np.ones(len(labels), np.float32) if weights is None else weights)
+        self._groups += [] if groups is None else [groups]
         self._own.update(self._logits[-1], self._labels[-1])
 
     def compute(self, world: "World") -> Values:
@@ -67,16 +79,28 @@ class BinaryMetrics:
 
         "low/NAME" and "high/NAME" are the ends of a 95 % interval.
         """
-        logits, labels = np.concatenate(self._logits), np.concatenate(self._labels)
-        loss, predicted, clicks, rows = world.sum(
-            [log_loss_sum(logits, labels), float(sigmoid(logits).sum()), float(labels.sum()), float(len(labels))]
+        columns = self._logits, self._labels, self._weights
+        logits, labels, weights = (np.concatenate(column) for column in columns)
+        loss, predicted, clicks, weight, rows, weighted, grouped = world.sum(
+            [
+                log_loss_sum(logits, labels, weights),
+                float(sigmoid(logits) @ weights),
+                float(weights[labels].sum(dtype=np.float64)),
+                float(weights.sum(dtype=np.float64)),
+                float(len(labels)),
+                float((weights != 1).sum()),
+                float(len(self._groups)),
+            ]
         )
-        area = auroc_over_ranks(logits, labels, world)
+        area = weighted_auroc(logits, labels, weights, world) if weighted else auroc_over_ranks(logits, labels, world)
+        groups = np.concatenate([np.empty(0, np.int64), *self._groups])
+        by_group = {"gauc": grouped_auroc(groups, logits, labels, weights, world)} if grouped else {}
         own = self._own.compute(world)
         if not rows or not np.isfinite(loss):  # no rows, or NaN logits
-            return dict.fromkeys(_NAMES, UNDEFINED) | {"rows": int(rows), **own}
+            return dict.fromkeys((*_NAMES, *by_group), UNDEFINED) | {"rows": int(rows), **own}
+        found = {name: UNDEFINED if value is None else value for name, value in by_group.items()}
         intervals = _intervals(logits, labels, self._resamples, world) if self._resamples else {}
-        return {**_from_sums(area, loss, predicted, clicks, rows), "rows": int(rows), **own, **intervals}
+        return {**_from_sums(area, loss, predicted, clicks, weight), **found, "rows": int(rows), **own, **intervals}
 
 
 def _from_sums(area: float | None, loss: float, predicted: float, clicks: float, rows: float) -> Values:

@@ -27,4 +27,5 @@ def headline(values: Values) -> str:
 
 def update(metrics: BinaryMetrics, logits_B: Tensor, batch: CtrBatch) -> None:
     is_real = (batch.weights_B > 0).cpu().numpy()  # selecting on a GPU would make the host wait for it
-    metrics.update(logits_B.cpu().numpy()[is_real], batch.labels_B.cpu().numpy()[is_real])
+    columns = [logits_B, batch.labels_B, batch.weights_B, *([] if batch.groups_B is None else [batch.groups_B])]
+    metrics.update(*(column.cpu().numpy()[is_real] for column in columns))

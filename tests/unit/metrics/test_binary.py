@@ -27,6 +27,32 @@ def test_log_loss_equals_scikit_learn() -> None:
     assert log_loss_sum(logits, labels) / 1000 == pytest.approx(log_loss(labels, 1 / (1 + np.exp(-logits))), rel=1e-9)
 
 
+def test_weighted_metrics_and_those_of_groups_equal_scikit_learn() -> None:
+    generator = np.random.default_rng(6)
+    logits = generator.normal(size=900).round(1).astype(np.float32)  # with ties
+    labels = generator.random(900) < 1 / (1 + np.exp(1 - logits))
+    weights = generator.choice([0.25, 1.0, 3.0], 900).astype(np.float32)
+    groups = generator.integers(0, 60, 900)
+    groups[labels & (groups == 7)] = 0  # group 7 has no click, group 0 stands for no value
+    metrics = BinaryMetrics()
+    for part in np.array_split(np.arange(900), 4):
+        metrics.update(logits[part], labels[part], weights[part], groups[part])
+    found = metrics.compute(ALONE)
+    probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    assert found["auroc"] == pytest.approx(roc_auc_score(labels, logits, sample_weight=weights), rel=1e-9)
+    assert found["logloss"] == pytest.approx(log_loss(labels, probabilities, sample_weight=weights), rel=1e-6)
+    assert found["calibration"] == pytest.approx(weights @ probabilities / weights[labels].sum(), rel=1e-6)
+    areas, shares = [], []
+    for group in range(1, 60):
+        own = groups == group
+        if len(set(labels[own])) == 2:
+            areas.append(roc_auc_score(labels[own], logits[own], sample_weight=weights[own]))
+            shares.append(weights[own].sum())
+    assert 40 < len(areas) < 59
+    assert found["gauc"] == pytest.approx(np.average(areas, weights=shares), rel=1e-9)
+    assert found["rows"] == 900
+
+
 @pytest.mark.filterwarnings("error")
 def test_log_loss_is_exact_for_huge_logits() -> None:
     """Two certain and right answers cost nothing, two certain and wrong ones 1000 each."""

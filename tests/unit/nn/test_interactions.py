@@ -25,6 +25,7 @@ def test_dot_products_follow_the_dense_vector_row_by_row(itself: bool, expected:
 def test_one_cross_layer_by_hand() -> None:
     """V = [1 2], W = [3 -1]', b = [0.5 0.25]: V x = 6, W V x + b = [18.5 -5.75], times x0, plus x."""
     layer = CrossLayer(2, 1)
+    assert isinstance(layer.down, torch.nn.Linear)
     with torch.no_grad():
         layer.down.weight.copy_(torch.tensor([[1.0, 2.0]]))
         layer.up.weight.copy_(torch.tensor([[3.0], [-1.0]]))
