@@ -155,6 +155,8 @@ def _check_metrics(config: Config, dataset: Dataset, options: Options) -> None:
             f"--bootstrap {options.bootstrap}: give 1 to {MAX_RESAMPLES:,} resamples, or 0 for no intervals."
         )
     if dataset.description.kind != "histories":
+        if options.bootstrap and dataset.clicks.weights:
+            raise ConfigError("--bootstrap: rows with weights have no intervals. Leave it out.")
         ranking = {"protocol": options.protocols, "k": options.ks, "per-user": options.per_user_file}
         for name, value in ranking.items():
             if value:
