@@ -2,9 +2,9 @@
 
     python benchmarks/prepare_clicks.py --rows 4000000 --fuxictr-python /tmp/fuxictr/bin/python
 
-FuxiCTR needs an environment of its own: `pip install --no-deps fuxictr==2.3.10`, then `ray[data] pydantic polars pandas
-scikit-learn PyYAML h5py tqdm pyarrow`. The rows have Avazu's 24 columns; the label and 21 ids are used, and the hour
-(FuxiCTR: as an id). All of them take turns, `--rounds` times. The last line is JSON.
+FuxiCTR needs an environment of its own: `pip install --no-deps fuxictr==2.3.10`, then `ray[data] pydantic 'polars<2'
+pandas scikit-learn PyYAML h5py tqdm pyarrow`. The rows have Avazu's 24 columns; the label and 21 ids are used, and the
+hour (FuxiCTR: as an id). All of them take turns, `--rounds` times. The last line is JSON.
 """
 
 import argparse

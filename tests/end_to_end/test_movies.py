@@ -112,6 +112,23 @@ def test_the_best_items_are_those_that_evaluation_scores_highest(each_run: Path,
     assert items_of(everything) == sorted(scores, key=lambda item: -scores[item])
 
 
+def test_the_effect_of_an_item_is_what_the_first_recommendation_loses_without_it(each_run: Path) -> None:
+    history = ["20", "30", "70", "90"]
+    best = recommend(each_run, history, k=1)[0]
+
+    def score_after(items: list[str]) -> float:
+        everything = recommend(each_run, items, k=30, include_seen=True)
+        return next(row["score"] for row in everything if row["item"] == best["item"])
+
+    found = recmill.explain(each_run, history=history).to_dicts()
+    left_out = {item: [other for other in history if other != item] for item in history}
+    expected = {item: best["score"] - score_after(others) for item, others in left_out.items()}
+    assert {row["item"]: row["effect"] for row in found} == pytest.approx(expected, abs=1e-5)
+    effects = [row["effect"] for row in found]
+    assert effects == sorted(effects, reverse=True)
+    assert recmill.explain(each_run, history=",".join(history)).to_dicts() == found
+
+
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_the_network_sees_the_same_history_in_recommend_and_in_evaluation(
     split: str, each_run: Path, movies: Path

@@ -268,7 +268,7 @@ GOOD = "click,site\n" + "0,a\n1,b\n" * 20
     ("name", "content", "section", "code", "message"),
     [
         ("log.csv", GOOD.replace(",", ";").encode(), "", 3, "its first row, which has 1 field; with ';' it would be 2"),
-        ("log.csv", GOOD[11:].encode(), "", 3, "no column 'click': its first row is '0,a'"),
+        ("log.csv", GOOD[11:].encode(), "", 3, "no columns 'click', 'site': its first row is '0,a'"),
         ("log.csv", GOOD.encode(), 'columns = ["click", "site"]', 3, "but input.columns gives them. Leave"),
         ("log.csv", (GOOD + "1\n").encode(), "", 3, "log.csv: row 41: expected 2 fields, got 1"),
         ("log.csv", (GOOD + '1,"b\n').encode(), "", 3, "row 41: a quote is opened and not closed. Close it, or "

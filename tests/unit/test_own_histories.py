@@ -283,7 +283,7 @@ def test_several_files_and_parts_of_a_directory_are_read_in_the_order_of_names(t
         ("7 x\n", {"layout": "lines", **COLUMNS}, "--user-column is for rows with columns; --layout lines has none"),
         ("7 x\n", {"layout": "lines", "only": ["a=b"]}, "--only is for rows with columns"),
         ("who what\n7 x\n", {"no_user": True, **COLUMNS}, "--no-user needs --layout lines"),
-        ("who what\n7 x\n", {"item_column": "what"}, "--user-column is missing: name the column"),
+        ("who what\n7 x\n", {"item_column": "what"}, "raw.txt has: who, what."),
         ("who what\n7 x\n", {**COLUMNS, "only": ["event"]}, "--only 'event': give a column and its values, like"),
         ("who what\n7 x\n", {**COLUMNS, "only": ["event=a"]}, "no column 'event' in its first row, which has: who"),
         ("who what\n7 x\n", {**COLUMNS, "encoding": "utf-9"}, "--encoding is 'utf-9': no such codec"),

@@ -12,7 +12,7 @@ from recmill.commands import assemble
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag
 from recmill.commands.predict import Predictor
-from recmill.commands.recommend import Recommender
+from recmill.commands.recommend import Named, Recommender
 from recmill.config.options import checked_options
 from recmill.config.sections import Section
 from recmill.data.click_rows import ClickRows
@@ -52,7 +52,7 @@ class ExplainOptions(TypedDict, total=False):
     repeats: int
     seed: int
     group: list[str]
-    history: str | None
+    history: Named | None
     checkpoint: Literal["newest", "best"] | None
     fallback: bool
     verify: bool | None
@@ -86,6 +86,9 @@ def explain(run: str | Path, *, frame: Kind = "polars", **options: Unpack[Explai
 
 def explanation(run: str | Path, **options: Unpack[ExplainOptions]) -> dict[str, Any]:
     """Return {"auroc": ..., "rows": ..., "features": [...]}, or {"target": ..., "items": [...]} for a history."""
+    history = options.get("history")
+    if history is not None and not isinstance(history, str):
+        options["history"] = ",".join(map(str, history))
     checked = checked_options("explain", Options, dict(options))
     _, config = assemble.open_trained_run(run)
     if assemble.model_module(config).KIND == "histories":

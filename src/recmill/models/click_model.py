@@ -23,7 +23,7 @@ class ClickTablesConfig(Section):
 
     embedding_dim: PositiveInt = key(16, "Width of the tables and of the dense vector.")
     embedding_dims: dict[str, Width] = key(
-        {}, "Other widths of single tables, by feature: { C2 = 32 }. For dcnv2, projection."
+        {}, "Other widths of single tables, by feature: { C2 = 32 }. For dcnv2, projection, two_tower."
     )
     share_tables: dict[str, str] = key(
         {}, "Features that use the table of another one, by name: { C2 = 'C1' }. The dataset may name more."

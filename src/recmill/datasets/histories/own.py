@@ -20,7 +20,7 @@ from recmill.datasets.inputs import delimited, lines
 from recmill.datasets.inputs.detection import described
 from recmill.datasets.inputs.files import found_files
 from recmill.datasets.inputs.parquet import converted_type
-from recmill.datasets.inputs.reading import check_columns, frames, num_rows, types_of
+from recmill.datasets.inputs.reading import check_columns, columns_of, frames, num_rows, types_of
 from recmill.datasets.inputs.section import InputSection
 from recmill.errors import ConfigError, DataError, did_you_mean
 
@@ -88,8 +88,6 @@ class Options(Filters):
             return
         if self.no_user:
             raise ValueError("--no-user needs --layout lines.")
-        if missing := [name for name in ("user_column", "item_column") if named[name] is None]:
-            raise ValueError(f"--{missing[0].replace('_', '-')} is missing: name the column.")
         if bad := [text for text in self.only if not text.partition("=")[0] or not text.partition("=")[2]]:
             raise ValueError(f"--only {bad[0]!r}: give a column and its values, like event=purchase,cart.")
 
@@ -101,6 +99,11 @@ def plan(options: Options) -> InteractionsPlan:
     if options.layout == "lines":
         items = sum(map(forecast_items, files))
         return _plan(options, files, items, partial(_read_lines, files, section, options.no_user))
+    if missing := [name for name in ("user", "item") if getattr(options, f"{name}_column") is None]:
+        there = ", ".join(columns_of(files[0], section, "--"))
+        raise ConfigError(
+            f"--{missing[0]}-column is missing: name the column of {missing[0]}s. {files[0]} has: {there}."
+        )
     columns = _columns(options)
     if len(files) > 1:
         check_columns(files, section, list(columns.values()), "the files do not fit the options", "Correct them.")

@@ -1,7 +1,6 @@
 """Columns of files of any kind: text, JSON lines or Parquet."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import polars as pl
 
@@ -57,10 +56,11 @@ def check_columns(
     problems: list[str] = []
     first: dict[str, str] = {}
     for file in files:
-        lacks = partial(_lacks, file, section)
         there = columns_of(file, section)
         types = types_of(file, section) if section.kind_of(file) != "text" else {}
-        problems += [lacks(column, there) for column in columns if there.count(column) != 1]
+        problems += [f"{file}: two columns '{column}'" for column in columns if there.count(column) > 1]
+        if missing := [column for column in columns if column not in there]:
+            problems.append(_lacks(file, section, missing, there))
         for column in (column for column in columns if column in there):
             try:
                 kind = _kind(parquet.converted_type(str(file), column, types.get(column, pl.String())))
@@ -73,15 +73,16 @@ def check_columns(
         raise DataError(f"{fact}:\n" + "".join(f"  {problem}\n" for problem in problems) + remedy)
 
 
-def _lacks(file: InputFile, section: InputSection, column: str, there: list[str]) -> str:
-    if column in there:
-        return f"{file}: two columns '{column}'"
-    if section.kind_of(file) == "text":
-        table = delimited.Table(file, section, prefix="input.")
-        if hint := table.wrong_header(there):
-            return f"{file}: no column '{column}'{hint}"
-    near = did_you_mean(column, there)
-    return f"{file}: no column '{column}'; it has {', '.join(there)}{f'. {near.strip()}' if near else ''}"
+def _lacks(file: InputFile, section: InputSection, missing: list[str], there: list[str]) -> str:
+    names = ", ".join(f"'{column}'" for column in missing)
+    fact = f"{file}: no column{'s' if len(missing) > 1 else ''} {names}"
+    if section.kind_of(file) == "text" and (
+        hint := delimited.Table(file, section, prefix="input.").wrong_header(there)
+    ):
+        return f"{fact}{hint}"
+    near = {column: did_you_mean(column, there).strip() for column in missing}
+    hints = [f". For '{c}': {text}" if len(missing) > 1 else f". {text}" for c, text in near.items() if text]
+    return f"{fact}; it has {', '.join(there)}{''.join(hints)}"
 
 
 def _kind(dtype: pl.DataType) -> str:
