@@ -3,6 +3,7 @@
 import numpy as np
 
 from recmill.datasets.click_log import LogBlock
+from recmill.datasets.parallel import compiled
 from recmill.datasets.vocabularies import MISSING
 
 
@@ -34,40 +35,53 @@ _P1, _P2, _P3 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F), np
 _P4, _P5 = np.uint64(0x85EBCA77C2B2AE63), np.uint64(0x27D4EB2F165667C5)
 _SPARKS_SEED = np.uint64(42)
 _SEED_OF_TEXT = np.uint64((42 + int(_P5) + 8) % 2**64)
-
-
-_CHUNK = 1 << 14  # ids: their intermediate values stay in a core's cache
+_CHUNK = 128  # rows: the hashes of all their columns stay in the nearest cache
 
 
 def hash64(block: LogBlock) -> np.ndarray:
     """Return int64 [n, num_sparse]: Spark's xxhash64(id as 8 hexadecimal digits, column), which skips a missing id."""
-    out = np.empty(block.ids.shape, np.uint64)
-    for column, (ids, is_missing) in enumerate(zip(block.ids, block.is_missing, strict=True)):
-        mixed_in = np.uint64((column * int(_P1)) % 2**64)
-        for first in range(0, len(ids), _CHUNK):
-            part = slice(first, first + _CHUNK)
-            lane = _rotated(_hexadecimal(ids[part]) * _P2, 31) * _P1
-            text = _mixed(_rotated(lane ^ _SEED_OF_TEXT, 27) * _P1 + _P4)
-            state = np.where(is_missing[part], _SPARKS_SEED, text) + (_P5 + np.uint64(4))
-            out[column, part] = _mixed(_rotated(state ^ mixed_in, 23) * _P2 + _P3)
-    return out.view(np.int64).T
+    out = np.empty(block.ids.shape[::-1], np.uint64)
+    _hash64(block.ids, block.missing, out)
+    return out.view(np.int64)
 
 
-def _hexadecimal(ids: np.ndarray) -> np.ndarray:
-    """Return the 8 digits of each uint32 as the bytes of a uint64: one digit per byte, first the most significant."""
-    digits = ids.astype(np.uint64)
-    for shift, kept in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F)):
-        digits = (digits | digits << np.uint64(shift)) & np.uint64(kept)
-    is_letter = (digits + np.uint64(0x0606060606060606)) >> np.uint64(4) & np.uint64(0x0101010101010101)
-    digits += np.uint64(0x3030303030303030) + is_letter * np.uint64(ord("a") - ord("0") - 10)
-    return digits.byteswap()
+@compiled
+def _hash64(ids, missing, out):
+    hashes = np.empty(_CHUNK, np.uint64)  # of one column: only stores side by side are done several at once
+    for first in range(0, len(out), _CHUNK):
+        rows = out[first : first + _CHUNK]
+        is_missing = missing[first : first + _CHUNK]
+        for column in range(len(ids)):
+            numbers = ids[column, first : first + _CHUNK]
+            bit = np.uint32(1) << np.uint32(column)
+            mixed_in = np.uint64(column) * _P1
+            for i in range(len(rows)):
+                lane = _rotated(_hexadecimal(numbers[i]) * _P2, 31) * _P1
+                text = _mixed(_rotated(lane ^ _SEED_OF_TEXT, 27) * _P1 + _P4)
+                state = (_SPARKS_SEED if is_missing[i] & bit else text) + (_P5 + np.uint64(4))
+                hashes[i] = _mixed(_rotated(state ^ mixed_in, 23) * _P2 + _P3)
+            for i in range(len(rows)):
+                rows[i, column] = hashes[i]
 
 
-def _rotated(x: np.ndarray, by: int) -> np.ndarray:
-    return (x << np.uint64(by)) | (x >> np.uint64(64 - by))
+@compiled
+def _hexadecimal(number):
+    """Return the 8 digits of a uint32 as the bytes of a uint64; the first digit is the lowest byte."""
+    x = np.uint64(number)
+    x = x >> np.uint64(16) | (x & np.uint64(0xFFFF)) << np.uint64(32)
+    x = x >> np.uint64(8) & np.uint64(0x000000FF000000FF) | (x & np.uint64(0x000000FF000000FF)) << np.uint64(16)
+    x = x >> np.uint64(4) & np.uint64(0x000F000F000F000F) | (x & np.uint64(0x000F000F000F000F)) << np.uint64(8)
+    is_letter = (x + np.uint64(0x0606060606060606)) >> np.uint64(4) & np.uint64(0x0101010101010101)
+    return x + np.uint64(0x3030303030303030) + is_letter * np.uint64(ord("a") - ord("0") - 10)
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(33))) * _P2
-    x = (x ^ (x >> np.uint64(29))) * _P3
-    return x ^ (x >> np.uint64(32))
+@compiled
+def _rotated(x, by):
+    return x << np.uint64(by) | x >> np.uint64(64 - by)
+
+
+@compiled
+def _mixed(x):
+    x = (x ^ x >> np.uint64(33)) * _P2
+    x = (x ^ x >> np.uint64(29)) * _P3
+    return x ^ x >> np.uint64(32)
