@@ -79,7 +79,7 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
         (
             {"data": {"path": "d"}},
             "a [model] section with a name is missing. Known: bert4rec, dcnv2, deepfm, dlrm, finalmlp, fm, logistic, "
-            "projection, sasrec.",
+            "projection, sasrec, two_tower.",
         ),
         ({**GOOD, "modle": {}}, "unknown key 'modle'. Did you mean 'model'?"),
         ({**GOOD, "train": {"precision": "bf16"}}, "'train.precision': unknown value 'bf16'."),
