@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest, tensors_of
 from ..group import evaluate, exit_code, in_group, train
+from ..processes import send, wait_until
 from .runs import learned, metric_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -317,3 +319,88 @@ def test_recommending_does_not_hold_a_cached_table_in_memory(tmp_path: Path) -> 
     assert len(found["device_mem"]) == 3
     assert found["cached_ssd"] == found["device_mem"]
     assert peaks["device_mem"] - peaks["cached_ssd"] > 0.5 * 4 * 512 * num_items
+
+
+GROUPS = {  # of memory: files with the limit, the peak and how often the limit was reached; versions 1 and 2
+    "/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.failcnt"),
+    "/sys/fs/cgroup": ("memory.max", "memory.peak", "memory.events"),
+}
+
+
+class MemoryGroup:
+    """A control group of memory, page cache included. Without the rights to make one, the test is skipped."""
+
+    def __init__(self) -> None:
+        for root, (limit, peak, hits) in GROUPS.items():
+            self.folder = Path(root, f"recmill-test-{os.getpid()}")
+            with suppress(OSError):
+                self.folder.mkdir()
+                self._limit, self._peak, self._hits = (self.folder / name for name in (limit, peak, hits))
+                if self._limit.exists() and self._peak.exists():  # else the folder is in a tmpfs, or Linux is too old
+                    return
+                self.folder.rmdir()
+        pytest.skip("no control group of memory can be made here: it needs root and a writable /sys/fs/cgroup")
+
+    def __enter__(self) -> "MemoryGroup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in map(int, (self.folder / "cgroup.procs").read_text().split()):
+            send(pid, signal.SIGKILL)
+        wait_until(lambda: not (self.folder / "cgroup.procs").read_text())
+        self.folder.rmdir()
+
+    def train(self, config: Config, run: Path, limit: int = 0) -> "subprocess.CompletedProcess[str]":
+        """Run `recmill train` in this group. The dataset is not in the page cache when it starts."""
+        if limit:
+            self._limit.write_text(str(limit))
+            for name in ("memory.swappiness", "memory.swap.max"):  # of version 1 and 2
+                if (self.folder / name).exists():
+                    (self.folder / name).write_text("0")
+        for file in Path(config["data"]["path"]).iterdir():
+            with file.open() as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        path = run.with_suffix(".toml")
+        path.write_text(tomli_w.dumps(config), encoding="utf-8")
+        command = [sys.executable, "-P", "-m", "recmill", "train", str(path), "--run", str(run)]
+        join = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs")]
+        return subprocess.run([*join, *command], capture_output=True, text=True, check=False, timeout=180)
+
+    def peak(self) -> int:
+        return int(self._peak.read_text())
+
+    def limit_hits(self) -> int:
+        """Return how often pages had to be reclaimed because the group was full."""
+        return int(re.findall(r"^(?:max )?(\d+)$", self._hits.read_text(), re.MULTILINE)[0])
+
+
+def test_a_run_fits_in_a_control_group_of_its_budget_even_if_its_dataset_does_not(tmp_path: Path) -> None:
+    """268 MB of tables and 72 MB of data, in what the same run needs with tiny tables and tiny data + 48 MB."""
+    prepare("random-clicks", tmp_path / "tiny", rows=1000, days=3, dense=3000, tables=[10] * 8)
+    prepare("random-clicks", tmp_path / "large", rows=12_000, days=6, dense=3000, tables=[32_768] * 8)
+    data_bytes = sum(file.stat().st_size for file in (tmp_path / "large").iterdir())
+    in_memory: Config = {
+        "data": {"path": str(tmp_path / "large")},
+        "model": {"name": "dlrm", "embedding_dim": 256, "bottom_mlp": [256], "top_mlp": [8]},
+        "train": {"device": "cpu", "global_batch_size": 250, "log_every_steps": 1},
+        "eval": {"global_batch_size": 250},
+    }
+    cached = in_memory | {"tables": CACHED | {"cache_memory_budget_mb": 24}}
+    with MemoryGroup() as group:
+        train(cached, tmp_path / "unlimited")  # not in the group; first, because it may have to compile the kernels
+        ended = group.train(in_memory | {"data": {"path": str(tmp_path / "tiny")}}, tmp_path / "base")
+        assert ended.returncode == 0, ended.stderr
+        base = group.peak()
+    room = (24 + 24) << 20  # the budget, and a slack for batches and Python
+    assert data_bytes > 1.3 * room
+    with MemoryGroup() as group:
+        ended = group.train(cached, tmp_path / "limited", limit=base + room)
+        assert ended.returncode == 0, ended.stderr
+        assert group.peak() <= base + room
+        assert group.limit_hits() > 0  # pages of the dataset were pushed out
+    assert learned(tmp_path / "limited") == learned(tmp_path / "unlimited")
+    assert sum(counters(tmp_path / "limited", "store_misses")) > 0
+    with MemoryGroup() as group:
+        ended = group.train(in_memory, tmp_path / "device_mem", limit=base + room)
+    assert ended.returncode == 5 and "was killed by SIGKILL. The system may have run out of memory" in ended.stderr
