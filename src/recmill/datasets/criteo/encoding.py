@@ -9,9 +9,9 @@ from recmill.data.click_rows import ClickRows, Conversion
 from recmill.data.multi_hot import MultiHot
 from recmill.data.recipes import NO_LABEL, Tally
 from recmill.datasets.click_log import LogBlock, parse_text
-from recmill.datasets.criteo.options import CRITEO, LOG_MIN, Rules, rules_in
+from recmill.datasets.criteo.ids import ids_of
+from recmill.datasets.criteo.options import CRITEO, LOG_MIN, rules_in
 from recmill.datasets.criteo.plan import vocabulary_file
-from recmill.datasets.hashed_ids import hash64, hashed_modulo, modulo, modulo_as_oneflow, modulo_as_torchrec
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.values import RawRows
 from recmill.datasets.vocabularies import RARE, LookupRound, lookup_rounds
@@ -19,23 +19,6 @@ from recmill.errors import DataError
 from recmill.schema import Dataset
 
 _ALL_OF_MEMORY = 1 << 62
-
-
-def ids_of(
-    block: LogBlock, rules: Rules, lookup: LookupRound | None = None, id_type: type | np.dtype = np.int64
-) -> np.ndarray:
-    """Return ids [n, 26] as they are stored; contiguous ones come from `lookup`, and are of `id_type`."""
-    sizes = np.array(rules.table_size or [2**32] * CRITEO.num_sparse)
-    if rules.ids == "contiguous":
-        assert lookup
-        ids = np.empty((len(block), CRITEO.num_sparse), id_type)
-        lookup.map(block, ids)
-        return ids
-    if rules.ids == "hash64":
-        return hashed_modulo(block, sizes) if rules.table_size else hash64(block)
-    if rules.compat == "oneflow":
-        return modulo_as_oneflow(block, rules.table_size[0])
-    return modulo_as_torchrec(block, sizes) if rules.compat else modulo(block, sizes)
 
 
 class CriteoEncoder:

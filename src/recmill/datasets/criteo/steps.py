@@ -23,7 +23,7 @@ from recmill import rng
 from recmill.data.click_rows import ClickRows
 from recmill.datasets.click_log import LogBlock, ParsedLog, parse_log
 from recmill.datasets.clicks import PARTS, sparse_names, write_day, write_parquet_parts, write_records
-from recmill.datasets.criteo.encoding import ids_of
+from recmill.datasets.criteo.ids import ids_of
 from recmill.datasets.criteo.npy_logs import read_npy_log
 from recmill.datasets.criteo.options import CRITEO, Options
 from recmill.datasets.criteo.plan import (
