@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -118,6 +119,28 @@ def test_differences_are_to_the_first_run_and_only_between_runs_on_the_same_data
     assert rows["auroc"][:3] == ["0.7500", "0.7625", "+0.0125"]
     assert rows["best step"][1:] == ["20", "20"]
     assert rows["logloss"][0] == "0.5000"
+
+
+def test_popularity_and_best_reachable_stand_in_a_column_of_their_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    made = RunReport("a", "done", dataset="data/made", values={"hr@10": 0.5}, reachable={"hr@10": 0.875})
+    real = RunReport("b", "done", dataset="data/ml", values={"hr@10": 0.25}, popularity={"hr@10": 0.125, "hr@5": 0.1})
+    print_results([made, real], [{}, {}])
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["test", "a", "b", "best reachable, data/made", "popularity, data/ml"]
+    assert lines[-1] == ["hr@10", "0.5000", "0.2500", "0.8750", "0.1250"]
+    print_results([made, made], [{}, {}])
+    assert capsys.readouterr().out.splitlines()[0].endswith("  best reachable")
+
+
+@pytest.mark.parametrize("tested, is_warned", [(0.0114, True), (0.02, False)])
+def test_a_test_result_below_popularity_is_a_warning_under_the_table(
+    tested: float, is_warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"full/ndcg@10": tested}
+    print_summary(RunReport("a", "done", metric="full/ndcg@10", values=values, popularity={"full/ndcg@10": 0.0194}), "")
+    text = capsys.readouterr().out
+    warning = "warning: full/ndcg@10 0.0114 is less than ranking by popularity reaches, 0.0194. Train longer"
+    assert (warning in text) == is_warned == ("warning" in text)
 
 
 def test_results_fit_the_terminal_and_repeat_the_names(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

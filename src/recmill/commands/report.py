@@ -153,8 +153,12 @@ def _heads(runs: Sequence[Facts]) -> str:
         rows.append([run.name, found.model, words, f"{found.step:,}", time, speed, best, found.verdict])
     header = ["run", "model", "state", "steps", "time", "samples/s", "best validation", "limit"]
     names = distinct(dict.fromkeys(name for run in runs for name in run.report.values))
-    tested = [[name, *(shown(run.report.values.get(name, "")) for run in runs)] for name in names]
-    results = page.table(["test", *(run.name for run in runs)], tested) if tested else ""
+    columns = [("test", names)]  # two runs may have one name
+    for run in runs:
+        groups = {run.name: run.report.values, f"popularity, {run.name}": run.report.popularity}
+        columns += [(title, [shown(v.get(name, "")) for name in names]) for title, v in groups.items() if v]
+    titles, cells = zip(*columns, strict=True)
+    results = page.table(titles, [*zip(*cells, strict=True)]) if names else ""
     return f'<p class="kind">Recmill</p><h1>{len(runs)} runs</h1>{keys}{page.table(header, rows)}{results}'
 
 

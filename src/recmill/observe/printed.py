@@ -261,15 +261,28 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
         values = [f"{v} {delta[name]:+.4f}" if name in delta else v for name, v in zip(names, values, strict=True)]
         bests = [best if metric == report.metric else "" for metric in headlines]
         columns.append([report.run, report.model, _state(report), *steps, *bests, *values])
-    for title, attribute in {"popularity": "popularity", "best reachable": "reachable"}.items():
-        known = [{shown(getattr(report, attribute).get(name, "")) for report in reports} - {""} for name in names]
-        cells = [found.pop() if len(found) == 1 else "differs" if found else "" for found in known]
-        if any(cells):
-            columns.append([title, *([""] * (len(labels) - 1)), *cells])
+    columns += [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in _references(reports, names).items()]
     _print_columns([*labels, *names], columns, shutil.get_terminal_size((10_000, 0)).columns)
     for report in reports:
         if report.state != "done":
             _print(f"{report.run}: {_state(report)}" + (f": {report.reason}" if report.reason else ""))
+
+
+def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[str]]:
+    """Return for each dataset what popularity reaches and what is reachable, in the order of `names`, by title."""
+    datasets = list(dict.fromkeys(report.dataset for report in reports if report.values))
+    columns = {}
+    for dataset in datasets:
+        own = [report for report in reports if report.dataset == dataset]
+        for title, attribute in {"popularity": "popularity", "best reachable": "reachable"}.items():
+            known = [
+                {shown(getattr(report, attribute).get(name, "")) for report in own if name in report.values} - {""}
+                for name in names
+            ]
+            cells = [found.pop() if len(found) == 1 else "differs" if found else "" for found in known]
+            if any(cells):
+                columns[title if len(datasets) == 1 else f"{title}, {dataset}"] = cells
+    return columns
 
 
 def _state(report: Any) -> str:
@@ -311,6 +324,12 @@ def _print_tested(report: Any) -> None:
     popularity = {f"popularity/{name}": value for name, value in report.popularity.items()}
     tested = {"step": report.tested_step, "checkpoint": report.checkpoint}
     print_values("test", {**report.values, **popularity, **tested}, report.reachable)
+    value, baseline = report.values.get(report.metric), report.popularity.get(report.metric)
+    if isinstance(value, float) and isinstance(baseline, float) and value < baseline:
+        _print(
+            f"warning: {report.metric} {shown(value)} is less than ranking by popularity reaches, {shown(baseline)}. "
+            "Train longer (train.num_epochs), or change optim.dense.lr and optim.tables.lr."
+        )
 
 
 def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:
