@@ -163,6 +163,30 @@ def test_a_coincidence_is_a_remark(tmp_path: Path) -> None:
     assert remarks(report) == ["test: 1 of 150 rows (0.67%) are in train too"]
 
 
+def area_of(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Return the share of pairs in the right order, pair by pair."""
+    difference = scores[labels == 1][:, None] - scores[labels == 0][None, :]
+    return float(np.mean((difference > 0) + 0.5 * (difference == 0)))
+
+
+@pytest.mark.parametrize(("noise", "kind"), [(0.0, "failure"), (0.04, "remark"), (0.3, "")])
+def test_a_feature_that_gives_the_label_away_is_reported(noise: float, kind: str, tmp_path: Path) -> None:
+    days = made_days()
+    for number, day in enumerate(days):
+        is_noise = np.random.default_rng(10 + number).random(len(day.labels)) < noise
+        day.counts[:, 1] = np.where(day.labels ^ is_noise, 0, 7)  # fewer for clicks: the order does not matter
+        day.ids[:, 1] = (day.labels ^ is_noise) + 2 * (np.arange(len(day.labels)) // 2 % 10)
+    report = audit(write(tmp_path / "d", days))
+    measured = slice(1, None, 2)
+    area = area_of(-days[0].counts[measured, 1], days[0].labels[measured])
+    about = [(f.kind, f.text.partition(". ")[0]) for f in report.findings if "AUROC" in f.text]
+    if not kind:
+        assert about == []
+        return
+    assert about[0] == (kind, f"I2: alone it reaches an AUROC of {area:.3f} in train")
+    assert [(kind, text[:2]) for kind, text in about] == [(kind, "I2"), (kind, "C2")]
+
+
 @pytest.mark.parametrize("part", ["counts", "ids", "labels"])
 def test_rows_are_the_same_only_if_all_of_them_is(part: str, tmp_path: Path) -> None:
     days = made_days()

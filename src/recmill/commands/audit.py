@@ -21,6 +21,7 @@ from recmill.data.recipes import RECIPE_FILE, vocabulary_file
 from recmill.data.seen import BitSet, SeenRows, row_hashes
 from recmill.datasets.vocabularies import RARE
 from recmill.errors import ConfigError
+from recmill.metrics.auc import auroc_alone
 from recmill.observe.progress import Progress
 from recmill.schema import UNLABELLED, ClicksDescription, Dataset, SparseFeature
 
@@ -32,6 +33,9 @@ MANY_UNSEEN = 0.5
 FLOAT32_EXACT = 2**24  # float32 holds every id up to here, then every second one up to 2^25, every fourth up to 2^26
 ROUNDED_SHARE = 0.999  # of the larger ids: if this share is exact in float32, all of them were rounded
 ROUNDED_IDS = 32  # fewer larger ids prove nothing
+LEAK = 0.99  # AUROC of one feature alone; `recmill schema` leaves such columns out
+SUSPICIOUS = 0.9
+FEW_LABELS = 40  # with fewer rows of a class, a high AUROC may be chance
 _BYTES_PER_HELD_OUT_ROW = 20  # two copies of its hash while hashes are collected, 16 bits of a filter, its mark
 _NO_LOGARITHM = "no logarithm of whole numbers"
 _UNCLEAR = "unclear"
@@ -133,6 +137,7 @@ def audit(path: str | Path, **options: Unpack[AuditOptions]) -> AuditReport:
             *_label_findings(rows, parts),
             *_dense_findings(parts),
             *_shared_findings(rows, shared),
+            *_leak_findings(dataset),
             *(finding for _, findings in tables.values() for finding in findings),
         ],
     )
@@ -367,3 +372,19 @@ def _shared_findings(rows: dict[str, int], shared: Counter[str]) -> Iterator[Fin
             share = shared[split] / rows[split]
             kind: Literal["failure", "remark"] = "failure" if share > MAX_SHARED else "remark"
             yield Finding(kind, f"{split}: {shared[split]:,} of {rows[split]:,} rows ({share:.2%}) are in train too")
+
+
+def _leak_findings(dataset: Dataset) -> Iterator[Finding]:
+    """Yield the features that predict the label too well alone, in the first block of train."""
+    rows = next(block.rows for block in split_blocks(dataset, ["train"]))
+    is_click = rows.labels == 1
+    if min(is_click.sum(), (~is_click).sum()) < FEW_LABELS:
+        return
+    features = dict(zip(dataset.clicks.dense, np.nan_to_num(rows.dense).T, strict=True))
+    ids = np.split(rows.ids, np.cumsum(dataset.clicks.ids_per_row)[:-1], axis=1)
+    names = [feature.name for feature in dataset.clicks.sparse]
+    for name, values in (features | dict(zip(names, ids, strict=True))).items():
+        if (area := auroc_alone(values, is_click) or 0.5) > SUSPICIOUS:
+            fact = f"{name}: alone it reaches an AUROC of {area:.3f} in train"
+            remedy = "Is its value known before the label? If not, prepare the data without it"
+            yield Finding("failure" if area > LEAK else "remark", f"{fact}. {remedy}")

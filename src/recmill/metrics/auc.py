@@ -21,6 +21,26 @@ def auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
     return combined([(int(below.sum() + not_above.sum()), len(positives), len(negatives))])
 
 
+def auroc_alone(values: np.ndarray, labels: np.ndarray) -> float | None:
+    """Return the AUROC of one feature alone, at least 0.5; None if a class is missing.
+
+    `values`: numbers, float [n], which are scores as they are, or ids, int [n, ids per row]: the share of clicks of an
+    id is learned from the even rows. The odd rows are measured.
+    """
+    scores = values[1::2]
+    if values.ndim == 2:
+        unique, positions = np.unique(values, return_inverse=True)
+        positions = positions.reshape(values.shape)
+        known = positions[::2].ravel()
+        weights = np.repeat(labels[::2].astype(np.float64), values.shape[1])
+        rows = np.bincount(known, minlength=len(unique))
+        clicks = np.bincount(known, weights, minlength=len(unique))
+        rates = np.where(rows > 0, clicks / np.maximum(rows, 1), labels.mean())
+        scores = rates[positions[1::2]].mean(axis=1)
+    area = auroc(scores.astype(np.float32), labels[1::2])
+    return None if area is None else max(area, 1 - area)
+
+
 def auroc_over_ranks(scores: np.ndarray, labels: np.ndarray, world: "World") -> float | None:
     """Return the AUROC of all ranks' float32 scores. All ranks take part and get the same value."""
     if world.size == 1:
