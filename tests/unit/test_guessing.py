@@ -113,6 +113,7 @@ def test_columns_that_know_the_label_are_left_out_whether_numbers_or_names(tmp_p
         ([f"2024-01-{1 + i % 28:02d} 0{i % 9}:00" for i in range(480)], "iso"),
         ([f"{1 + i % 28:02d}/03/2024 0{i % 9}:00:00" for i in range(480)], "%d/%m/%Y %H:%M:%S"),
         ([f"03/{1 + i % 28:02d}/2024" for i in range(480)], "%m/%d/%Y"),
+        ([f"2024/03/{1 + i % 28:02d}" for i in range(480)], "%Y/%m/%d"),
     ],
 )
 def test_formats_of_times_are_told_apart(tmp_path: Path, values: list[str], expected: str) -> None:
@@ -121,6 +122,18 @@ def test_formats_of_times_are_told_apart(tmp_path: Path, values: list[str], expe
     schema = load_schema(tmp_path / "clicks.toml")
     assert schema.time is not None
     assert schema.time.format == expected
+
+
+def test_dates_whose_day_may_be_the_month_say_so_and_mixed_dates_are_no_times(tmp_path: Path) -> None:
+    days = [f"0{1 + i % 8}/03/2024" for i in range(480)]
+    mixed = [f"2024-03-0{1 + i % 8}" if i % 2 else f"0{1 + i % 8}.03.2024" for i in range(480)]
+    frame = pl.DataFrame({"click": [0, 1] * 240, "site": ["a", "b", "b"] * 160, "day": days, "mixed": mixed})
+    frame.write_csv(tmp_path / "log.csv")
+    recmill.guess_schema(tmp_path / "log.csv", "click", tmp_path / "clicks.toml")
+    text = (tmp_path / "clicks.toml").read_text()
+    assert "# day: times (%d/%m/%Y), 8 days in the sample; " in text
+    assert "it fits with the month first, too" in text
+    assert "# mixed: text, 8 different values" in text
 
 
 @pytest.mark.parametrize(

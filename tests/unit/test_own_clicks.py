@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from recmill.datasets.own_clicks.coding import Coder
 from recmill.datasets.own_clicks.encoding import Encoder, hashed, load_recipe, time_parts
 from recmill.datasets.own_clicks.reading import read
 from recmill.datasets.own_clicks.schema import load_schema
+from recmill.datasets.own_clicks.values import parsed_times
 from recmill.errors import ConfigError, DataError
 from recmill.schema import SPLITS
 
@@ -36,6 +38,28 @@ Prepare = Callable[..., Path]
 def rows_of(text: str) -> str:
     """Return CSV text, from lines that are indented for reading."""
     return "".join(line.strip() + "\n" for line in text.strip().splitlines())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_iso_is_checked_row_by_row_and_other_dates_are_no_times(order: int) -> None:
+    good = ["2026-03-16", "2026-03-16 00:01:26.5", "2026-03-16T00:01", "2026-03-16T01:00:00Z", "2026-03-16T01:00+01:00"]
+    bad = ["15.03.2026", "15/03/2026", "03/04/2026", "15-03-2026 10:00", "2026/03/15", "2026-02-30", "20260316"]
+    midnight = int(datetime(2026, 3, 16, tzinfo=UTC).timestamp()) * 1_000_000
+    expected = [0, 86_500_000, 60_000_000, 3_600_000_000, 0]
+    values = [*bad, *good][::order]
+    found = parsed_times(pl.Series(values), "iso")
+    assert found.to_list()[::order] == [None] * len(bad) + [midnight + moment for moment in expected]
+
+
+def test_a_date_of_another_format_is_named_although_it_is_the_first(prepared: Prepare) -> None:
+    log = rows_of("""
+        click,site,at
+        1,a,15.03.2026 10:00:00
+        0,b,2026-03-16 00:01:26
+    """)
+    feature = [{"column": "site", "type": "categorical"}]
+    with pytest.raises(DataError, match=r"row 1, column at: '15.03.2026 10:00:00' is no time of the format 'iso'"):
+        prepared(log, time={"column": "at"}, split={"by": "time"}, feature=feature)
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ _EPOCHS = {9: ("s", 1), 10: ("s", 1), 13: ("ms", 1000), 16: ("us", 1_000_000)}  
 _FORMATS = {8: ["%Y%m%d", "%y%m%d%H"], 10: ["%Y%m%d%H"]}  # by digits
 _YEARS = (631_152_000, 2_208_988_800)  # 1990 to 2040, in seconds
 _TIMES = re.compile(r".*(time|date|stamp).*", re.I)
-_DATES = ["%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y"]  # if day and month cannot be told apart, the day is first
+_DATES = ["%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y/%m/%d"]  # if day and month cannot be told apart, the day is first
 _YES = ["yes", "y", "t", "click", "clicked"]
 
 
@@ -238,6 +238,8 @@ def _time(name: str, filled: pl.Series, form: str) -> Guess:
         else:
             fact = "one value only" if values.n_unique() < 2 else "too few days"
             reasons.append(f"no {part} ({fact})")
+    if form.startswith("%d/") and not parsed_times(filled, form.replace("%d/%m/", "%m/%d/")).null_count():
+        reasons.append("check the format: it fits with the month first, too")
     covered = f"{days.n_unique():,} day{'s' if days.n_unique() > 1 else ''} in the sample"
     return Guess(name, "; ".join([f"times ({form}), {covered}", *reasons]), parts, form)
 
@@ -294,15 +296,10 @@ def _time_format(column: pl.Series, filled: pl.Series) -> str:
         unit, factor = _EPOCHS.get(length, ("", 1))
         is_named = length > 9 or _TIMES.fullmatch(column.name)
         return unit if unit and is_named and _is_recent(filled.cast(pl.Int64) // factor) else ""
-    if filled.str.contains(r"^\d{1,2}[./]\d{1,2}[./]\d{4}").all():
+    if filled.str.contains(r"^\d{1,4}[./]\d{1,2}[./]\d{1,4}").all():
         forms = (f"{date}{time}" for date in _DATES for time in ("", " %H:%M", " %H:%M:%S"))
         return next((form for form in forms if not parsed_times(filled, form).null_count()), "")
-    if not filled.str.contains(r"^\d{4}-\d{2}-\d{2}").all():
-        return ""
-    try:
-        return "iso" if not filled.str.to_datetime(strict=False, time_unit="us").null_count() else ""
-    except pl.exceptions.ComputeError:
-        return ""
+    return "iso" if not parsed_times(filled, "iso").null_count() else ""
 
 
 def _is_recent(seconds: pl.Series) -> bool:

@@ -43,7 +43,7 @@ class LabelSection(Section):
 
 class TimeSection(Section):
     column: str = key(..., "The column that says when a row was recorded.")
-    format: str = key("iso", "'iso', 's', 'ms' or 'us' since 1970, or a format like '%y%m%d%H'.")
+    format: str = key("iso", "'iso' (2026-03-16T08:05:30), 's', 'ms' or 'us' since 1970, or a format like '%d.%m.%Y'.")
 
 
 class SplitSection(Section):

@@ -1,5 +1,6 @@
 """Columns of raw rows as texts, numbers, times and labels, whether they come from text files or from Parquet."""
 
+import contextlib
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ _COMPARE: dict[str, Any] = {
 }  # fmt: skip
 _UNITS = {"s": 1_000_000, "ms": 1000, "us": 1}
 _PARTS_OF_DAYS = ("%H", "%I", "%M", "%S", "%T", "%R", "%X", "%c", "%r", "%s", "%+")
+_ISO = r"^(?:\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?(?:Z|[+-]\d\d(?::?\d\d)?)?)?|\d{8}T\d{6}Z?)$"
+_ZONE = r"[T ].*[Z+-]"
 CLICK, NO_CLICK = ["1", "1.0", "true"], ["0", "0.0", "-1", "-1.0", "false"]
 DROPPED = -1
 
@@ -160,7 +163,8 @@ def _times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     if parsed.null_count():
         row = int(parsed.is_null().arg_true()[0])
         fact = f"{values[row]!r} is no time of the format '{form}'"
-        raise rows.error(row, column, fact, "Correct it, or change time.format.")
+        iso = " ('iso' is like 2026-03-16 or 2026-03-16T08:05:30)" if form == "iso" else ""
+        raise rows.error(row, column, fact, f"Correct it, or change time.format{iso}.")
     return parsed.to_numpy()
 
 
@@ -177,10 +181,16 @@ def parsed_times(values: pl.Series, form: str) -> pl.Series:
 
 
 def _iso(values: pl.Series) -> pl.Series:
-    try:
-        return values.str.to_datetime(strict=False, time_unit="us").dt.epoch("us")
-    except pl.exceptions.ComputeError:  # not even the first one is a date
-        return pl.Series([None] * len(values), dtype=pl.Int64)
+    """Return ISO 8601 texts as microseconds since 1970, each row by itself; without a zone, they are UTC."""
+    is_iso = values.str.contains(_ISO).fill_null(False)
+    has_zone = values.str.contains(_ZONE).fill_null(False)
+    found = pl.Series([None], dtype=pl.Int64).new_from_index(0, len(values))
+    for chosen in (is_iso & ~has_zone, is_iso & has_zone):  # Polars takes the one or the other from the first row
+        if chosen.any():
+            same = values if chosen.all() else values.set(~chosen, None)
+            with contextlib.suppress(pl.exceptions.ComputeError):  # the first one is no date, like 2026-02-30
+                found = found.zip_with(~chosen, same.str.to_datetime(strict=False, time_unit="us").dt.epoch("us"))
+    return found
 
 
 def iso_time(text: str, key: str) -> int:
