@@ -7,6 +7,7 @@ recmill.datasets and recmill.metrics, or modules that are named by their path, l
 import difflib
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, did_you_mean
 
 MODELS = {
     "dlrm": "recmill.models.dlrm",
@@ -140,7 +141,9 @@ def import_module(name: str, what: str) -> ModuleType:
     if package := importlib.util.find_spec(top):
         place = str([*(package.submodule_search_locations or []), package.origin][0])
         is_hidden = is_here and Path(place).parent != here
-        remedy = f"It hides {top} in {here}: rename that." if is_hidden else "Correct the name."
+        siblings = [module.name for module in pkgutil.iter_modules(package.submodule_search_locations or [])]
+        remedy = f"It hides {top} in {here}: rename that." if is_hidden else did_you_mean(rest, siblings)
+        remedy = remedy.strip() or "Correct the name."
         raise ConfigError(f"{what} '{name}': {place} has no module '{rest}'. {remedy}")
     raise ConfigError(
         f"{what} '{name}': no module '{top}' is installed or in {here}. "

@@ -35,12 +35,17 @@ def test_every_check_of_a_contract_states_its_rule() -> None:
         assert re.fullmatch(r"[^\n]{20,100}\.", check.__doc__ or ""), check
 
 
-def test_an_error_that_a_plug_in_raises_is_a_failed_check(folder: Path) -> None:
+def test_an_error_that_a_plug_in_raises_is_a_failed_check_with_its_line(folder: Path, run_cli: RunCli) -> None:
     (folder / "my_models" / "broken.py").write_text(RAISES)
-    assert {outcome.problem for outcome in check_plugin("my_models.broken")} == {"KeyError: 'oops'"}
+    assert {outcome.problem for outcome in check_plugin("my_models.broken")} == {"broken.py:2: KeyError: 'oops'"}
+    problems = re.findall("problem: (.*)", run_cli("check-plugin", "my_models.broken").stdout)
+    assert problems[0] == "broken.py:2: KeyError: 'oops'"
+    assert problems[1:] == ["the same as in: the number of its sums is always the same"] * 2
 
 
-def test_a_dataset_without_docstring_or_with_random_values_breaks_its_contract(folder: Path) -> None:
+def test_a_dataset_without_docstring_or_with_random_values_breaks_its_contract(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (folder / "my_models" / "noise.py").write_text(
         "import numpy as np\n"
         "import polars as pl\n"
@@ -67,6 +72,7 @@ def test_a_dataset_without_docstring_or_with_random_values_breaks_its_contract(f
     assert "a resumed preparation differs" in problems["interrupted and resumed it gives the same bytes"]
     assert problems["its splits are disjoint and cover all rows"] == ""
     assert [path.name for path in folder.iterdir()] == ["my_models"]
+    assert caplog.records == []  # of what it prepared
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,8 @@ def test_a_dataset_without_docstring_or_with_random_values_breaks_its_contract(f
         ("dlmr", "unknown plug-in 'dlmr'. Did you mean 'dlrm'?"),
         ("my_models.empty", "'my_models.empty' is not a model, dataset or metric: a model needs TASK, KIND, Config"),
         ("my_models.half", "a metric needs TASK, sums, value, and this one lacks value."),
-        ("my_models.absent", "my_models has no module 'absent'"),
+        ("my_models.absent", "my_models has no module 'absent'. Correct the name."),
+        ("my_models.emty", "my_models has no module 'emty'. Did you mean 'empty'?"),
     ],
 )
 def test_what_cannot_be_checked_is_an_error(name: str, expected: str, folder: Path) -> None:

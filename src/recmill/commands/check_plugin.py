@@ -1,8 +1,11 @@
 """`recmill check-plugin`: run the checks of `recmill.contracts` on a model, dataset or metric, and report each."""
 
 import inspect
+import logging
 import tempfile
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from recmill.config.load import parse_value
 from recmill.contracts import Broken
 from recmill.data.opening import open_dataset
 from recmill.errors import ConfigError
+from recmill.observe.progress import spinner
 
 _KINDS = {"model": registry.MODELS, "dataset": registry.DATASETS, "metric": registry.METRICS}
 _SMALL: dict[str, dict[str, Any]] = {
@@ -50,7 +54,7 @@ def check_plugin(name: str, *, data: str | Path | None = None, overrides: Overri
     """
     what = _kind(name)
     module = registry.load(_KINDS[what], name, what)
-    with tempfile.TemporaryDirectory(prefix="recmill-check-") as directory:
+    with _quiet(), tempfile.TemporaryDirectory(prefix="recmill-check-") as directory:
         checks: Sequence[Callable[..., None]]
         subject: tuple[Any, ...]
         if what == "model":
@@ -68,7 +72,19 @@ def check_plugin(name: str, *, data: str | Path | None = None, overrides: Overri
             from recmill.contracts import metrics
 
             checks, subject = metrics.CHECKS, (module,)
-        return [_outcome(check, *subject) for check in checks]
+        return [_outcome(check, module.__file__, *subject) for check in checks]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Log errors only within the block: the preparations and trainings of the checks are of no interest."""
+    log = logging.getLogger("recmill")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _kind(name: str) -> str:
@@ -102,14 +118,19 @@ def _dataset_options(overrides: Overrides) -> dict[str, Any]:
     return options
 
 
-def _outcome(check: Callable[..., None], *subject: Any) -> Outcome:
-    """Run a check; datasets get a new directory for each."""
+def _outcome(check: Callable[..., None], file: str | None, *subject: Any) -> Outcome:
+    """Run a check of the plug-in in `file`; datasets get a new directory for each."""
     fact = check.__name__.replace("_", " ")
     rule = inspect.getdoc(check) or ""
     if isinstance(subject[-1], Path):
         subject = (*subject[:-1], Path(tempfile.mkdtemp(dir=subject[-1])))
     try:
-        check(*subject)
+        with spinner(fact):
+            check(*subject)
+    except Broken as error:
+        return Outcome(fact, rule, str(error))
     except Exception as error:  # noqa: BLE001  # whatever a plug-in raises is what is reported
-        return Outcome(fact, rule, str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}")
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        place = f"{Path(str(file)).name}:{lines[-1]}: " if lines else ""
+        return Outcome(fact, rule, f"{place}{type(error).__name__}: {error}")
     return Outcome(fact, rule, "")

@@ -119,7 +119,8 @@ def two_processes_and_evaluate_give_the_metrics_of_one_process(config: Config, d
         if isinstance(value, float):
             for what, other in (("two processes", tested[2][name]), ("`recmill evaluate`", again[name])):
                 close = isinstance(other, float) and abs(value - other) <= _TOLERANCE
-                expect(close, f"{name} is {value} after training with one process, and {other} with {what}")
+                shown = f"{other:.5g}" if isinstance(other, float) else other
+                expect(close, f"{name} is {value:.5g} after training with one process, and {shown} with {what}")
 
 
 ON_ONE_DEVICE: tuple[Check, ...] = (

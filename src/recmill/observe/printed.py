@@ -407,11 +407,13 @@ def print_checks(checks: Sequence[Any], would_work: bool) -> None:
 
 def print_outcomes(outcomes: Sequence[dict[str, str]]) -> None:
     """Print what `commands.check_plugin` found: each check with its rule and, if it fails, the problem."""
+    first: dict[str, str] = {}  # the check in which a problem was found first
     for outcome in outcomes:
         _print(f"{'FAIL' if outcome['problem'] else 'pass'}  {outcome['check']}", 6)
         _print(f"      rule: {outcome['rule']}", 6)
-        if outcome["problem"]:
-            _print(f"      problem: {outcome['problem']}", 6)
+        if problem := outcome["problem"]:
+            earlier = first.setdefault(problem, outcome["check"]) != outcome["check"]
+            _print(f"      problem: {f'the same as in: {first[problem]}' if earlier else problem}", 6)
     num_failed = sum(bool(outcome["problem"]) for outcome in outcomes)
     _print(f"{counted(len(outcomes), 'check')}: {len(outcomes) - num_failed} passed, {num_failed} failed")
 
