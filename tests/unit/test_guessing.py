@@ -195,6 +195,32 @@ def test_a_label_of_yes_and_no_and_names_that_only_look_like_amounts(tmp_path: P
     assert load_schema(next(tmp_path.glob("*.toml"))).label.positive == ["Yes"]
 
 
+def test_decimal_commas_are_numbers_and_few_texts_among_numbers_have_an_alternative(tmp_path: Path) -> None:
+    number = pl.int_range(ROWS)
+    frame = drawn().with_columns(
+        price=pl.concat_str(number % 90, pl.lit(","), 10 + number % 89),
+        age=pl.when(number % 50 > 0).then((20 + number % 40).cast(pl.String)).otherwise(pl.lit("unknown")),
+        tags=pl.concat_str(number % 3, pl.lit(","), number % 5, pl.lit(","), number % 7),
+    )
+    found = guessed(frame, tmp_path, ";")
+    assert (found["price"], found["age"], found["tags"]) == ("numeric", "categorical", "categorical")
+    path = next(tmp_path.glob("*.toml"))
+    schema = load_schema(path)
+    assert schema.input.decimal == ","
+    assert ", with decimal commas" in path.read_text()
+    head, _, alternative = path.read_text().partition("# or, instead of it:\n")
+    assert "# age: text, 41 different values; most are numbers, but not 'unknown'" in head
+    lines = [line.removeprefix("# ") for line in alternative.splitlines() if line.startswith("# ")]
+    feature = tomllib.loads("\n".join(lines[: lines.index("]") + 1]))["feature"][0]
+    assert feature == {"column": "age", "type": "numeric", "missing_values": ["unknown"]}
+
+
+def test_a_label_with_many_values_is_refused_and_a_condition_is_named(tmp_path: Path) -> None:
+    pl.DataFrame({"price": [i / 7 for i in range(60)], "site": ["a", "b"] * 30}).write_csv(tmp_path / "log.csv")
+    with pytest.raises(DataError, match=r"column price has 60 different values, .*\n?.*positive = \"> 3\""):
+        recmill.guess_schema(tmp_path / "log.csv", "price")
+
+
 def test_the_label_is_never_guessed_but_likely_ones_are_named(tmp_path: Path) -> None:
     drawn().write_csv(tmp_path / "log.csv")
     with pytest.raises(ConfigError, match=r"--label is missing: .* Likely: click\."):

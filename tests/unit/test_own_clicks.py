@@ -26,7 +26,7 @@ from recmill.datasets.own_clicks.coding import Coder
 from recmill.datasets.own_clicks.encoding import Encoder, hashed, load_recipe, time_parts
 from recmill.datasets.own_clicks.reading import read
 from recmill.datasets.own_clicks.schema import load_schema
-from recmill.datasets.own_clicks.values import parsed_times
+from recmill.datasets.own_clicks.values import RawRows, numbers, parsed_times
 from recmill.errors import ConfigError, DataError
 from recmill.schema import SPLITS
 
@@ -38,6 +38,13 @@ Prepare = Callable[..., Path]
 def rows_of(text: str) -> str:
     """Return CSV text, from lines that are indented for reading."""
     return "".join(line.strip() + "\n" for line in text.strip().splitlines())
+
+
+def test_decimal_commas_are_read_if_the_schema_says_so() -> None:
+    rows = RawRows(pl.DataFrame({"price": ["4,32", " -1,5", "7", "", "NA"]}), "log.csv", range(1, 6))
+    np.testing.assert_array_equal(numbers(rows, "price", ["", "NA"], ","), [4.32, -1.5, 7, np.nan, np.nan])
+    with pytest.raises(DataError, match=r"row 1, column price: '4,32' is not a number"):
+        numbers(rows, "price", ["", "NA"])
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -21,6 +21,7 @@ class InputSection(Section):
     quotes: bool = key(True, "Whether a field of a text may be in double quotes; only with a separator of one letter.")
     escape: bool = key(False, "Whether a quote within a text's field is written as \\\" instead of two quotes.")
     encoding: str = key("utf-8", "The encoding of a text: a codec of Python, like 'latin-1' or 'utf-16'.")
+    decimal: Literal[".", ","] = key(".", "Before the decimals of a number that is a text: ',' if they are like 4,32.")
     missing: list[str] = key(["", "NULL", "\\N", "NaN"], "Texts that stand for no value.")
 
     def contradictions(self) -> list[str]:

@@ -147,7 +147,7 @@ class Encoder:
 
     def _numbers(self, rows: RawRows, feature: NumericFeature) -> list[np.ndarray]:
         learned = self.recipe.learned[feature.name]
-        given = numbers(rows, feature.column, self.recipe.log.missing_texts(feature))
+        given = numbers(rows, feature.column, self.recipe.log.missing_texts(feature), self.recipe.log.input.decimal)
         is_missing = np.isnan(given)
         clipped = given if learned.low is None else np.clip(given, learned.low, learned.high)
         self.tally.add(feature.name, missing=is_missing, clipped=(clipped != given) & ~is_missing)
@@ -169,7 +169,9 @@ class Encoder:
             self.tally.add(feature.name, missing=ids == MISSING)
             return ids[:, None]
         if isinstance(feature, BucketFeature):
-            values = numbers(rows, feature.column, self.recipe.log.missing_texts(feature))
+            values = numbers(
+                rows, feature.column, self.recipe.log.missing_texts(feature), self.recipe.log.input.decimal
+            )
             ids = np.where(np.isnan(values), MISSING, 1 + buckets(values, feature, self.recipe.learned[feature.name]))
             self.tally.add(feature.name, missing=ids == MISSING)
             return ids[:, None].astype(np.int64)

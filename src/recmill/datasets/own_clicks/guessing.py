@@ -61,6 +61,7 @@ class Guess:
     why: str
     features: list[dict[str, Any]] = field(default_factory=list)
     time_format: str = ""
+    instead: dict[str, Any] = field(default_factory=dict)  # another feature, which the schema has as a comment
 
     @property
     def kind(self) -> str:
@@ -80,6 +81,9 @@ def guess(
     sample = _sample(files, section, columns)
     if label is None:
         raise ConfigError(_which_label(sample))
+    if decimals := [column.name for column in sample.get_columns() if _has_decimal_commas(column, section.missing)]:
+        section = section.model_copy(update={"decimal": ","})
+        sample = sample.with_columns(pl.col(decimals).str.replace(",", ".", literal=True))
     section = _with_missing(section, sample)
     if label not in columns:
         near = did_you_mean(label, columns)
@@ -88,6 +92,8 @@ def guess(
     clicks = _clicks(label, texts[label])
     is_click = texts[label].fill_null("").is_in([*CLICK, *clicks.positive]).to_numpy()
     guesses = [_column(name, sample[name], texts[name], is_click) for name in columns if name != label]
+    for found in guesses:
+        found.why += ", with decimal commas (if they are lists, remove input.decimal)" * (found.column in decimals)
     guesses += [Guess(name, why) for name, why in refused.items()]
     times = [found for found in guesses if found.time_format]
     for other in times[1:]:
@@ -123,6 +129,9 @@ def as_toml(section: InputSection, label: LabelSection, guesses: list[Guess]) ->
         name = found.column if found.column.isprintable() else repr(found.column)
         is_used = found.features or found.time_format
         reason = f"# {name}: {found.why}\n" if is_used else f"# {name} is left out: {found.why}\n"
+        if found.instead:
+            other = f"or, instead of it:\n[[feature]]\n{tomli_w.dumps(found.instead)}"
+            reason += "".join(f"# {line}\n" for line in other.splitlines())
         parts.append(reason + "\n".join(f"[[feature]]\n{tomli_w.dumps(feature)}" for feature in found.features))
     return "\n".join(parts)
 
@@ -179,6 +188,14 @@ def _with_missing(section: InputSection, sample: pl.DataFrame) -> InputSection:
     return section.model_copy(update={"missing": [*section.missing, *sorted(found)]}) if found else section
 
 
+def _has_decimal_commas(column: pl.Series, missing: list[str]) -> bool:
+    """Return whether all values are numbers, some of them like 4,32."""
+    if column.dtype != pl.String:
+        return False
+    filled = column.filter(~column.is_in([*missing, *_MISSING]))
+    return bool(filled.str.contains(",", literal=True).any() and filled.str.contains(r"^\s*-?\d+(,\d+)?\s*$").all())
+
+
 def _text(column: pl.Series, missing: list[str]) -> pl.Series:
     text = column.cast(pl.String) if not column.dtype.is_nested() else column.cast(pl.List(pl.String)).list.join("|")
     return text.set(text.is_in(missing), None)
@@ -200,6 +217,12 @@ def _clicks(name: str, label: pl.Series) -> LabelSection:
     yes = [value for value in found if value.lower() in _YES]
     if len(found) == 2 and len(yes) == 1 and not known >= {value.lower() for value in found}:
         return LabelSection(column=name, positive=yes)
+    if len(found) > _FEW and (other := next((value for value in found if value.lower() not in known), None)):
+        raise DataError(
+            f"column {name} has {len(found):,} different values, like {other[:20]!r}, but a label is click or none. "
+            "Name another --label; or name any column of 0 and 1, and then write what is a click into the schema's "
+            f'[label]: column = {name!r}, positive = "> 3".'
+        )
     return LabelSection(column=name)
 
 
@@ -257,6 +280,8 @@ def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> 
             texts = filled.filter(numbers.is_null())
             first = texts.filter(~texts.is_in(_MISSING))[0]  # those alone would be missing values
             why += f"; most are numbers, but not {first[:20]!r}"
+            instead = {"column": name, "type": "numeric", "missing_values": texts.unique().sort().to_list()}
+            return Guess(name, why, [plain], instead=instead if texts.n_unique() <= _FEW else {})
         return Guess(name, why, [plain])
     has_decimals = bool(filled.str.contains(r"[.eE]").any()) or column.dtype.is_float()
     is_amount = bool(_AMOUNTS.fullmatch(name)) and not _IDS.fullmatch(name)

@@ -115,14 +115,15 @@ def several_texts(given: pl.Series, feature: CategoricalFeature, missing: list[s
     return given.str.split(feature.separator).list.eval(pl.element().filter(~pl.element().is_in(missing)))
 
 
-def numbers(rows: RawRows, column: str, missing: list[str]) -> np.ndarray:
+def numbers(rows: RawRows, column: str, missing: list[str], decimal: str = ".") -> np.ndarray:
     """Return the column as float64, NaN where there is no value."""
     values = rows.column(column)
     if values.dtype.is_numeric():
         found = values.cast(pl.Float64)
     elif values.dtype in (pl.String, pl.Boolean):
         as_text = texts(rows, column, missing)
-        found = (values if values.dtype == pl.Boolean else as_text.str.strip_chars()).cast(pl.Float64, strict=False)
+        plain = as_text.str.replace(decimal, ".", literal=True) if decimal != "." else as_text
+        found = (values if values.dtype == pl.Boolean else plain.str.strip_chars()).cast(pl.Float64, strict=False)
         if (is_bad := found.is_null() & as_text.is_not_null()).any():
             row = int(is_bad.arg_true()[0])
             remedy = "Correct it, name it in input.missing, or make the feature categorical."
@@ -138,7 +139,7 @@ def numbers(rows: RawRows, column: str, missing: list[str]) -> np.ndarray:
 def weights(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     """Return the column of keep.weight as float32; every row must have a number that is not negative."""
     column = schema.keep.weight
-    found = numbers(rows, column, schema.input.missing)
+    found = numbers(rows, column, schema.input.missing, schema.input.decimal)
     if (is_bad := ~(found >= 0) | (found > np.finfo(np.float32).max)).any():
         row = int(is_bad.argmax())
         fact = f"{rows.column(column)[row]!r} is no weight, which is a number from 0 to 3.4e38"
@@ -222,7 +223,7 @@ def _labels(rows: RawRows, schema: ClicksSchema, may_be_missing: bool) -> np.nda
     given = given.fill_null("")
     is_dropped = is_missing
     if isinstance(section.positive, str) or section.drop:
-        as_numbers = numbers(rows, section.column, schema.input.missing)
+        as_numbers = numbers(rows, section.column, schema.input.missing, schema.input.decimal)
         is_dropped = is_missing | _meets(as_numbers, section.drop) if section.drop else is_missing
     if isinstance(section.positive, str):
         is_click = _meets(as_numbers, section.positive)
