@@ -1,11 +1,13 @@
 """From an own click log to scores of new rows."""
 
 import json
+import logging
 import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -14,7 +16,7 @@ from click.testing import CliRunner
 
 import recmill
 from recmill.cli import commands
-from recmill.errors import ConfigError, DataError
+from recmill.errors import CheckpointError, ConfigError, DataError
 
 from ..object_store import needs_object_store, s3_server
 
@@ -114,9 +116,47 @@ def test_a_run_that_is_open_scores_frames(trained: Path) -> None:
     found = run.predict(log.drop("click"))
     assert isinstance(found, pl.DataFrame)
     assert found.equals(pl.read_parquet(trained / "all.parquet"))
-    assert len(run.predict(log.to_pandas(), frame="pandas")) == 600
-    with pytest.raises(DataError, match="the frame has no column 'tags', which the model needs"):
+    some = log.to_pandas()[lambda rows: rows["site"] == "s3"]
+    scores: Any = run.predict(some, frame="pandas")
+    assert scores.index.tolist() == some.index.tolist(), "so that it can be a column of the frame"
+    assert scores["score"].tolist() == found.filter(log["site"] == "s3")["score"].to_list()
+    assert run.predict(log.clear()).equals(found.clear())
+    with pytest.raises(DataError, match="the model needs site, tags: the frame has no column 'tags'; it has site"):
         run.predict(log.select("site"))
+    with pytest.raises(DataError, match=r"no columns 'site', 'tags'; it has sites\. For 'site': Did you mean 'sites'"):
+        run.predict(log.select(sites="site"))
+
+
+def test_a_level_of_the_log_holds_for_the_processes_that_train_too(
+    trained: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = recmill.config.load_config("own/dlrm").as_dict()
+    config["data"]["path"], config["train"]["max_steps"] = str(trained / "away"), 2
+    logger = logging.getLogger("recmill")
+    level = logger.level
+    try:
+        logger.setLevel(logging.WARNING)
+        recmill.train(config, trained / "quiet")
+        lines = capfd.readouterr().err.splitlines()
+        assert not [line for line in lines if not line.startswith("warning: ")]
+        logger.setLevel(logging.NOTSET)
+        recmill.train(config, trained / "said")
+        assert "step 2" in capfd.readouterr().err
+    finally:
+        logger.setLevel(level)
+    for run in ("quiet", "said"):
+        assert "INFO" in (trained / run / "log.txt").read_text(), "the file has every line"
+
+
+def test_opening_a_run_loads_its_model(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recmill.open_run(trained / "run")
+    monkeypatch.setattr(recmill.commands.assemble, "unsharded_network", None)
+    assert len(run.predict(pl.read_csv(trained / "3.csv", infer_schema=False))) == 600
+    copy = trained / "broken"
+    shutil.copytree(trained / "run", copy)
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(CheckpointError):
+        recmill.open_run(copy)
 
 
 def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:

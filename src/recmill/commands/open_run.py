@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import recmill
 from recmill.commands import assemble
@@ -80,11 +80,15 @@ class Run:
     def predict(self, rows: "AnyFrame", *, frame: Kind = "polars") -> "AnyFrame":
         """Return a frame with the click probability of each row, "score", and its "logit".
 
-        `rows`: a frame of pandas, Polars or Arrow with the columns that the features are made of.
+        `rows`: a frame of pandas, Polars or Arrow with the columns that the features are made of. With
+        `frame="pandas"`, the scores of a pandas frame have its index.
         """
         if self._predictor is None:
             raise ConfigError(f"{self.path}: its model is no click model. Use `recommend`.")
-        return converted(self._predictor.score(as_polars(rows, "rows")), frame)
+        scores: Any = converted(self._predictor.score(as_polars(rows, "rows")), frame)
+        if frame == "pandas" and hasattr(rows, "index"):
+            scores.index = rows.index
+        return cast("AnyFrame", scores)
 
     @overload
     def evaluate(self, *, per_user: Literal[False] = False, **options: Unpack[EvaluateOptions]) -> Values: ...
@@ -146,7 +150,9 @@ def open_run(
     """
     run, config = assemble.open_trained_run(path)
     if assemble.model_module(config).KIND != "histories":
-        return Run(run.path, None, Predictor(path, checkpoint, fallback))
+        predictor = Predictor(path, checkpoint, fallback)
+        predictor.load()
+        return Run(run.path, None, predictor)
     recommender = Recommender(path, checkpoint, fallback, verify)
     items = recommender.items.originals
     for _ in range(2):  # loads the network and what its first calls need

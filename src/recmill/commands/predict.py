@@ -18,7 +18,7 @@ from recmill.config.sections import Section
 from recmill.data.frames import is_frame
 from recmill.data.opening import open_dataset
 from recmill.data.recipes import Tally, has_recipe, kept_dataset
-from recmill.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from recmill.errors import CheckpointError, ConfigError, DataError
 from recmill.metrics.binary import corrected_logits, sigmoid
 from recmill.observe.log import quiet_libraries
 from recmill.schema import Dataset
@@ -163,6 +163,11 @@ class Predictor:
 
         return BatchMaker(self._dataset.clicks, *assemble.click_rules(self._config, self._dataset))
 
+    def load(self) -> None:
+        """Load now what the first call of `score` would load, if new rows can be encoded at all."""
+        if has_recipe(self.run.path):
+            assert self.encoder and self.network and self.maker
+
     def logits(self, encoded: "ClickRows") -> np.ndarray:
         """Return logits float32 [n]. Within `one_thread` they do not depend on the machine's number of cores."""
         network = self.network  # imports torch in the fast way
@@ -186,14 +191,14 @@ class Predictor:
         """Return columns score and logit for the rows of a frame."""
         import polars as pl
 
+        from recmill.datasets.inputs.reading import lacking
         from recmill.datasets.own_clicks.values import RawRows
 
         needed = self.encoder.feature_columns
         if missing := [column for column in needed if column not in frame.columns]:
-            raise DataError(
-                f"the frame has no column '{missing[0]}', which the model needs. "
-                f"{did_you_mean(missing[0], frame.columns)}It needs {', '.join(needed)}."
-            )
+            raise DataError(f"the model needs {', '.join(needed)}: the frame has {lacking(missing, frame.columns)}")
+        if frame.is_empty():
+            return pl.DataFrame(schema={"score": pl.Float32, "logit": pl.Float32})
         rows = RawRows(frame.select(needed), "the frame", range(1, frame.height + 1))
         with self.one_thread():
             logits = self.logits(self.new_encoder().encode(rows, with_labels=False))

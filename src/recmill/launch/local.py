@@ -82,7 +82,12 @@ def run_job(
     _check_open_files(procs)
     log.info("starting %s", counted(procs, "process"))
     signals = _Signals()
-    order = {"command": command, "arguments": arguments, "plugin_directories": registry.plugin_directories()}
+    order = {
+        "command": command,
+        "arguments": arguments,
+        "plugin_directories": registry.plugin_directories(),
+        "log_level": logging.getLogger("recmill").level,  # as the caller has set it
+    }
     with handled(FORWARDED, signals.forward):
         attempt = 0
         while True:

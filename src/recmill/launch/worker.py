@@ -19,7 +19,7 @@ from recmill.launch.early import leave
 from recmill.launch.failures import report_failure
 from recmill.launch.processes import launcher_of_ahead, wait_for_order
 from recmill.launch.signals import FORWARDED, StopRequest, stop_on, stop_with_parent
-from recmill.observe.log import set_up_console
+from recmill.observe.log import limit_console, set_up_console
 from recmill.observe.progress import spinner
 from recmill.tables.libraries import import_libraries
 
@@ -78,6 +78,7 @@ def _run_order(job: Path, rank: int, failure: Exception | None) -> int:
     order = json.loads((job / "job.json").read_text(encoding="utf-8"))
     arguments = order["arguments"]
     registry.search_also(order["plugin_directories"])
+    limit_console(order["log_level"])
     stop_signals = arguments.pop("stop_signals", None)  # None: the command has nothing to save
     with contextlib.nullcontext() if stop_signals is None else stop_on(stop_signals) as stop:
         return _run(job, rank, order["command"], arguments, stop, failure)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recmill.observe.printed import escaped, fitted
-from recmill.observe.progress import CONSOLE
+from recmill.observe.progress import CONSOLE, show_progress
 
 _NOISY = ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace", "torch.distributed")
 
@@ -44,6 +44,14 @@ def set_up_console() -> None:
     if any(action == "error" for action, *_ in warnings.filters):
         warnings.simplefilter("ignore")  # PYTHONWARNINGS=error is for tests of code: libraries warn, and continue
     _hide_library_warnings()
+
+
+def limit_console(level: int) -> None:
+    """Show lines of at least this level only, and no progress on a terminal above INFO. Log files have every line."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _ConsoleHandler):
+            handler.setLevel(level)
+    show_progress(level <= logging.INFO)
 
 
 def _is_error(record: logging.LogRecord) -> bool:

@@ -28,6 +28,13 @@ class _Console(Console):
 
 
 CONSOLE = _Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+_is_shown = True  # on a terminal
+
+
+def show_progress(is_shown: bool) -> None:
+    """Show bars and spinners on a terminal from now on, or none."""
+    global _is_shown
+    _is_shown = is_shown
 
 
 class Progress:
@@ -56,7 +63,7 @@ class Progress:
         self._logs_lines = is_shown and not reports
         self._started = time.monotonic()
         self._logged_at = self._started
-        if sys.stderr is not None and sys.stderr.isatty() and is_shown:
+        if sys.stderr is not None and sys.stderr.isatty() and is_shown and _is_shown:
             self._bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=None),
@@ -123,7 +130,7 @@ class Progress:
 @contextmanager
 def spinner(text: str) -> Iterator[None]:
     """Show within the block, on a terminal, what takes a moment."""
-    with CONSOLE.status(text) if CONSOLE.is_terminal else nullcontext():
+    with CONSOLE.status(text) if CONSOLE.is_terminal and _is_shown else nullcontext():
         yield
 
 

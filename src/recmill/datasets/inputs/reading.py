@@ -74,15 +74,22 @@ def check_columns(
 
 
 def _lacks(file: InputFile, section: InputSection, missing: list[str], there: list[str]) -> str:
-    names = ", ".join(f"'{column}'" for column in missing)
-    fact = f"{file}: no column{'s' if len(missing) > 1 else ''} {names}"
     if section.kind_of(file) == "text" and (
         hint := delimited.Table(file, section, prefix="input.").wrong_header(there)
     ):
-        return f"{fact}{hint}"
+        return f"{file}: {_no_columns(missing)}{hint}"
+    return f"{file}: {lacking(missing, there)}"
+
+
+def _no_columns(missing: list[str]) -> str:
+    return f"no column{'s' if len(missing) > 1 else ''} " + ", ".join(f"'{column}'" for column in missing)
+
+
+def lacking(missing: list[str], there: list[str]) -> str:
+    """Name all columns that are missing and those that are there, with the one that each may have meant."""
     near = {column: did_you_mean(column, there).strip() for column in missing}
     hints = [f". For '{c}': {text}" if len(missing) > 1 else f". {text}" for c, text in near.items() if text]
-    return f"{fact}; it has {', '.join(there)}{''.join(hints)}"
+    return f"{_no_columns(missing)}; it has {', '.join(there)}{''.join(hints)}"
 
 
 def _kind(dtype: pl.DataType) -> str:
