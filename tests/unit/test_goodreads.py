@@ -70,7 +70,7 @@ def test_goodreads_books_have_their_titles(tmp_path: Path, block_bytes: int, mon
 
 def test_titles_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
     files = write_books(tmp_path)
-    with pytest.raises(ConfigError, match="--titles and --book-ids go together"):
+    with pytest.raises(ConfigError, match="--titles needs --book-ids"):
         prepare("goodreads", tmp_path / "d", input=tmp_path, titles=files["titles"])
     (tmp_path / "books.json").write_text('{"book_id": "500", "title": "Émile"}\n{"book_id": "30", "ti')
     with pytest.raises(DataError, match=r"books\.json: row 2 is no JSON .*get the file again"):

@@ -100,8 +100,15 @@ def test_the_file_of_titles_may_name_its_column_of_items_differently(tmp_path: P
     ("options", "message"),
     [
         ({"title_id_column": "id"}, "--title-id-column needs --titles."),
-        ({"titles": "t.csv"}, "--titles and --title-column go together"),
-        ({"title_column": "title"}, "--titles and --title-column go together"),
+        ({"titles": "t.csv"}, "--title-column is missing: name the column of titles. t.csv has: what, title."),
+        ({"min_rating": 3}, "--rating-column is missing: name the column of ratings. raw.csv has: who, what."),
+        ({"min_rating": 3, "layout": "lines"}, "--min-rating is for rows with columns"),
+        ({"rating_column": "what"}, "--rating-column needs --min-rating"),
+        (
+            {"time_column": "what"},
+            "row 1, column what: 'x' is neither a whole number nor an ISO date. Name another --time-column",
+        ),
+        ({"title_column": "title"}, "--title-column needs --titles"),
         (
             {"titles": "t.csv", "title_column": "name"},
             "t.csv: no column 'name' in its first row, which has: what, title",
@@ -118,13 +125,20 @@ def test_titles_that_cannot_be_read_are_refused_before_anything_is_written(
     Path("t.csv").write_text("what,title\nx,X\n")
     Path("u.csv").write_text("id,title\nx,X\n")
     with pytest.raises(UserError, match=re.escape(message)):
-        prepare("histories", "d", input="raw.csv", **COLUMNS, **KEEP_ALL, **options)
+        prepare("histories", "d", input="raw.csv", **COLUMNS | KEEP_ALL | options)
     assert not Path("d").exists()
 
 
+def test_another_input_for_the_same_dataset_names_both_files(tmp_path: Path) -> None:
+    for name in ("log.csv", "other.csv"):
+        (tmp_path / name).write_text("who,what\n" + "a,x\na,y\na,z\n")
+    prepare("histories", tmp_path / "d", input=tmp_path / "log.csv", **COLUMNS, **KEEP_ALL)
+    with pytest.raises(DataError) as caught:
+        prepare("histories", tmp_path / "d", input=tmp_path / "other.csv", **COLUMNS, **KEEP_ALL)
+    assert str(caught.value).splitlines()[1:-1] == ["  it was made from log.csv, and now from other.csv"]
+
+
 def test_contradicting_options_and_missing_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--min-rating and --rating-column go together"):
-        prepare("histories", tmp_path / "d", input="x.csv", **COLUMNS, min_rating=3)
     with pytest.raises(DataError, match=r"x\.csv: no such file"):
         prepare("histories", tmp_path / "d", input=tmp_path / "x.csv", **COLUMNS)
     (tmp_path / "x.xlsx").write_bytes(b"PK\x03\x04")

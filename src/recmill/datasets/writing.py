@@ -72,7 +72,13 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
 
     old, new = by_key(old), by_key(new)
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    lines = [f"  {key}: was {old.get(key)}, is {new.get(key)}\n" for key in changed]
+    files = [[key for key in changed if key.startswith("file ") and key not in other] for other in (new, old)]
+    lines = []
+    if all(files):  # other files: their sizes and digests say nothing
+        was, now = (", ".join(key.removeprefix("file ") for key in names[:_MAX_CHANGES]) for names in files)
+        lines.append(f"  it was made from {was}, and now from {now}\n")
+        changed = [key for key in changed if (key in old and key in new) or not key.startswith("file ")]
+    lines += [f"  {key}: was {old.get(key)}, is {new.get(key)}\n" for key in changed]
     rest = [f"  and {len(lines) - _MAX_CHANGES:,} more\n"] if len(lines) > _MAX_CHANGES else []
     return "".join([*lines[:_MAX_CHANGES], *rest])
 

@@ -42,7 +42,8 @@ class Options(Filters):
     @model_validator(mode="after")
     def check_combinations(self) -> "Options":
         if (self.titles is None) != (self.book_ids is None):
-            raise ValueError("--titles and --book-ids go together: one of them is missing.")
+            given, other = ("titles", "book-ids") if self.titles else ("book-ids", "titles")
+            raise ValueError(f"--{given} needs --{other}, which is missing.")
         least = max(self.min_interactions, MIN_HISTORY)
         if self.max_interactions < least:
             raise ValueError(f"--max-interactions {self.max_interactions}: give {least} or more, or no user is left.")

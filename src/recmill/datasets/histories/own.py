@@ -62,10 +62,10 @@ class Options(Filters):
 
     @model_validator(mode="after")
     def check_combinations(self) -> "Options":
-        if (self.min_rating is None) != (self.rating_column is None):
-            raise ValueError("--min-rating and --rating-column go together: one of them is missing.")
-        if (self.titles is None) != (self.title_column is None):
-            raise ValueError("--titles and --title-column go together: one of them is missing.")
+        if self.rating_column is not None and self.min_rating is None:
+            raise ValueError("--rating-column needs --min-rating, the least rating to keep.")
+        if self.title_column is not None and self.titles is None:
+            raise ValueError("--title-column needs --titles, the file that has the column.")
         of_titles = ("title_id_column", "title_columns", "title_separator", "title_encoding")
         if (given := [name for name in of_titles if getattr(self, name) is not None]) and self.titles is None:
             raise ValueError(f"--{given[0].replace('_', '-')} needs --titles.")
@@ -80,6 +80,8 @@ class Options(Filters):
     def _check_layout(self) -> None:
         named = {name: getattr(self, name) for name in ("user_column", "item_column", "time_column", "rating_column")}
         if self.layout == "lines":
+            if self.min_rating is not None:
+                raise ValueError("--min-rating is for rows with columns; --layout lines has none.")
             if wrong := [name for name in (*named, "columns") if getattr(self, name) is not None] or self.only:
                 option = "only" if wrong is self.only else str(wrong[0])
                 raise ValueError(f"--{option.replace('_', '-')} is for rows with columns; --layout lines has none.")
@@ -99,16 +101,19 @@ def plan(options: Options) -> InteractionsPlan:
     if options.layout == "lines":
         items = sum(map(forecast_items, files))
         return _plan(options, files, items, partial(_read_lines, files, section, options.no_user))
-    if missing := [name for name in ("user", "item") if getattr(options, f"{name}_column") is None]:
-        there = ", ".join(columns_of(files[0], section, "--"))
-        raise ConfigError(
-            f"--{missing[0]}-column is missing: name the column of {missing[0]}s. {files[0]} has: {there}."
-        )
+    needed = ["user", "item"] + ["rating"] * (options.min_rating is not None)
+    if missing := [name for name in needed if getattr(options, f"{name}_column") is None]:
+        raise _no_column(missing[0], files[0], section)
     columns = _columns(options)
     if len(files) > 1:
         check_columns(files, section, list(columns.values()), "the files do not fit the options", "Correct them.")
     rows, read = _reader(files, section, columns, bad_rows)
     return replace(_plan(options, files, rows, read), bad_rows=bad_rows)
+
+
+def _no_column(name: str, file: InputFile, section: InputSection) -> ConfigError:
+    there = ", ".join(columns_of(file, section, "--"))
+    return ConfigError(f"--{name}-column is missing: name the column of {name}s. {file} has: {there}.")
 
 
 def _section(file: InputFile, options: Options) -> InputSection:
@@ -135,6 +140,10 @@ def plan_frame(options: Options, frame: pl.DataFrame) -> InteractionsPlan:
     """Plan to read a frame instead of the file `options.input`, with the same checks."""
     if options.on_bad_row == "skip":
         raise ConfigError("--on-bad-row skip is for .csv and .tsv: values of a frame have types. Remove it.")
+    if options.min_rating is not None and options.rating_column is None:
+        raise ConfigError(
+            f"rating_column is missing: name the column of ratings. The frame has: {', '.join(frame.columns)}."
+        )
     columns = _columns(options)
     _check_there("input", frame.schema, columns)
     chosen = [_typed_column("input", frame.schema, *names) for names in columns.items()]
@@ -147,10 +156,9 @@ def _plan(
     options: Options, files: list[InputFile], rows: int, read: Callable[[], Iterator[pl.DataFrame]]
 ) -> InteractionsPlan:
     titles = None
-    if options.titles and options.title_column:
+    if options.titles:
         found = found_files(options.titles, "--titles")
         files = [*files, *(file for file in found if file not in files)]
-        columns = {"item": options.title_id_column or options.item_column or "", "title": options.title_column}
         encoding = options.title_encoding or options.encoding
         named = options.title_columns or []
         section = described(
@@ -162,6 +170,9 @@ def _plan(
             encoding=encoding,
             escape=options.escape,
         )
+        if options.title_column is None:
+            raise _no_column("title", found[0], section)
+        columns = {"item": options.title_id_column or options.item_column or "", "title": options.title_column}
         titles = partial(_titles, _reader(found, section, columns)[1])
     return InteractionsPlan(
         "histories",

@@ -271,6 +271,10 @@ class Table:
                 remedy = f"Close it, or ignore quotes ({self._no_quotes})."
                 return DataError(f"{self.path}: row {number:,}: a quote is opened and not closed. {remedy}")
             if problem := _problem(row, num_columns, positions):
+                time = next((one for one in positions if one.option == "--time-column"), None)
+                if number == 1 and time and f", column {time.column}: " in problem:  # not one bad row: another column
+                    fact = problem.replace(_FACTS["integer"], "is neither a whole number nor an ISO date")
+                    return DataError(f"{self.path}: row 1{fact}. Name another --time-column, or correct the values.")
                 return DataError(f"{self.path}: row {number:,}{problem}.{self._hint(row, num_columns, number)}")
         span = f"{self.path}: rows {done + 1:,} to {done + len(rows):,}"
         reasons = "a quote inside a field, or a date in another format than the first"
