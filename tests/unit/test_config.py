@@ -341,6 +341,27 @@ def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
         load_config(tmp_path / "nope.toml")
 
 
+@pytest.mark.parametrize("name", ["dlrm", "dcnv2", "projection"])
+def test_the_dense_vector_is_as_wide_as_the_tables_unless_its_widths_are_given(name: str, tmp_path: Path) -> None:
+    model = {"name": name}
+    wide = load_config({**GOOD, "model": model}, ["model.embedding_dim=8"])
+    assert wide.as_dict()["model"]["bottom_mlp"] == [64, 8]
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(wide), encoding="utf-8")
+    assert load_config(file) == wide
+    assert load_config({**GOOD, "model": model}).as_dict()["model"]["bottom_mlp"] == [64, 16]
+    given = problem({**GOOD, "model": {**model, "bottom_mlp": [64, 16]}}, ("model.embedding_dim=8",))
+    assert "model.bottom_mlp ends with 16, but model.embedding_dim is 8" in given
+    other = problem({**GOOD, "model": model}, ("model.embedding_dim=8", "train.seed=x"))
+    assert "bottom_mlp" not in other
+
+
+@pytest.mark.parametrize(("value", "meant"), [("64,32", "[64, 32]"), ("64", "[64]"), ("a,b", '["a", "b"]')])
+def test_a_list_without_brackets_is_shown_with_them(value: str, meant: str) -> None:
+    found = problem(GOOD, (f"model.bottom_mlp={value}",))
+    assert f"--set: 'model.bottom_mlp' is a list: write 'model.bottom_mlp={meant}'. Layer widths" in found
+
+
 def test_the_written_config_is_read_back_the_same(tmp_path: Path) -> None:
     config = load_config(GOOD, ["train.seed=7", "model.bottom_mlp=[32, 16]"])
     file = tmp_path / "config.toml"

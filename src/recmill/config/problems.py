@@ -107,9 +107,19 @@ def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings
         return Problem(str(error["ctx"]["error"]), (key,))
     if error["type"] == "literal_error" and field:
         return Problem(f"'{key}': {registry.unknown('value', str(error['input']), _literals(field))}", (key,))
+    if error["type"] == "list_type" and isinstance(error["input"], str | int | float):
+        return Problem(
+            f"'{key}' is a list: write '{key}={_as_list(str(error['input']))}'. {help_text}".rstrip(), (key,)
+        )
     message = error["msg"].replace("Input should be", "should be")
     message = re.sub(r"\d{16,}", lambda digits: f"{float(digits[0]):g}", message)  # a limit like 3e+38
     return Problem(f"'{key}': {message}, got {reprlib.repr(error['input'])}. {help_text}".rstrip(), (key,))
+
+
+def _as_list(text: str) -> str:
+    parts = [part.strip() for part in text.split(",")]
+    is_numbers = all(re.fullmatch(r"-?[\d.]+(e-?\d+)?", part) for part in parts)
+    return f"[{', '.join(parts)}]" if is_numbers else json.dumps(parts)
 
 
 def _locate(cls: type[Section], location: Sequence[Any]) -> tuple[type[Section], FieldInfo | None, Sequence[Any]]:

@@ -1,9 +1,9 @@
 """Config keys and tables that all click models share. Not a model itself."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from recmill.config.sections import Section, key
 from recmill.errors import ConfigError
@@ -81,13 +81,21 @@ class ClickMlpsConfig(ClickTablesConfig):
 
 class ClickModelConfig(ClickMlpsConfig):
     bottom_mlp: list[PositiveInt] = key(
-        [64, 16], "Layer widths over the dense features; the last equals embedding_dim.", min_length=1
+        [64, 16],
+        "Layer widths over the dense features; the last equals embedding_dim, and follows it if the key is not given.",
+        min_length=1,
     )
     top_mlp: list[PositiveInt] = key([64, 32], "Layer widths over the interactions, before the logit.", min_length=1)
 
+    @model_validator(mode="after")
+    def _follow_embedding_dim(self) -> Self:
+        if "bottom_mlp" not in self.model_fields_set:
+            self.__dict__["bottom_mlp"] = [*self.bottom_mlp[:-1], self.embedding_dim]
+        return self
+
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
-        if self.bottom_mlp[-1] != self.embedding_dim:
+        if "bottom_mlp" in self.model_fields_set and self.bottom_mlp[-1] != self.embedding_dim:
             problems.append(
                 f"model.bottom_mlp ends with {self.bottom_mlp[-1]}, but model.embedding_dim is {self.embedding_dim}: "
                 "the dense vector interacts with the tables' vectors. Make them equal."
