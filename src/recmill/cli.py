@@ -138,6 +138,60 @@ class _Command(click.Command):
         return super().get_params(ctx)
 
 
+# By topic, the commands and what `recmill --help` says about them: at most 60 characters, so that 80 columns suffice.
+_TOPICS = {
+    "Data": {
+        "download": "Download public raw data: MovieLens, Goodreads, Criteo 1TB.",
+        "split": "Split one raw log into parts, like the days of a large one.",
+        "schema": "Guess the columns of a click log, and write a schema.",
+        "prepare": "Make a prepared dataset.",
+        "adopt": "Use files prepared by TorchRec's or MLPerf's scripts.",
+        "audit": "Find what in a click log would make results wrong.",
+    },
+    "Training": {
+        "configs": "List, show or copy the configs that come with Recmill.",
+        "train": "Train the model of a config and test it.",
+        "tune": "Search for better values of a config's keys.",
+        "run-like": "Run a command line of TorchRec's, MLPerf's or other scripts.",
+        "plan": "Forecast memory, speed and time of a run on given machines.",
+        "checkpoint": "List, verify or inspect checkpoints; read or replace rows.",
+    },
+    "Results": {
+        "results": "Show state, best step and test metrics of runs.",
+        "evaluate": "Evaluate the newest or best checkpoint of a run.",
+        "predict": "Score new rows with a click model.",
+        "recommend": "Recommend items with a sequence model.",
+        "items": "Write the vectors of all items of a two-tower model.",
+        "explain": "Show which features or items a model relies on.",
+        "compare": "Compare two runs: config, metrics, speed, curves.",
+        "plot": "Draw the learning curves of runs.",
+        "report": "Write one HTML file about runs.",
+        "trace": "Merge what the processes did into a timeline for Perfetto.",
+        "export-metrics": "Write metrics as CSV, or for TensorBoard, W&B or MLflow.",
+    },
+    "Jobs": {
+        "launch": "Start a run with Slurm, PBS, Kubernetes, MPI or others.",
+        "status": "Show the state of a run and of its job.",
+        "logs": "Print the output of a run's newest job.",
+        "cancel": "Stop a run's jobs after they have saved.",
+    },
+    "Installation": {
+        "doctor": "Check the installation and say how to fix it.",
+        "check-plugin": "Check a model, dataset or metric of your own.",
+    },
+}
+
+
+class _Commands(click.Group):
+    """All commands, listed by topic in the help."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for topic, summaries in _TOPICS.items():
+            with formatter.section(topic):
+                formatter.write_dl([(name.ljust(width), text) for name, text in summaries.items()])
+
+
 class _Datasets(click.Group):
     """One sub-command per registered dataset, whose flags are the fields of the dataset's `Options`."""
 
@@ -255,7 +309,7 @@ def _print_versions(context: click.Context, option: click.Parameter, is_given: b
         context.exit()
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(_DEBUG, is_flag=True, help="Show tracebacks; accepted anywhere on the command line.")
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_versions, help="Show versions."

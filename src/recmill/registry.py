@@ -72,6 +72,8 @@ def load(registry: Mapping[str, str], name: str, what: str) -> ModuleType:
         raise ConfigError(f"{what} '{name}' is in several installed packages. Use {' or '.join(others[name])}.")
     is_module_path = what in PARTS and "." in name and all(part.isidentifier() for part in name.split("."))
     if name not in others and not is_module_path:
+        if not registry and not others:
+            raise ConfigError(f"unknown {what} '{name}'. None is installed; name a module, like my_package.accuracy.")
         raise ConfigError(unknown(what, name, [*registry, *others]))
     module_name = others[name][0] if name in others else name
     module = import_module(module_name, what)

@@ -54,7 +54,17 @@ def test_an_epoch_is_the_interval_of_validation_unless_the_config_has_one() -> N
     assert warnings(50, {}, train={"num_epochs": 2}) == []
     both = {"every_steps": 1000, "each_epoch": True}
     assert warnings(50, {}, train={"num_epochs": 2}, eval=both) == []
-    assert warnings(1, {}) == []
+    assert not any("validation" in text for text in warnings(1, {}))
+
+
+def test_a_batch_that_holds_all_samples_is_named_instead_of_its_warmup() -> None:
+    schedule = LINEAR | {"warmup_steps": "5%", "decay_start_step": "5%", "decay_steps": "to the end"}
+    train = {"num_epochs": 4, "global_batch_size": 100_000}
+    assert warnings(1, schedule, train=train) == [
+        "each epoch is a single step, because all training samples fit into one batch: train.global_batch_size = "
+        "100,000. Lower it."
+    ]
+    assert warnings(2, schedule, train=train) == []
 
 
 def test_another_number_of_steps_on_resume_is_reported_with_both_rates() -> None:

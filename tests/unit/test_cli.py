@@ -84,6 +84,18 @@ def test_a_wrong_flag_is_named_with_its_value(arguments: list[str], expected: st
     assert expected in parsed(*arguments)
 
 
+def test_help_lists_every_command_once_by_topic_within_80_columns() -> None:
+    lines = CliRunner().invoke(cli.commands, ["--help"], terminal_width=80).output.splitlines()
+    start = lines.index("Data:")
+    listed = [line.split()[0] for line in lines[start:] if line.startswith("  ")]
+    assert sorted(listed) == sorted(cli.commands.commands)
+    assert all(line.endswith(".") and "..." not in line for line in lines[start:] if line.startswith("  "))
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line and line[0] != " "][2:] == [
+        *("Data:", "Training:", "Results:", "Jobs:", "Installation:")
+    ]
+
+
 def test_commands_work_without_docstrings() -> None:
     command = [sys.executable, "-OO", "-m", "recmill", "prepare", "histories", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -17,6 +17,7 @@ def test_every_config_of_the_repository_is_listed_with_a_summary() -> None:
     files = (REPO / "configs").rglob("*.toml")
     assert list_configs().keys() == {str(file.relative_to(REPO / "configs"))[:-5] for file in files}
     assert all(0 < len(summary) <= 52 for summary in list_configs().values())
+    assert not [summary for summary in list_configs().values() if "..." in summary]
 
 
 @pytest.mark.parametrize("name", ["quickstart/dlrm", "configs/quickstart/dlrm.toml"])

@@ -22,6 +22,12 @@ def test_a_table_has_a_header_and_a_rule(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "run   metric\n----  ------\na     0.5\nlong  1\n"
 
 
+def test_very_large_numbers_are_short() -> None:
+    assert [printed.shown(x) for x in (0.5, 123456.0, 5.5e32, float("inf"), 10**6)] == [
+        *("0.5000", "123456.0000", "5.5e+32", "inf", "1,000,000")
+    ]
+
+
 def test_columns_of_metrics_without_any_value_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     values = {"full/ndcg@10": 0.25, "users": 1000, "popularity/full/ndcg@10": 0.125}
     print_values("test", values, {})

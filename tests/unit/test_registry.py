@@ -151,7 +151,7 @@ METRIC = 'TASK = "ctr"\ndef sums(logits, labels): return [len(labels)]\ndef valu
         ("my_models.rows", "two metrics are called 'rows'. Rename one of the modules."),
         ("my_models.count", "metric 'my_models.count' is for task 'ctr', and the model's is 'next_item'. Remove it."),
         ("my_models.absent", "'eval.metrics': metric 'my_models.absent': "),
-        ("auc", "'eval.metrics': unknown metric 'auc'."),
+        ("auc", "'eval.metrics': unknown metric 'auc'. None is installed; name a module, like my_package.accuracy."),
     ],
 )
 def test_a_metric_that_cannot_be_used_is_a_problem_of_the_config(metrics: str, expected: str, folder: Path) -> None:

@@ -53,7 +53,9 @@ def test_a_value_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
     with torch.no_grad():
         network.bias[1] = torch.nan
     saver.save(Position(step=2))
-    with pytest.raises(UserError, match=r"After step 2 bias holds values that are not finite numbers \(on rank 0\)"):
+    with pytest.raises(
+        UserError, match=r"diverged: after step 2 layer bias holds values that are not finite numbers \(on rank 0\)"
+    ):
         saver.handle_failure()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 

@@ -190,7 +190,7 @@ def _differences(saved: Sizes, ours: Sizes) -> str:
     for key in sorted(saved.keys() | ours.keys(), key=lambda key: (key.startswith("optim."), key)):
         if saved.get(key) == ours.get(key):
             continue
-        name = _name(key)
+        name = readable_name(key)
         if any(name.endswith(f" of {earlier}") for earlier in lines):
             continue
         found, wanted = (_size_text(sizes.get(key), name) for sizes in (saved, ours))
@@ -199,7 +199,7 @@ def _differences(saved: Sizes, ours: Sizes) -> str:
     return "\n".join([*list(lines.values())[:_MAX_SHOWN], *more])
 
 
-def _name(key: str) -> str:
+def readable_name(key: str) -> str:
     """Name a tensor for people, such as 'table item', 'layer top.0.weight' or 'momentum1 of table item'."""
     table = table_of(key)
     if key.startswith("model."):

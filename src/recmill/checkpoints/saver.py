@@ -25,7 +25,7 @@ from recmill.checkpoints import format as on_disk
 from recmill.checkpoints.chunks import ChunkedPlanner
 from recmill.checkpoints.format import FileFacts, Origin, Position, RowChange, RowFile, SavedTable, State
 from recmill.checkpoints.incremental import TouchedRows, collect_changes, has_table_rows, quantize_rows
-from recmill.checkpoints.loading import saved_tables, state_of, without_tables
+from recmill.checkpoints.loading import readable_name, saved_tables, state_of, without_tables
 from recmill.checkpoints.row_files import NotFiniteError, write_row_file
 from recmill.config.sections import CheckpointSection
 from recmill.errors import ResourceError, UserError, as_user_error, remedy_for
@@ -276,8 +276,8 @@ class Saver:
 
     def _not_finite(self, key: str, save: _Save) -> UserError:
         return UserError(
-            f"After step {save.position.step:,} {key.removeprefix('model.')} holds values that are not finite "
-            f"numbers (on rank {self.world.rank}). It was not saved: the checkpoints on disk are older. "
+            f"Training diverged: after step {save.position.step:,} {readable_name(key)} holds values that are not "
+            f"finite numbers (on rank {self.world.rank}). It was not saved: the checkpoints on disk are older. "
             "Train again with lower optim.dense.lr and optim.tables.lr."
         )
 

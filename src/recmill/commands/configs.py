@@ -33,6 +33,7 @@ def copy_config(name: str, destination: str | Path = ".") -> Path:
 
 
 def _summary(file: Path) -> str:
-    """Return the start of the comment at the top of a config."""
+    """Return the first sentence of the comment at the top of a config."""
     lines = [line.removeprefix("#") for line in file.read_text(encoding="utf-8").splitlines()[:2]]
-    return textwrap.shorten(" ".join(lines).partition(" Data: ")[0], _SUMMARY_WIDTH, placeholder=" ...")
+    sentence = " ".join(" ".join(lines).split()).partition(". ")[0].removesuffix(".")
+    return textwrap.shorten(sentence, _SUMMARY_WIDTH, placeholder=" ...")

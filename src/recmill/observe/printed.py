@@ -12,6 +12,7 @@ from recmill.observe.progress import human_bytes, human_rate, human_time
 
 Row = Sequence[str]
 Values = Mapping[str, float | int | str]  # metrics by name
+_LARGE = 1e6  # larger numbers are shown like 5.5e+32
 _AT_1 = re.compile(r"(ndcg|mrr)@1$")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -269,11 +270,15 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
 
 
 def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[str]]:
-    """Return for each dataset what popularity reaches and what is reachable, in the order of `names`, by title."""
-    datasets = list(dict.fromkeys(report.dataset for report in reports if report.values))
+    """Return columns with what popularity reaches and what is reachable, by title, in the order of `names`.
+
+    Where runs on several datasets have the same metric, each dataset has its own columns.
+    """
+    datasets = [{report.dataset for report in reports if name in report.values} for name in names]
+    is_one = all(len(found) == 1 for found in datasets)
     columns = {}
-    for dataset in datasets:
-        own = [report for report in reports if report.dataset == dataset]
+    for dataset in [""] if is_one else list(dict.fromkeys(report.dataset for report in reports)):
+        own = [report for report in reports if is_one or report.dataset == dataset]
         for title, attribute in {"popularity": "popularity", "best reachable": "reachable"}.items():
             known = [
                 {shown(getattr(report, attribute).get(name, "")) for report in own if name in report.values} - {""}
@@ -281,7 +286,7 @@ def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[
             ]
             cells = [found.pop() if len(found) == 1 else "differs" if found else "" for found in known]
             if any(cells):
-                columns[title if len(datasets) == 1 else f"{title}, {dataset}"] = cells
+                columns[title if is_one else f"{title}, {dataset}"] = cells
     return columns
 
 
@@ -465,7 +470,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def shown(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < _LARGE else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def print_timeline(merged: Any) -> None:

@@ -26,7 +26,12 @@ def before_training(settings: Settings, steps: RunSteps) -> Iterator[str]:
             f"the learning rate is 0 from step {stops_at:,} on, for {rest / steps.total:.0%} of the {steps.total:,} "
             f"steps: optim.schedule.{key} = {getattr(schedule, key)}. {remedy} {_OWN}"
         )
-    if steps.warmup > _LONG_WARMUP * steps.total:
+    if steps.epoch == 1:
+        yield (
+            "each epoch is a single step, because all training samples fit into one batch: train.global_batch_size = "
+            f"{settings.train.global_batch_size:,}. Lower it."
+        )
+    if steps.warmup > max(_LONG_WARMUP * steps.total, 1):
         yield (
             f"the learning rate rises for {steps.warmup / steps.total:.0%} of the {steps.total:,} steps: "
             f"optim.schedule.warmup_steps = {schedule.warmup_steps}. Set it to a share of the run, like '5%'. {_OWN}"

@@ -18,6 +18,7 @@ from recmill.config.sections import CheckpointSection, EvalSection, ObserveSecti
 from recmill.failpoints import reach
 from recmill.launch.signals import ReceivedSignal, StopRequest
 from recmill.observe.counters import rss_bytes
+from recmill.observe.printed import shown
 from recmill.observe.progress import Progress, human_rate
 from recmill.observe.recorder import INPUT, OTHER, SAVE, SYNC, VALIDATE, Recorder
 from recmill.observe.run_dir import RunDirectory
@@ -267,11 +268,11 @@ class _SaveTimer:
 
 def _report(values: dict[str, float], position: Position, world: World, run: RunDirectory, progress: Progress) -> None:
     speed = f"{values['step_ms_p50']:.3g}/{values['step_ms_p95']:.3g} ms  {values['memory_gb']:.2f} GB"
-    progress.advance(1, note=f"loss {values['loss']:.4f}{store_meter.note(values)}  {speed}")
+    progress.advance(1, note=f"loss {shown(values['loss'])}{store_meter.note(values)}  {speed}")
     if world.is_main:
         run.append_metrics({"step": position.step, "epoch": position.epoch, "split": "train", **values})
         rate = human_rate(values["samples_per_s"])
-        start = f"step {position.step:,}  loss {values['loss']:.4f}  {rate} samples/s"
+        start = f"step {position.step:,}  loss {shown(values['loss'])}  {rate} samples/s"
         end = f"{store_meter.note(values)}  {speed}  {progress.time_left()} left"
         text = f"{start}  lr {values['lr']:.3g}, tables {values['lr_tables']:.3g}{end}"
         # On a terminal the progress bar shows the same; elsewhere lines are to fit 80 columns.
