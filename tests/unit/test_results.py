@@ -17,6 +17,7 @@ import recmill
 from recmill.commands.results import RunReport, deltas, next_command, run_report
 from recmill.errors import CheckpointError
 from recmill.files.locks import exclusive_lock
+from recmill.metrics.binary import Values
 from recmill.observe.printed import print_results, print_summary
 
 from ..conftest import Config, RunCli
@@ -136,7 +137,7 @@ def test_popularity_and_best_reachable_stand_in_a_column_of_their_dataset(capsys
 def test_a_test_result_below_popularity_is_a_warning_under_the_table(
     tested: float, is_warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = {"full/ndcg@10": tested}
+    values: Values = {"full/ndcg@10": tested}
     print_summary(RunReport("a", "done", metric="full/ndcg@10", values=values, popularity={"full/ndcg@10": 0.0194}), "")
     text = capsys.readouterr().out
     warning = "warning: full/ndcg@10 0.0114 is less than ranking by popularity reaches, 0.0194. Train longer"

@@ -1,7 +1,8 @@
 """`recmill report`: one HTML file about a run or several, with everything in it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import flag
@@ -155,8 +156,11 @@ def _heads(runs: Sequence[Facts]) -> str:
     names = distinct(dict.fromkeys(name for run in runs for name in run.report.values))
     columns = [("test", names)]  # two runs may have one name
     for run in runs:
-        groups = {run.name: run.report.values, f"popularity, {run.name}": run.report.popularity}
-        columns += [(title, [shown(v.get(name, "")) for name in names]) for title, v in groups.items() if v]
+        groups: list[tuple[str, Mapping[str, Any]]] = [
+            (run.name, run.report.values),
+            (f"popularity, {run.name}", run.report.popularity),
+        ]
+        columns += [(title, [shown(v.get(name, "")) for name in names]) for title, v in groups if v]
     titles, cells = zip(*columns, strict=True)
     results = page.table(titles, [*zip(*cells, strict=True)]) if names else ""
     return f'<p class="kind">Recmill</p><h1>{len(runs)} runs</h1>{keys}{page.table(header, rows)}{results}'
