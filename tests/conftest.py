@@ -1,5 +1,6 @@
 """Small real datasets and configs that many tests share."""
 
+import logging
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from recmill import failpoints, prepare
+from recmill.observe import log
 
 if TYPE_CHECKING:
     from .mixed_precision import MixedPrecision
@@ -49,6 +51,19 @@ def two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 def _two_backends_if_chosen(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--two-backends"):
         request.getfixturevalue("two_backends")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Undo what a command that ran in this process did to its logging."""
+    root = logging.getLogger()
+    levels = {name: logging.getLogger(name).level for name in ("recmill", *log._NOISY)}
+    yield
+    root.removeFilter(log._is_error)
+    for handler in [handler for handler in root.handlers if isinstance(handler, log._ConsoleHandler)]:
+        root.removeHandler(handler)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture(scope="session")

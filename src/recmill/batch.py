@@ -4,6 +4,7 @@ The capitals at the end of an array's name are its axes: B rows, F dense feature
 negatives.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -53,6 +54,7 @@ class CtrBatch(_TensorBatch):
     weights_B: Tensor
     row_keys_B: Tensor | None = None
     groups_B: Tensor | None = None  # in an evaluation by groups: their numbers; 0: no value
+    numbers_B: Tensor | None = None  # in an evaluation: of the rows in the split
 
     def inputs(self) -> tuple[Any, ...]:
         keys = [] if self.row_keys_B is None else [self.row_keys_B]
@@ -65,8 +67,9 @@ class CtrBatch(_TensorBatch):
         """Return for TorchRec's pipeline which field each argument of the network's forward() is."""
         from recmill.tables.torchrec_internals import pipeline_inputs
 
-        keys = [] if self.row_keys_B is None else ["row_keys_B"]
-        return pipeline_inputs("dense_BF", "sparse", *keys)
+        takes_keys = len(inspect.signature(network.forward).parameters) > 2  # a plug-in's need not
+        keys = pipeline_inputs("row_keys_B") if self.row_keys_B is not None else (None,)
+        return *pipeline_inputs("dense_BF", "sparse"), *(keys if takes_keys else ())
 
 
 @dataclass

@@ -115,7 +115,7 @@ def test_a_command_that_is_stopped_leaves_nothing_and_resumes(
 
 def test_rows_come_from_stdin_and_scores_go_to_stdout(trained: Path, tmp_path: Path) -> None:
     expected = predicted(trained, tmp_path / "scores.csv")
-    words = ["recmill", "predict", str(trained / "run"), "--input", "-", "--output", "-"]
+    words = [sys.executable, "-m", "recmill", "predict", str(trained / "run"), "--input", "-", "--output", "-"]
     text = (trained / "test.tsv").read_bytes()
     done = subprocess.run(words, input=text, capture_output=True, check=True)
     assert done.stdout == expected

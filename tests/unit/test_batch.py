@@ -37,10 +37,8 @@ def test_batches_move_with_all_their_fields_and_stay_as_they_are_on_their_device
         assert {value.device for value in tensors.values()} == {META}
         others = vars(moved).keys() - tensors.keys()
         if isinstance(moved, CtrBatch):
-            without_keys = (
-                {"row_keys_B"} if batch is batches[1] else set()
-            )  # an evaluation needs none, and has groups on request
-            assert others == {"sparse", "groups_B"} | without_keys
+            unused = {"row_keys_B"} if batch is batches[1] else {"numbers_B"}  # of evaluations and of training
+            assert others == {"sparse", "groups_B"} | unused
             assert moved.sparse.values().device == moved.sparse.lengths().device == META
         else:
             assert {name: getattr(moved, name) for name in others} == {"longest": batch.lengths_B.max().item()}  # type: ignore[attr-defined]

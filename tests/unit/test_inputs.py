@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shlex
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -298,3 +299,9 @@ def test_a_log_that_cannot_be_read_ends_preparation_with_its_code_and_leaves_not
     assert message in str(error)
     assert error.exit_code == code
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["clicks.toml", name])
+
+
+def test_a_pipe_is_refused_because_it_can_be_read_only_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.csv")
+    with pytest.raises(DataError, match=r"log.csv: is no file, but rows are read more than once. Write them to a file"):
+        found_files(str(tmp_path / "log.csv"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recmill import registry
-from recmill.checkpoints.format import committed
+from recmill.checkpoints.format import committed, step_path
 from recmill.commands import assemble
 from recmill.commands.history import number
 from recmill.commands.keywords import checked_keywords
@@ -143,7 +143,9 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
             "To resume it, use its own config.toml."
         )
     if saved is not None and (most := checked.settings.train.max_steps):
-        _check_reached(directory, directory.saved_step(), most)
+        step = directory.saved_step()
+        if step_path(directory.checkpoints, step).is_dir():  # else training may begin at an earlier one
+            _check_reached(directory, step, most)
     dataset = assemble.open_matching_dataset(checked, checks)
     is_finished = saved == checked and _is_finished(directory, dataset)
     if saved and not is_finished and checked.settings.observe.mlperf and not directory.mlperf_log.is_file():

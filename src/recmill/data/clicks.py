@@ -224,6 +224,7 @@ class ClickSource:
         groups = rows.groups(self._group) if self._group else None
         for share in self._batching.shares(split, self._batching.num_used(split, len(rows))):
             batch = self._batch(rows, share, share.positions)
+            batch.numbers_B = torch.from_numpy(share.positions)
             if groups is not None:
                 batch.groups_B = torch.from_numpy(groups[share.positions])
             yield batch

@@ -52,10 +52,8 @@ def auroc_over_ranks(scores: np.ndarray, labels: np.ndarray, world: "World") -> 
 
 def weighted_auroc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray, world: "World") -> float | None:
     """Return the AUROC of all ranks' scores where a pair counts as the product of its weights. All ranks take part."""
-    labels, weights = labels.astype(np.float64), weights.astype(np.float64)
-    if world.size > 1:
-        owners = np.searchsorted(_range_bounds(np.unique(scores), world), scores, "right")
-        scores, labels, weights = (_sent(column, owners, world) for column in (scores, labels, weights))
+    columns = [labels.astype(np.float64), weights.astype(np.float64)]
+    scores, labels, weights = by_score_range(scores, columns, world)
     _, cells = np.unique(scores, return_inverse=True)
     positives, negatives = (np.bincount(cells, weights * share) for share in (labels, 1 - labels))
     pairs = float(np.sum(positives * (2 * np.cumsum(negatives) - negatives)))
@@ -88,6 +86,12 @@ def grouped_auroc(
     rows = np.where(both > 0, of_group[0] + of_group[1], 0)
     total, weight = world.sum([float(areas @ rows), float(rows.sum())])
     return total / weight if weight else None
+
+
+def by_score_range(scores: np.ndarray, columns: list[np.ndarray], world: "World") -> list[np.ndarray]:
+    """Return the scores of this rank's range and the other columns of their rows, from all ranks."""
+    owners = np.searchsorted(_range_bounds(np.unique(scores), world), scores, "right")
+    return [_sent(column, owners, world) for column in (scores, *columns)]
 
 
 def _sent(column: np.ndarray, owners: np.ndarray, world: "World") -> np.ndarray:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recmill import rng
-from recmill.metrics.auc import auroc_over_ranks, combined, doubled_pairs, grouped_auroc, score_range, weighted_auroc
+from recmill.metrics.auc import (
+    auroc_over_ranks,
+    by_score_range,
+    combined,
+    doubled_pairs,
+    grouped_auroc,
+    weighted_auroc,
+)
 from recmill.metrics.own import UNDEFINED, OwnMetrics, Values
 from recmill.observe.progress import Progress
 
@@ -59,6 +66,7 @@ class BinaryMetrics:
         self._labels = [np.empty(0, np.bool_)]
         self._weights = [np.empty(0, np.float32)]
         self._groups: list[np.ndarray] = []
+        self._numbers = [np.empty(0, np.int64)]
 
     def update(
         self,
@@ -66,12 +74,19 @@ class BinaryMetrics:
         labels: np.ndarray,
         weights: np.ndarray | None = None,
         groups: np.ndarray | None = None,
+        numbers: np.ndarray | None = None,
     ) -> None:
-        """Add rows. Without weights, each counts 1. Either all rows of an evaluation have groups or none."""
+        """Add rows. Without weights, each counts 1. Either all rows of an evaluation have groups or none.
+
+        `numbers` in the split identify the rows for the bootstrap.
+        """
         self._logits.append(corrected_logits(logits.astype(np.float32), self._negatives))
         self._labels.append(labels.astype(np.bool_))
         self._weights.append(np.ones(len(labels), np.float32) if weights is None else weights)
         self._groups += [] if groups is None else [groups]
+        if self._resamples:
+            assert numbers is not None, "a bootstrap of rows without numbers"
+            self._numbers.append(numbers)
         self._own.update(self._logits[-1], self._labels[-1])
 
     def compute(self, world: "World") -> Values:
@@ -99,7 +114,8 @@ class BinaryMetrics:
         if not rows or not np.isfinite(loss):  # no rows, or NaN logits
             return dict.fromkeys((*_NAMES, *by_group), UNDEFINED) | {"rows": int(rows), **own}
         found = {name: UNDEFINED if value is None else value for name, value in by_group.items()}
-        intervals = _intervals(logits, labels, self._resamples, world) if self._resamples else {}
+        numbers = np.concatenate(self._numbers)
+        intervals = _intervals(logits, labels, numbers, self._resamples, world) if self._resamples else {}
         return {**_from_sums(area, loss, predicted, clicks, weight), **found, "rows": int(rows), **own, **intervals}
 
 
@@ -115,9 +131,9 @@ def _from_sums(area: float | None, loss: float, predicted: float, clicks: float,
     }
 
 
-def _intervals(logits: np.ndarray, labels: np.ndarray, resamples: int, world: "World") -> Values:
+def _intervals(logits: np.ndarray, labels: np.ndarray, numbers: np.ndarray, resamples: int, world: "World") -> Values:
     """Return the ends of 95 % intervals, the same for any number of processes. All ranks take part."""
-    parts = world.gather(_resampled_sums(logits, labels, resamples, world))
+    parts = world.gather(_resampled_sums(logits, labels, numbers, resamples, world))
     if parts is None:
         return world.broadcast({})
     found: dict[str, list[float]] = {name: [] for name in _NAMES}
@@ -135,27 +151,28 @@ def _intervals(logits: np.ndarray, labels: np.ndarray, resamples: int, world: "W
     return world.broadcast(intervals)
 
 
-def _resampled_sums(logits: np.ndarray, labels: np.ndarray, resamples: int, world: "World") -> np.ndarray:
+def _resampled_sums(
+    logits: np.ndarray, labels: np.ndarray, numbers: np.ndarray, resamples: int, world: "World"
+) -> np.ndarray:
     """Return doubled pairs, clicks, rows, loss and predicted clicks of this rank's range of scores, per resample.
 
-    Every row is drawn as often as a Poisson variable of mean 1 says. It depends on the row's score,
-    label, and number among the rows of the same score and label: not on the rank that has the row.
+    Every row is drawn as often as a Poisson variable of mean 1 says, which depends on the row's number alone.
     """
-    scores, *counts = score_range(logits + np.float32(0), labels, world)  # -0 becomes 0
-    rows_of_cell = np.stack(counts, axis=1).ravel()  # per score: clicks, then the others
+    columns = [labels.astype(np.int8), numbers]
+    scores, labels, numbers = by_score_range(logits + np.float32(0), columns, world)  # -0 becomes 0
+    scores, score_of_row = np.unique(scores, return_inverse=True)
+    cells = 2 * score_of_row + 1 - labels  # per score: clicks, then the others
+    order = np.lexsort((numbers, cells))
+    cells, identities = cells[order], numbers[order].view(np.uint64)
     label_of_cell = np.tile([1, 0], len(scores))
     score_of_cell = np.repeat(scores, 2).astype(np.float64)
     loss_of_cell = np.logaddexp(0.0, score_of_cell) - label_of_cell * score_of_cell
     predicted_of_cell = sigmoid(score_of_cell)
-    cells = np.repeat(np.arange(len(rows_of_cell)), rows_of_cell)
-    numbers = np.arange(len(cells)) - np.repeat(np.cumsum(rows_of_cell) - rows_of_cell, rows_of_cell)
-    identities = np.repeat(scores.view(np.uint32).astype(np.uint64) << np.uint64(32), 2)[cells]
-    identities |= (2 * numbers + label_of_cell[cells]).astype(np.uint64)
     sums = np.zeros((resamples, 5))
     with Progress("resampling the rows", resamples, "resamples", world) as progress:
         for number in range(resamples):
             points = rng.uniform(rng.stream_key(_BOOTSTRAP_SEED, number), identities)
-            drawn = np.bincount(cells, np.searchsorted(_POISSON, points, "right"), minlength=len(rows_of_cell))
+            drawn = np.bincount(cells, np.searchsorted(_POISSON, points, "right"), minlength=len(label_of_cell))
             clicks, others = drawn.astype(np.int64).reshape(-1, 2).T
             pairs = doubled_pairs(clicks, others)
             sums[number] = pairs, clicks.sum(), drawn.sum(), drawn @ loss_of_cell, drawn @ predicted_of_cell

@@ -27,5 +27,5 @@ def headline(values: Values) -> str:
 
 def update(metrics: BinaryMetrics, logits_B: Tensor, batch: CtrBatch) -> None:
     is_real = (batch.weights_B > 0).cpu().numpy()  # selecting on a GPU would make the host wait for it
-    columns = [logits_B, batch.labels_B, batch.weights_B, *([] if batch.groups_B is None else [batch.groups_B])]
-    metrics.update(*(column.cpu().numpy()[is_real] for column in columns))
+    columns = (logits_B, batch.labels_B, batch.weights_B, batch.groups_B, batch.numbers_B)
+    metrics.update(*(column if column is None else column.cpu().numpy()[is_real] for column in columns))

@@ -114,7 +114,7 @@ def test_intervals_are_those_of_a_bootstrap_that_draws_rows() -> None:
     logits = np.round(generator.normal(size=500), 2).astype(np.float32)
     labels = (generator.random(500) < 1 / (1 + np.exp(-logits))).astype(int)
     metrics = BinaryMetrics(resamples=1000)
-    metrics.update(logits, labels)
+    metrics.update(logits, labels, numbers=np.arange(500))
     values = metrics.compute(ALONE)
     probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
     drawn = [generator.integers(0, 500, 500) for _ in range(300)]
@@ -135,8 +135,22 @@ def test_intervals_are_those_of_a_bootstrap_that_draws_rows() -> None:
         assert values[f"low/{name}"] < values[name] < values[f"high/{name}"]  # type: ignore[operator]
 
 
+def test_intervals_depend_neither_on_the_order_of_rows_nor_on_the_last_bit_of_scores() -> None:
+    """Matrix products of batches of other sizes may round differently, as with another number of processes."""
+    generator = np.random.default_rng(4)
+    logits = generator.normal(size=200).astype(np.float32)
+    labels, order = generator.integers(0, 2, 200), generator.permutation(200)
+    found = []
+    for scores, rows in ((logits, np.arange(200)), (np.nextafter(logits, np.float32(9)), order)):
+        metrics = BinaryMetrics(resamples=20)
+        for part in np.split(rows, (70,)):
+            metrics.update(scores[part], labels[part], numbers=part)
+        found.append(metrics.compute(ALONE))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 def test_metrics_that_no_resample_defines_have_no_interval() -> None:
     metrics = BinaryMetrics(resamples=5)
-    metrics.update(np.array(logits_of(0.4, 0.8)), np.array([1, 1]))
+    metrics.update(np.array(logits_of(0.4, 0.8)), np.array([1, 1]), numbers=np.arange(2))
     assert {"low/auroc", "low/normalised_entropy"}.isdisjoint(metrics.compute(ALONE))
     assert "low/logloss" in metrics.compute(ALONE)

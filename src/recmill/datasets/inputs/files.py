@@ -33,6 +33,8 @@ def _matching(pattern: str, option: str) -> list[InputFile]:
         for path in sorted(map(Path, [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True))):  # noqa: PTH207
             local += _files_in(path) if path.is_dir() else [path]
         found = [*dict.fromkeys(local)]
+        if pipe := next((path for path in local if not path.is_file()), None):
+            raise DataError(f"{option} {pipe}: is no file, but rows are read more than once. Write them to a file.")
     if not found:
         near = "" if is_remote(pattern) else did_you_mean_path(pattern)
         raise DataError(
