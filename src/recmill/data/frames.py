@@ -20,7 +20,10 @@ def is_frame(value: object) -> bool:
 
 
 def as_polars(frame: Any, what: str) -> "pl.DataFrame":
-    """Convert a frame. Categories become text, as in files; raise DataError if a column has no single type."""
+    """Convert a frame. Categories become text, as in files; raise DataError if a column has no single type.
+
+    pandas keeps whole numbers as floats if one is missing, so its columns of floats without decimals are whole numbers.
+    """
     import polars as pl
 
     try:
@@ -31,7 +34,18 @@ def as_polars(frame: Any, what: str) -> "pl.DataFrame":
     except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
         reason = str(error.args[0] if error.args else error).splitlines()[0]
         raise DataError(f"{what}: {_bad_column(frame)} cannot be read ({reason}). Give it one type.") from None
-    return found.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
+    found = found.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
+    return _with_whole_numbers(found) if hasattr(frame, "iloc") else found
+
+
+def _with_whole_numbers(frame: "pl.DataFrame") -> "pl.DataFrame":
+    """Return a frame of pandas with whole numbers where no float has decimals, and null for NaN."""
+    import polars as pl
+
+    frame = frame.with_columns(pl.col(pl.Float32, pl.Float64).fill_nan(None))
+    floats = [column.drop_nulls() for column in frame.get_columns() if column.dtype.is_float()]
+    whole = [values.name for values in floats if len(values) and ((values % 1 == 0) & (values.abs() < 2**53)).all()]
+    return frame.with_columns(pl.col(whole).cast(pl.Int64))
 
 
 def _bad_column(frame: Any) -> str:
