@@ -185,6 +185,10 @@ def test_a_frame_passes_the_checks_of_a_file(tmp_path: Path) -> None:
             "input: row 2, column who: int after str; it cannot",
         ),
         (pl.DataFrame({"who": [], "what": []}, schema={"who": pl.String, "what": pl.Int64}), "input: no rows"),
+        (
+            pd.DataFrame([["a", 1, 2]], columns=["who", "what", "what"]),
+            r"input: the frame cannot be read \(.*non-unique.*\)\.$",
+        ),
     ]:
         with pytest.raises(DataError, match=message):
             prepare("histories", tmp_path / "d", input=frame, **COLUMNS, **KEEP_ALL)

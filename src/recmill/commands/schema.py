@@ -7,6 +7,7 @@ from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import flag, new_path
 from recmill.config.sections import Section
 from recmill.data.frames import as_polars, is_frame
+from recmill.errors import ConfigError
 from recmill.files.atomic import write_text
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def guess_schema(
     from recmill.datasets.inputs.frame import FrameFile
     from recmill.datasets.own_clicks.guessing import as_toml, guess
 
+    if not is_frame(input) and not isinstance(input, str | Path):
+        raise ConfigError(f"`input` is a {type(input).__name__}. Give a path, or a frame of pandas, Polars or Arrow.")
     path = new_path(output, "--output") if output is not None else None
     files: list[InputFile]
     files = [FrameFile(as_polars(input, "input"))] if is_frame(input) else found_files(str(input))

@@ -33,7 +33,9 @@ def as_polars(frame: Any, what: str) -> "pl.DataFrame":
         raise ConfigError(f"{what}: {error}. Install pyarrow, or give a Polars frame or a file.") from None
     except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
         reason = str(error.args[0] if error.args else error).splitlines()[0]
-        raise DataError(f"{what}: {_bad_column(frame)} cannot be read ({reason}). Give it one type.") from None
+        if column := _bad_column(frame):
+            raise DataError(f"{what}: {column} cannot be read ({reason}). Give it one type.") from None
+        raise DataError(f"{what}: the frame cannot be read ({reason.rstrip('.')}).") from None
     found = found.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
     return _with_whole_numbers(found) if hasattr(frame, "iloc") else found
 
@@ -49,13 +51,16 @@ def _with_whole_numbers(frame: "pl.DataFrame") -> "pl.DataFrame":
 
 
 def _bad_column(frame: Any) -> str:
-    """Name the column of a pandas frame that holds values of several types, and the row of the first that differs."""
+    """Name the column of a pandas frame that holds values of several types, and the row of the first that differs.
+
+    Return an empty text if there is none, as in a frame in which two columns have the same name.
+    """
     for name in getattr(frame, "columns", []):
         kinds = [type(value) for value in frame[name]]
         for row, kind in enumerate(kinds, 1):
             if kind is not kinds[0] and kind not in (float, type(None)):  # a float may be pandas' missing value
                 return f"row {row:,}, column {name}: {kind.__name__} after {kinds[0].__name__}; it"
-    return "the frame"
+    return ""
 
 
 def converted(frame: "pl.DataFrame", kind: Kind) -> "AnyFrame":
