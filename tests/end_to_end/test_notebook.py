@@ -1,12 +1,13 @@
-"""The notebook of the docs runs, and still prints what is stored in it."""
+"""The notebooks of the docs run, and still print what is stored in them."""
 
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs").glob("*.ipynb"))
 
 
 def kinds_of_output(notebook: Any) -> list[list[str]]:
@@ -15,9 +16,10 @@ def kinds_of_output(notebook: Any) -> list[list[str]]:
     return [[kind for output in cell for kind in sorted(output.get("data", {"text": ""}))] for cell in shown]
 
 
-def test_the_notebook_runs_and_shows_what_is_stored_in_it(tmp_path: Path) -> None:
-    stored = nbformat.read(NOTEBOOK, as_version=4)
-    fresh = nbformat.read(NOTEBOOK, as_version=4)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_runs_and_shows_what_is_stored_in_it(tmp_path: Path, notebook: Path) -> None:
+    stored = nbformat.read(notebook, as_version=4)
+    fresh = nbformat.read(notebook, as_version=4)
     NotebookClient(
         fresh, timeout=200, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()  # raises if a cell fails

@@ -243,6 +243,11 @@ def test_what_cannot_be_guessed_is_an_error_and_no_file(tmp_path: Path, text: st
     assert not (tmp_path / "out.toml").exists()
 
 
+def test_what_is_neither_a_path_nor_a_frame_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`input` is a dict"):
+        recmill.guess_schema({"click": [0, 1]}, "click")
+
+
 def test_lists_and_dates_of_parquet_are_recognized(tmp_path: Path) -> None:
     frame = drawn().select(
         "click",

@@ -526,6 +526,40 @@ def test_a_log_is_prepared_in_one_go_with_any_names_of_columns(tmp_path: Path) -
         recmill.prepare("clicks", tmp_path / "e", input=str(tmp_path / "log.csv"))
 
 
+@pytest.mark.parametrize("kind", ["polars", "lazy", "pandas", "arrow"])
+def test_a_frame_gives_what_its_parquet_file_gives(tmp_path: Path, kind: str) -> None:
+    draw = np.random.default_rng(1)
+    log = pl.DataFrame(
+        {
+            "user_id": [None if row % 9 == 0 else row % 7 for row in range(400)],  # floats in pandas
+            "genres": [["a", "b"][: row % 3] for row in range(400)],
+            "price": [None if row % 8 == 0 else row / 8 for row in range(400)],
+            "shown_at": [datetime(2026, 3, 1 + row // 40, row % 24) for row in range(400)],
+            "clicked": draw.random(400) < 0.5,
+        }
+    )
+    frames: dict[str, Callable[[], Any]] = {
+        "polars": lambda: log,
+        "lazy": log.lazy,
+        "pandas": log.to_pandas,
+        "arrow": log.to_arrow,
+    }
+    log.write_parquet(tmp_path / "log.parquet")
+    found = recmill.guess_schema(frames[kind](), label="clicked", output=tmp_path / "frame.toml")
+    assert found["columns"] == recmill.guess_schema(tmp_path / "log.parquet", "clicked", tmp_path / "f.toml")["columns"]
+    assert (found["input"], found["columns"][1]["guess"]) == ("frame", "categorical")
+    schema = str(tmp_path / "f.toml")
+    recmill.prepare("clicks", tmp_path / "frame", input=frames[kind](), schema_file=schema)
+    recmill.prepare("clicks", tmp_path / "file", input=str(tmp_path / "log.parquet"), schema_file=schema)
+    for path in sorted((tmp_path / "file").glob("*.np?")):
+        assert (tmp_path / "frame" / path.name).read_bytes() == path.read_bytes(), path.name
+    recmill.prepare("clicks", tmp_path / "frame", input=frames[kind](), schema_file=schema)  # again: nothing to do
+    with pytest.raises(DataError, match="holds another dataset"):
+        recmill.prepare("clicks", tmp_path / "frame", input=log.reverse(), schema_file=schema)
+    with pytest.raises(DataError, match="input: no column 'price'; it has user_id"):
+        recmill.prepare("clicks", tmp_path / "less", input=log.drop("price"), schema_file=schema)
+
+
 def test_labels_without_any_click_are_listed_with_their_counts(prepared: Prepare) -> None:
     label = {"column": "click", "positive": ["yes"]}
     with pytest.raises(DataError, match=r"no row is a click\. Its values: '[01]' \(5 rows\), '[01]' \(5 rows\)"):
@@ -551,6 +585,8 @@ def test_a_missing_schema_says_how_to_make_one(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text(GOOD)
     with pytest.raises(ConfigError, match=r"absent.toml: no such file\. Make one from the log: recmill schema"):
         recmill.prepare("clicks", tmp_path / "d", input=str(tmp_path / "log.csv"), schema_file="absent.toml")
+    with pytest.raises(ConfigError, match="--schema is the text of a schema, not a file"):
+        recmill.prepare("clicks", tmp_path / "d", input="log.csv", schema_file='[label]\ncolumn = "click"\n')
 
 
 def test_parts_of_times_that_training_never_had_count_as_unseen(prepared: Prepare) -> None:

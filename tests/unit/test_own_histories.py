@@ -177,13 +177,18 @@ def test_a_frame_passes_the_checks_of_a_file(tmp_path: Path) -> None:
 
     for frame, message in [
         (pd.DataFrame({"who": ["a", None], "what": [1, 2]}), "input: row 2, column who: missing. Remove such rows."),
-        (pd.DataFrame({"who": ["a", "b"], "what": [1, None]}), "input: column 'what' is Float64, not text or whole"),
+        (pd.DataFrame({"who": ["a", "b"], "what": [1, None]}), "input: row 2, column what: missing. Remove such rows."),
+        (pd.DataFrame({"who": ["a", "b"], "what": [1, 2.5]}), "input: column 'what' is Float64, not text or whole"),
         (pl.DataFrame({"who": ["a"]}), "input: no column 'what'; it has: who"),
         (
             pd.DataFrame({"who": ["a", 1], "what": [1, 2]}, dtype=object),
             "input: row 2, column who: int after str; it cannot",
         ),
         (pl.DataFrame({"who": [], "what": []}, schema={"who": pl.String, "what": pl.Int64}), "input: no rows"),
+        (
+            pd.DataFrame([["a", 1, 2]], columns=["who", "what", "what"]),
+            r"input: the frame cannot be read \(.*non-unique.*\)\.$",
+        ),
     ]:
         with pytest.raises(DataError, match=message):
             prepare("histories", tmp_path / "d", input=frame, **COLUMNS, **KEEP_ALL)

@@ -42,6 +42,7 @@ def test_curves_show_the_loss_and_the_headline_metrics_of_all_runs(runs: list[Pa
 
 def test_other_metrics_can_be_chosen_and_a_png_be_written(runs: list[Path], tmp_path: Path) -> None:
     path = recmill.plot(runs[0], metric=["logloss"], output=tmp_path / "a.png")
+    assert recmill.plot(runs[0], metric="logloss", output=tmp_path / "a.svg").is_file(), "a single name"
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"--metric: unknown metric 'loglos'\. Did you mean 'logloss'\?"):
         recmill.plot(runs[0], metric=["loglos"])

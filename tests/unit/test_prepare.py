@@ -158,6 +158,10 @@ def test_unknown_datasets_and_options_name_the_nearest(tmp_path: Path) -> None:
         prepare("random-clicks", tmp_path / "d", row=100)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="--rows: should be a valid integer, got 'many'"):
         prepare("random-clicks", tmp_path / "d", rows="many")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^--input is missing\.$"):
+        prepare("histories", tmp_path / "d")
+    with pytest.raises(ConfigError, match=r"^--only: give a list, like \['a=b'\]\.$"):
+        prepare("histories", tmp_path / "d", input="x.csv", only="a=b")  # type: ignore[arg-type]
 
 
 def test_one_number_for_tables_is_no_size_of_a_million_rows(tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ class Options(Section):
 
 
 @checked_keywords
-def plot(*runs: str | Path, metric: Sequence[str] = (), x: Axis = "step", output: str | Path = "curves.svg") -> Path:
+def plot(
+    *runs: str | Path, metric: str | Sequence[str] = (), x: Axis = "step", output: str | Path = "curves.svg"
+) -> Path:
     """Draw the training loss and validation metrics of `runs` by step or epoch, and return the path of the file."""
     if not runs:
         raise ConfigError("Nothing to plot: name at least one run.")
@@ -47,10 +49,11 @@ def plot(*runs: str | Path, metric: Sequence[str] = (), x: Axis = "step", output
     validations = {name: frame.filter(frame["split"] == "val") for name, frame in histories.items()}
     filled = (name for frame in validations.values() for name in frame.columns if frame[name].count())
     known = dict.fromkeys(name for name in filled if name not in _NOT_METRICS)
-    for name in metric:
+    named = [metric] if isinstance(metric, str) else metric
+    for name in named:
         if name not in known:
             raise ConfigError(f"--metric: {registry.unknown('metric', name, known)}")
-    shown = metric or [name for name in dict.fromkeys(run_report(run).metric for run in runs) if name]
+    shown = named or [name for name in dict.fromkeys(run_report(run).metric for run in runs) if name]
     figure = new_figure(1 + len(shown))
     _draw(figure.axes[0], "training loss", histories, column, "loss")
     for axes, name in zip(figure.axes[1:], shown, strict=True):

@@ -51,7 +51,7 @@ class PrepareOptions(TypedDict, total=False):
     on_bad_row: Literal["fail", "skip"]
     max_bad_rows: int | None
     # clicks
-    schema_file: str | None
+    schema_file: str | Path | None
     label: str | None
     # histories, movielens, goodreads
     layout: Literal["rows", "lines", "jsonl"]
@@ -103,12 +103,13 @@ def prepare(
     """Write dataset `name` to `output` and return its description; an identical dataset there is left as it is.
 
     Options are those of `recmill prepare NAME --help`, with underscores: prepare("synthetic-clicks", "d", rows=1000).
-    An interrupted call, repeated, resumes. `input` of "histories" may be a frame of pandas, Polars or Arrow.
+    An interrupted call, repeated, resumes. `input` of "clicks" and "histories" may be a frame of pandas,
+    Polars or Arrow.
     """
     module = cast(DatasetModule, registry.load(registry.DATASETS, name, "dataset"))
     frame = options.get("input") if is_frame(options.get("input")) else None
     if frame is not None and not hasattr(module, "plan_frame"):
-        raise ConfigError(f"{name}: `input` is a path, not a frame. Frames are for 'histories'.")
+        raise ConfigError(f"{name}: `input` is a path, not a frame. Frames are for 'clicks' and 'histories'.")
     checked = checked_options(name, module.Options, {**options, **({} if frame is None else {"input": "frame"})})
     log.info("preparing %s in %s", name, output)
     if frame is None:

@@ -1,14 +1,17 @@
 """`recmill schema`: guess what the columns of a click log are, and write a schema to edit."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import flag, new_path
 from recmill.config.sections import Section
-from recmill.data.frames import is_frame
+from recmill.data.frames import as_polars, is_frame
 from recmill.errors import ConfigError
 from recmill.files.atomic import write_text
+
+if TYPE_CHECKING:
+    from recmill.data.frames import AnyFrame
 
 
 class Options(Section):
@@ -22,7 +25,7 @@ class Options(Section):
 
 @checked_keywords
 def guess_schema(
-    input: str | Path,
+    input: "str | Path | AnyFrame",
     label: str | None = None,
     output: str | Path | None = None,
     *,
@@ -31,18 +34,21 @@ def guess_schema(
     encoding: str = "utf-8",
 ) -> dict[str, Any]:
     """Return {"schema": the text of the schema, "columns": [{"column", "guess", "why"}, ...], "input": the log,
-    "output": where the schema was written, or None}.
+    "output": where the schema was written, or None}. `input` may be a frame of pandas, Polars or Arrow.
 
     The guesses are made from the first rows of each file, 40,000 in all. The label is never guessed.
     """
+    from recmill.datasets.compressed import InputFile
     from recmill.datasets.inputs.detection import described
     from recmill.datasets.inputs.files import found_files
+    from recmill.datasets.inputs.frame import FrameFile
     from recmill.datasets.own_clicks.guessing import as_toml, guess
 
-    if is_frame(input):
-        raise ConfigError("`input` is a path, not a frame: write it to a file first.")
+    if not is_frame(input) and not isinstance(input, str | Path):
+        raise ConfigError(f"`input` is a {type(input).__name__}. Give a path, or a frame of pandas, Polars or Arrow.")
     path = new_path(output, "--output") if output is not None else None
-    files = found_files(str(input))
+    files: list[InputFile]
+    files = [FrameFile(as_polars(input, "input"))] if is_frame(input) else found_files(str(input))
     section = described(files[0], separator, columns=columns or [], encoding=encoding)
     section, clicks, guesses = guess(files, label, section)
     assert label
@@ -52,4 +58,9 @@ def guess_schema(
         write_text(path, text)
     rows = [{"column": label, "guess": "label", "why": f"clicks: {', '.join(clicks.positive) or '1, true'}"}]
     rows += [{"column": found.column, "guess": found.kind, "why": found.why} for found in guesses]
-    return {"schema": text, "columns": rows, "input": str(input), "output": str(path) if path else None}
+    return {
+        "schema": text,
+        "columns": rows,
+        "input": "frame" if is_frame(input) else str(input),
+        "output": str(path) if path else None,
+    }

@@ -40,6 +40,10 @@ def checked_options(command: str, options_class: type[OptionsT], options: dict[s
                 lines.append(str(problem["ctx"]["error"]))
             elif problem["type"] == "extra_forbidden":
                 lines.append(unknown(f"option of {command}", key, options_class.model_fields))
+            elif problem["type"] == "missing":
+                lines.append(f"--{key.replace('_', '-')} is missing.")
+            elif problem["type"] == "list_type" and isinstance(problem["input"], str):
+                lines.append(f"--{key.replace('_', '-')}: give a list, like {[problem['input']]!r}.")
             else:
                 message = problem["msg"].replace("Input should be", "should be")
                 lines.append(f"--{key.replace('_', '-')}: {message}, got {problem['input']!r}.")

@@ -20,7 +20,10 @@ def is_frame(value: object) -> bool:
 
 
 def as_polars(frame: Any, what: str) -> "pl.DataFrame":
-    """Convert a frame. Categories become text, as in files; raise DataError if a column has no single type."""
+    """Convert a frame. Categories become text, as in files; raise DataError if a column has no single type.
+
+    pandas keeps whole numbers as floats if one is missing, so its columns of floats without decimals are whole numbers.
+    """
     import polars as pl
 
     try:
@@ -30,18 +33,34 @@ def as_polars(frame: Any, what: str) -> "pl.DataFrame":
         raise ConfigError(f"{what}: {error}. Install pyarrow, or give a Polars frame or a file.") from None
     except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
         reason = str(error.args[0] if error.args else error).splitlines()[0]
-        raise DataError(f"{what}: {_bad_column(frame)} cannot be read ({reason}). Give it one type.") from None
-    return found.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
+        if column := _bad_column(frame):
+            raise DataError(f"{what}: {column} cannot be read ({reason}). Give it one type.") from None
+        raise DataError(f"{what}: the frame cannot be read ({reason.rstrip('.')}).") from None
+    found = found.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
+    return _with_whole_numbers(found) if hasattr(frame, "iloc") else found
+
+
+def _with_whole_numbers(frame: "pl.DataFrame") -> "pl.DataFrame":
+    """Return a frame of pandas with whole numbers where no float has decimals, and null for NaN."""
+    import polars as pl
+
+    frame = frame.with_columns(pl.col(pl.Float32, pl.Float64).fill_nan(None))
+    floats = [column.drop_nulls() for column in frame.get_columns() if column.dtype.is_float()]
+    whole = [values.name for values in floats if len(values) and ((values % 1 == 0) & (values.abs() < 2**53)).all()]
+    return frame.with_columns(pl.col(whole).cast(pl.Int64))
 
 
 def _bad_column(frame: Any) -> str:
-    """Name the column of a pandas frame that holds values of several types, and the row of the first that differs."""
+    """Name the column of a pandas frame that holds values of several types, and the row of the first that differs.
+
+    Return an empty text if there is none, as in a frame in which two columns have the same name.
+    """
     for name in getattr(frame, "columns", []):
         kinds = [type(value) for value in frame[name]]
         for row, kind in enumerate(kinds, 1):
             if kind is not kinds[0] and kind not in (float, type(None)):  # a float may be pandas' missing value
                 return f"row {row:,}, column {name}: {kind.__name__} after {kinds[0].__name__}; it"
-    return "the frame"
+    return ""
 
 
 def converted(frame: "pl.DataFrame", kind: Kind) -> "AnyFrame":

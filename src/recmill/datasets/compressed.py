@@ -8,10 +8,11 @@ from pathlib import Path
 import xxhash
 import zstandard
 
+from recmill.datasets.inputs.frame import FrameFile
 from recmill.datasets.inputs.remote import RemoteFile
 from recmill.errors import DataError
 
-InputFile = Path | RemoteFile
+InputFile = Path | RemoteFile | FrameFile
 
 SUFFIXES = ("", ".gz", ".zst")
 _SAMPLE_BYTES = 1 << 20
@@ -88,7 +89,7 @@ def forecast_items(path: InputFile) -> int:
 
 def file_state(path: InputFile) -> list[int | str]:
     """Return the size of a file, and what changes when its content does."""
-    return [path.stat().st_size, path.version if isinstance(path, RemoteFile) else path.stat().st_mtime_ns]
+    return [path.stat().st_size, path.stat().st_mtime_ns if isinstance(path, Path) else path.version]
 
 
 def sample_digest(path: InputFile) -> str:
@@ -96,7 +97,7 @@ def sample_digest(path: InputFile) -> str:
 
     Of a file in object storage it is the version that the store gives.
     """
-    if isinstance(path, RemoteFile):
+    if not isinstance(path, Path):
         return path.version
     size = path.stat().st_size
     starts: Iterable[int] = range(0, size, _SAMPLE_BYTES)

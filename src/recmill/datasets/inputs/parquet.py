@@ -9,6 +9,7 @@ import polars as pl
 
 from recmill.data.parquet_files import reading
 from recmill.datasets.compressed import InputFile
+from recmill.datasets.inputs.frame import FrameFile
 from recmill.errors import ConfigError, DataError
 
 _BLOCK_ROWS = 1 << 17
@@ -16,6 +17,8 @@ _BLOCK_ROWS = 1 << 17
 
 def types_of(file: InputFile) -> dict[str, pl.DataType]:
     """Return the columns and their types in the file."""
+    if isinstance(file, FrameFile):
+        return dict(file.frame.schema)
     if isinstance(file, Path):
         with reading(file, "Get it again."):
             return dict(pl.read_parquet_schema(file))
@@ -24,6 +27,8 @@ def types_of(file: InputFile) -> dict[str, pl.DataType]:
 
 
 def rows_of(file: InputFile) -> int:
+    if isinstance(file, FrameFile):
+        return file.frame.height
     if isinstance(file, Path):
         with reading(file, "Get it again."):
             return int(pl.scan_parquet(file).select(pl.len()).collect().item())
@@ -35,6 +40,9 @@ def frames(file: InputFile, columns: list[str]) -> Iterator[pl.DataFrame]:
     """Yield these columns of all rows, in order."""
     types = types_of(file)
     chosen = [_converted(str(file), column, types[column]) for column in columns]
+    if isinstance(file, FrameFile):
+        yield from (part.select(chosen) for part in file.frame.iter_slices(_BLOCK_ROWS))
+        return
     if isinstance(file, Path):
         with reading(file, "Get it again."):
             selected = pl.scan_parquet(file).select(chosen)

@@ -4,6 +4,7 @@ from typing import Literal
 
 from recmill.config.sections import Section, key
 from recmill.datasets.compressed import InputFile
+from recmill.datasets.inputs.frame import FrameFile
 
 Kind = Literal["text", "jsonl", "parquet"]
 
@@ -41,6 +42,8 @@ class InputSection(Section):
         return self.quotes and len(self.separator.encode()) == 1
 
     def kind_of(self, file: InputFile) -> Kind:
+        if isinstance(file, FrameFile):
+            return "parquet"
         if self.kind != "auto":
             return self.kind
         name = file.name.lower()

@@ -255,6 +255,8 @@ class ClicksSchema(Section):
 
 def load_schema(path: Path) -> ClicksSchema:
     """Read and check the file, and name features after their columns. All problems are reported at once."""
+    if "\n" in str(path):  # what `guess_schema` returns
+        raise ConfigError("--schema is the text of a schema, not a file. Write the text to a file, and name this file.")
     if not path.exists():
         near = did_you_mean_path(path)
         raise ConfigError(

@@ -7,9 +7,9 @@ with every run that is trained on it, so that `recmill predict` encodes new rows
 import logging
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from recmill.data.recipes import RECIPE_FILE, vocabulary_file
 from recmill.datasets.compressed import InputFile, expansion, file_state, sample_digest
 from recmill.datasets.inputs.detection import described
 from recmill.datasets.inputs.files import distinct_names
+from recmill.datasets.inputs.frame import FrameFile
 from recmill.datasets.inputs.reading import num_rows
 from recmill.datasets.own_clicks.coding import Coder, can_be_numbered
 from recmill.datasets.own_clicks.encoding import Encoder, Recipe
@@ -41,7 +42,7 @@ from recmill.hardware.cpu import num_cores
 from recmill.observe.progress import Progress
 from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange
 
-__all__ = ["Options", "plan", "write"]
+__all__ = ["Options", "plan", "plan_frame", "write"]
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +79,21 @@ class Plan:
 
 
 def plan(options: Options) -> Plan:
+    return _plan(options, lambda: found_files(options.input))
+
+
+def plan_frame(options: Options, frame: pl.DataFrame) -> Plan:
+    """Plan to read a frame instead of the files of `options.input`, with the same checks."""
+    found = _plan(options, lambda: [FrameFile(frame)])
+    return replace(found, files=[FrameFile(frame.select(found.log.columns()))])
+
+
+def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
     if (options.schema_file is None) == (options.label is None):
         fact = "Both --schema and --label are given" if options.label else "Neither --schema nor --label is given"
         raise ConfigError(f"{fact}. Give --schema, or --label COLUMN to guess a schema.")
     log_schema = load_schema(Path(options.schema_file)) if options.schema_file else None
-    files = found_files(options.input)
+    files = find()
     guessed = ""
     if log_schema is None:
         section = described(files[0], None)
