@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,5 +28,9 @@ def headline(values: Values) -> str:
 
 def update(metrics: BinaryMetrics, logits_B: Tensor, batch: CtrBatch) -> None:
     is_real = (batch.weights_B > 0).cpu().numpy()  # selecting on a GPU would make the host wait for it
-    columns = (logits_B, batch.labels_B, batch.weights_B, batch.groups_B, batch.numbers_B)
-    metrics.update(*(column if column is None else column.cpu().numpy()[is_real] for column in columns))
+
+    def real(column: Tensor) -> np.ndarray:
+        return column.cpu().numpy()[is_real]
+
+    groups, numbers = (None if column is None else real(column) for column in (batch.groups_B, batch.numbers_B))
+    metrics.update(real(logits_B), real(batch.labels_B), real(batch.weights_B), groups, numbers)
