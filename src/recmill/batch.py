@@ -43,7 +43,6 @@ class _TensorBatch(Pipelineable):
 @dataclass
 class CtrBatch(_TensorBatch):
     """Rows of a click log. A row of weight 0 is a filler for a rank with fewer rows and must count nowhere.
-    A row whose own weight is 0 counts only in batch norm.
 
     `row_keys_B` identifies each row in training, for networks with dropout or batch norm; -1: a filler.
     """

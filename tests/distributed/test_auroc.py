@@ -95,8 +95,8 @@ type = "numeric"
 """
 
 
-def test_weights_and_groups_reach_losses_and_metrics_for_any_number_of_processes(tmp_path: Path) -> None:
-    """Metrics against scikit-learn's, from the scores of `predict`; a row of weight 0 counts nowhere."""
+def weighted_log(directory: Path) -> pl.DataFrame:
+    """Prepare a dataset in `directory`/data and return its log. A quarter of the rows have weight 0."""
     generator = np.random.default_rng(3)
     x = generator.normal(size=600)
     frame = pl.DataFrame(
@@ -107,11 +107,17 @@ def test_weights_and_groups_reach_losses_and_metrics_for_any_number_of_processes
             "weight": generator.choice([0.0, 0.5, 1.0, 4.0], 600),
         }
     )
-    frame.write_csv(tmp_path / "log.csv")
-    (tmp_path / "schema.toml").write_text(SCHEMA)
+    frame.write_csv(directory / "log.csv")
+    (directory / "schema.toml").write_text(SCHEMA)
     recmill.prepare(
-        "clicks", tmp_path / "data", input=str(tmp_path / "log.csv"), schema_file=str(tmp_path / "schema.toml")
+        "clicks", directory / "data", input=str(directory / "log.csv"), schema_file=str(directory / "schema.toml")
     )
+    return frame
+
+
+def test_weights_and_groups_reach_losses_and_metrics_for_any_number_of_processes(tmp_path: Path) -> None:
+    """Metrics against scikit-learn's, from the scores of `predict`; a row of weight 0 counts nowhere."""
+    frame = weighted_log(tmp_path)
     config = {
         "data": {"path": str(tmp_path / "data")},
         "model": {"name": "deepfm", "embedding_dim": 6, "deep_mlp": [8], "batch_norm": True},
@@ -142,3 +148,19 @@ def test_weights_and_groups_reach_losses_and_metrics_for_any_number_of_processes
     )
     with pytest.raises(ConfigError, match=r"no kept column 'usr'; it keeps user. Name it in keep.columns"):
         recmill.train(config | {"eval": {"group": "usr"}}, tmp_path / "bad")
+
+
+def test_rows_of_weight_0_are_not_trained_wherever_the_tables_are(tmp_path: Path) -> None:
+    """L2 changes every row that is looked up. A batch of one row of weight 0 would have no loss."""
+    train_rows = weighted_log(tmp_path)[:360]
+    config = {
+        "data": {"path": str(tmp_path / "data")},
+        "model": {"name": "fm", "embedding_dim": 4},
+        "optim": {"dense": {"name": "sgd", "lr": 0.1}, "tables": {"name": "sgd", "lr": 0.2, "l2": 0.2}},
+        "train": {"device": "cpu", "global_batch_size": 5, "log_every_steps": 1, "num_epochs": 1},
+    }
+    train(config, tmp_path / "1")
+    train(config, tmp_path / "2", procs=2, overrides=["sharding.default=data_parallel"])
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=2e-5)
+    train(config, tmp_path / "single", overrides=["train.global_batch_size=1"])
+    assert len(losses(tmp_path / "single")) == (train_rows["weight"] > 0).sum()

@@ -195,7 +195,7 @@ def test_contradictions_are_reported_together_with_all_other_problems(tmp_path: 
         '[optim.dense]\nname = "sgd"\neps = 1e-8\nlr = "fast"\n'
         "[optim.schedule]\nwarmup_steps = 5\ngamma = 0.5\n"
         "[train]\nloss_scale = 8\n"
-        "[eval]\ntarget_auroc = 0.8\n",
+        "[eval]\ntarget_auroc = 0.8\ngroup = 'user'\n",
         encoding="utf-8",
     )
     expected = [
@@ -208,6 +208,7 @@ def test_contradictions_are_reported_together_with_all_other_problems(tmp_path: 
         "--set: checkpoint.row_bits = 8 without checkpoint.full_every does nothing.",
         f"{file}: model.embedding_dim = 64 is not a multiple of model.num_heads = 3.",
         f"{file}: eval.target_auroc: model 'bert4rec' is not measured by AUROC.",
+        f"{file}: eval.group: model 'bert4rec' is not measured by AUROC.",
     ]
     with pytest.raises(ConfigError) as caught:
         load_config(file, ["checkpoint.row_bits=8"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recmill import train, write_items
+from recmill import evaluate, train, write_items
 from recmill.commands.assemble import build_source, model_module, open_trained_run, task_module, unsharded_network
 from recmill.config import Config, load_config
 from recmill.data.click_rows import concatenate
@@ -59,10 +59,12 @@ def test_an_epoch_has_every_clicked_row_once_and_the_items_of_its_batches(clicks
     assert sorted(found) == sorted(map(tuple, clicked[:, [0, 1, 3]].tolist()))
 
 
-def test_evaluation_ranks_every_clicked_row_among_all_items_of_the_dataset(clicks: Path) -> None:
-    every = {item for split in ("train", "val", "test") for item in rows_of(clicks, split).ids[:, 1].tolist()}
-    stored = rows_of(clicks, "val")
-    (batch,) = source_of(clicks).eval_batches("val")
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_evaluation_ranks_every_clicked_row_among_all_items_up_to_its_split(split: str, clicks: Path) -> None:
+    read = {"val": ("train", "val"), "test": ("train", "val", "test")}[split]
+    every = {item for known in read for item in rows_of(clicks, known).ids[:, 1].tolist()}
+    stored = rows_of(clicks, split)
+    (batch,) = source_of(clicks).eval_batches(split)
     items = dict(zip(batch.sparse.keys(), batch.sparse.values().split(batch.sparse.length_per_key()), strict=True))[
         "C2"
     ]
@@ -78,6 +80,42 @@ def test_three_ranks_share_a_batch_and_have_the_same_items(clicks: Path) -> None
     for share in shares:
         torch.testing.assert_close(share.log_inclusion_C, whole.log_inclusion_C)
         assert share.dense_SF.shape == shares[0].dense_SF.shape
+
+
+def test_the_test_split_is_read_for_a_test_only(clicks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    class Noted(SplitRows):
+        def __init__(self, dataset: Dataset, split: str, *others: Any) -> None:
+            opened.append(split)
+            super().__init__(dataset, split, *others)
+
+    monkeypatch.setattr("recmill.data.retrieval.SplitRows", Noted)
+    source = source_of(clicks)
+    next(source.train_batches(0, 0))
+    assert opened == ["train"]
+    assert source.num_eval_batches("val") == len(list(source.eval_batches("val")))
+    assert opened == ["train", "val"]
+
+
+def test_rows_count_with_their_weights_and_those_of_weight_0_are_no_requests(
+    clicks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights(rows: SplitRows) -> np.ndarray:
+        return np.arange(len(rows), dtype=np.float32) % 3
+
+    monkeypatch.setattr(SplitRows, "weights", property(weights))
+    stored = rows_of(clicks, "train")
+    is_request = (stored.labels == 1) & (np.arange(len(stored)) % 3 > 0)
+    expected = [
+        *zip(stored.ids[is_request, 0].tolist(), (np.arange(len(stored)) % 3)[is_request].tolist(), strict=True)
+    ]
+    found: list[tuple[int, float]] = []
+    for rank in range(2):
+        for batch in source_of(clicks, rank, 2).train_batches(0, 0):
+            real = batch.weights_R > 0
+            found += zip(batch.sparse["C1"].values().tolist(), batch.weights_R[real].tolist(), strict=True)
+    assert sorted(found) == sorted(expected)
 
 
 def reference_vectors(rows: Any, tables: dict[str, Tensor], columns: list[int], dense: list[int], tower: Any) -> Tensor:
@@ -157,6 +195,13 @@ def test_the_vectors_of_items_are_those_that_score_requests(clicks: Path, tmp_pa
     expected = reference_vectors(every[first], tables, [1, 2], [1], network.items)
     assert frame["id"].to_list() == ids.tolist() and written["items"] == len(ids)
     torch.testing.assert_close(torch.tensor(frame["vector"].to_list()), expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_is_evaluated_with_other_cut_offs(clicks: Path, tmp_path: Path) -> None:
+    config, _ = parts(clicks)
+    train(config.as_dict() | {"train": {"max_steps": 1, "device": "cpu"}}, tmp_path / "run")
+    found = evaluate(tmp_path / "run", ks=[3, 10_000])
+    assert "all/hr@3" in found and found["all/hr@10000"] == 1
 
 
 def test_other_models_have_no_vectors_of_items(dlrm: dict[str, Any], tmp_path: Path) -> None:

@@ -141,6 +141,13 @@ def test_step_equals_torch_s_step_lr() -> None:
         torch_s.step()
 
 
+def test_plateau_never_raises_a_rate_to_an_end_that_is_above_it() -> None:
+    schedule = Schedule(name="plateau", gamma=0.1, end_lr=0.05)
+    steps = run_steps(settings({}), 10)
+    assert [learning_rate(schedule, steps, 1.0, 5, cuts) for cuts in range(3)] == pytest.approx([1.0, 0.1, 0.05])
+    assert [learning_rate(schedule, steps, 0.01, 5, cuts) for cuts in range(3)] == [0.01] * 3
+
+
 def test_constant_is_constant() -> None:
     assert rates(3) == [8, 8, 8]
 

@@ -69,6 +69,14 @@ def test_the_best_trial_wins_without_a_look_at_the_test_split(config: Path, tmp_
     assert again == found, "nothing is left to do"
 
 
+def test_trials_that_are_added_do_not_repeat_earlier_ones(config: Path, tmp_path: Path) -> None:
+    space = write_space(tmp_path, '"optim.dense.lr" = {low = 0.001, high = 0.1, log = true}\n')
+    recmill.tune(config, space, tmp_path / "study", trials=1)
+    found = recmill.tune(config, space, tmp_path / "study", trials=2)
+    first, second = (trial["values"]["optim.dense.lr"] for trial in found["trials"])
+    assert first != second
+
+
 def test_a_study_that_is_killed_resumes_and_a_failed_trial_does_not_end_it(config: Path, tmp_path: Path) -> None:
     space = write_space(tmp_path, '"optim.dense.lr" = {low = 0.001, high = 0.1, log = true}\n')
     words = ["tune", config, "--space", space, "--output", tmp_path / "study", "--trials", "2"]

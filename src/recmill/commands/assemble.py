@@ -113,8 +113,6 @@ def open_matching_dataset(config: Config, verify: Checks = "sizes") -> Dataset:
         if config.settings.data.train_on_validation:
             raise ConfigError("'data.train_on_validation' is for histories, and these are clicks. Remove it.")
         _check_evaluation(config, dataset)
-    elif config.settings.eval.group:
-        raise ConfigError("'eval.group' is for clicks, and these are histories. Remove it.")
     _check_table_names(config, table_specs(config, dataset))
     if config.settings.data.multi_hot.sizes:
         _check_multi_hot(config, dataset)

@@ -157,7 +157,9 @@ def _check_metrics(config: Config, dataset: Dataset, options: Options) -> None:
     if dataset.description.kind != "histories":
         if options.bootstrap and dataset.clicks.weights:
             raise ConfigError("--bootstrap: rows with weights have no intervals. Leave it out.")
-        ranking = {"protocol": options.protocols, "k": options.ks, "per-user": options.per_user_file}
+        ranking: dict[str, Any] = {"protocol": options.protocols, "per-user": options.per_user_file}
+        if assemble.model_module(config).TASK == "ctr":
+            ranking["k"] = options.ks
         for name, value in ranking.items():
             if value:
                 raise ConfigError(f"--{name} is for sequence models, and '{config.model_name}' is none. Leave it out.")

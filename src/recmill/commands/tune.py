@@ -118,9 +118,10 @@ def tune(
             study_name="recmill",
             direction="maximize",
             load_if_exists=True,
-            sampler=optuna.samplers.TPESampler(seed=options.seed),
             pruner=optuna.pruners.MedianPruner() if options.prune else optuna.pruners.NopPruner(),
         )
+        # Its first draws depend on the seed alone: with the same one, trials that are added would repeat earlier ones.
+        study.sampler = optuna.samplers.TPESampler(seed=options.seed + len(study.get_trials(deepcopy=False)))
         _Study(optuna, study, parameters, directory, options).run()
         return _report(study, parameters, base, directory)
 
@@ -246,12 +247,12 @@ class _Study:
     def _has_ended(self, job: _Running) -> bool:
         """Report new validations to the study; end the trial if it is hopeless, and note how it ended."""
         states = self._optuna.trial.TrialState
+        code = job.process.poll()  # first, so that all validations of a trial that has ended are read
         validations = _validations(job.run)
         for index, value in enumerate(validations):
             if index not in job.reported:
                 job.trial.report(value, index)
                 job.reported.add(index)
-        code = job.process.poll()
         if code is None:
             if not validations or not job.trial.should_prune():
                 return False

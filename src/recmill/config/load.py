@@ -209,8 +209,11 @@ def _checked(values: dict[str, Any], problems: list[Problem]) -> Config:
         model, found = validated(module.Config, keys, "model.", siblings=["name"])
         problems += found
         sentences += contradictions_within(model)
-        if settings.eval.target_auroc and module.TASK != "ctr":
-            sentences.append(f"eval.target_auroc: model '{name}' is not measured by AUROC. Remove it.")
+        sentences += [
+            f"eval.{key}: model '{name}' is not measured by AUROC. Remove it."
+            for key in ("target_auroc", "group")
+            if getattr(settings.eval, key) and module.TASK != "ctr"
+        ]
         if settings.observe.mlperf and name != "dcnv2":
             sentences.append(f"observe.mlperf: MLPerf has no benchmark for model '{name}', only for dcnv2. Remove it.")
         if getattr(model, "head", "") == "tied" and "cached_ssd" in settings.tables.requested_stores().values():

@@ -459,7 +459,7 @@ class EvalSection(Section):
         "How targets are ranked: full, pop<N>, uni<N> (histories only).",
         min_length=1,
     )
-    ks: list[PositiveInt] = key([1, 5, 10], "Cut-offs of HR@K, NDCG@K and MRR@K (histories only).", min_length=1)
+    ks: list[PositiveInt] = key([1, 5, 10], "Cut-offs of HR@K, NDCG@K and MRR@K (histories, two_tower).", min_length=1)
     group: str = key(
         "", "A kept column of the dataset, like user_id: gauc is the mean AUROC of its values, by their rows (clicks)."
     )

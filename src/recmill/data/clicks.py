@@ -102,6 +102,29 @@ class SplitRows:
         return found
 
 
+class ChosenRows:
+    """Some rows of a split, numbered from 0."""
+
+    def __init__(self, rows: SplitRows, numbers: np.ndarray) -> None:
+        self._rows = rows
+        self._numbers = numbers
+        self.weights = None if rows.weights is None else rows.weights[numbers]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def take(self, rows: np.ndarray) -> ClickRows:
+        return self._rows.take(self._numbers[rows])
+
+
+def with_weight(rows: SplitRows) -> SplitRows | ChosenRows:
+    """Leave out rows of weight 0: a batch of nothing else has no loss, and optimizers change every row of a table that
+    is looked up."""
+    if rows.weights is None or rows.weights.all():
+        return rows
+    return ChosenRows(rows, np.flatnonzero(rows.weights))
+
+
 class WindowedOrder:
     """A permutation of range(size), given by the key, in which neighbours come from few blocks of Parquet files.
 
@@ -162,7 +185,7 @@ class ClickSource:
         self._maker = BatchMaker(description, multi_hot, dynamic, padding)
         self._permutation = WindowedOrder if description.layout == "parquet" else rng.Permutation
         self._decode = block_decoder(description, _CACHED_BLOCKS)
-        self._train = SplitRows(dataset, "train", self._decode)
+        self._train = with_weight(SplitRows(dataset, "train", self._decode))
         self.samples_per_epoch = batching.num_used("train", len(self._train))
         self.batches_per_epoch = batching.num_batches("train", self.samples_per_epoch)
 
@@ -233,7 +256,7 @@ class ClickSource:
         rows = sum(r.stop - r.start for r in self._dataset.clicks.splits[split])
         return self._batching.num_batches(split, self._batching.num_used(split, rows))
 
-    def _batch(self, rows: SplitRows, share: Share, numbers: np.ndarray) -> CtrBatch:
+    def _batch(self, rows: SplitRows | ChosenRows, share: Share, numbers: np.ndarray) -> CtrBatch:
         weights = share.weights()
         if rows.weights is not None:
             weights *= rows.weights[numbers]

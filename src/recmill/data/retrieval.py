@@ -1,7 +1,7 @@
 """Make this rank's batches for retrieval: requests of a click log, and the items that they are scored with."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,31 +9,28 @@ import torch
 
 from recmill.batch import RetrievalBatch
 from recmill.data.click_rows import BLOCK_ROWS, ClickRows, concatenate
-from recmill.data.clicks import ClickSource, SplitRows
+from recmill.data.clicks import ChosenRows, ClickSource, SplitRows
 from recmill.data.share import Batching, Share
 from recmill.errors import DataError
 from recmill.schema import SPLITS, Dataset
 
 
-class _PositiveRows:
-    """The rows of a split with label 1, numbered from 0."""
+@dataclass(frozen=True)
+class _Read:
+    """What is known when a split and those before it are read."""
 
-    def __init__(self, rows: SplitRows, numbers: np.ndarray) -> None:
-        self._rows = rows
-        self._numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def take(self, rows: np.ndarray) -> ClickRows:
-        return self._rows.take(self._numbers[rows])
+    positives: ChosenRows  # of the split: its rows with label 1, without those of weight 0
+    clicks: np.ndarray  # of the split: positive rows by item
+    item_ids: np.ndarray  # ascending, also of rows that were never clicked: they are candidates as well
+    item_rows: ClickRows  # the first row of each item
 
 
 class RetrievalSource(ClickSource):
     """Requests are the rows with label 1.
 
     In training, the items of a global batch are its own different ones, on every rank: no result depends on the number
-    of ranks. In evaluation they are all items of the dataset, with the features of the first row that has them.
+    of ranks. In evaluation they are all items of the split and those before it, with the features of their first row.
+    A split is not read before it is used.
     """
 
     def __init__(
@@ -41,42 +38,54 @@ class RetrievalSource(ClickSource):
     ) -> None:
         super().__init__(dataset, batching, *rules)
         description = dataset.clicks
-        before = [feature.name for feature in description.sparse].index(item_id)
-        self._item_column = sum(description.ids_per_row[:before])
+        self._item_feature = [feature.name for feature in description.sparse].index(item_id)
+        self._item_column = sum(description.ids_per_row[: self._item_feature])
         self._is_of_items = np.array([feature.name in item_features for feature in description.sparse])
-        self._positives: dict[str, _PositiveRows] = {}
-        counts = np.zeros(description.sparse[before].rows, np.int64)
-        firsts: dict[int, ClickRows] = {}
-        for split in SPLITS:
-            self._positives[split] = self._read(split, counts, firsts)
-        self._train = self._positives["train"]  # type: ignore[assignment]
-        self._inclusion = counts / counts.sum()
-        self.item_ids = np.array(sorted(firsts))
-        self.item_rows = concatenate([firsts[item] for item in self.item_ids.tolist()])
+        self._splits_read: dict[str, _Read] = {}
+        of_train = self._read("train")
+        self._train = of_train.positives
+        self._inclusion = of_train.clicks / of_train.clicks.sum()
         self.samples_per_epoch = batching.num_used("train", len(self._train))
         self.batches_per_epoch = batching.num_batches("train", self.samples_per_epoch)
 
-    def _read(self, split: str, counts: np.ndarray, firsts: dict[int, ClickRows]) -> _PositiveRows:
-        """Return the positive rows of a split; count their items if it is for training, and keep each item's first row.
+    @property
+    def item_ids(self) -> np.ndarray:
+        """The ids of all items of the dataset, ascending."""
+        return self._read(SPLITS[-1]).item_ids
 
-        All rows are read once: items that were never clicked are candidates as well.
-        """
+    def _read(self, split: str) -> _Read:
+        if split not in self._splits_read:
+            earlier = SPLITS.index(split) - 1
+            self._splits_read[split] = self._read_after(self._read(SPLITS[earlier]) if earlier >= 0 else None, split)
+        return self._splits_read[split]
+
+    def _read_after(self, earlier: _Read | None, split: str) -> _Read:
         rows = SplitRows(self._dataset, split, self._decode)
-        found = []
+        num_items = self._dataset.clicks.sparse[self._item_feature].rows
+        is_known = np.zeros(num_items, bool)
+        clicks = np.zeros(num_items, np.int64)
+        ids = [earlier.item_ids if earlier else np.empty(0, np.int64)]
+        first_rows = [earlier.item_rows] if earlier else []
+        is_known[ids[0]] = True
+        found = [np.empty(0, np.int64)]
         for start in range(0, len(rows), BLOCK_ROWS):
-            block = rows.take(np.arange(start, min(start + BLOCK_ROWS, len(rows))))
-            items, first = np.unique(block.ids[:, self._item_column], return_index=True)
-            for item, row in zip(items.tolist(), first.tolist(), strict=True):
-                if item not in firsts:
-                    firsts[item] = block[row : row + 1]
-            positive = np.flatnonzero(block.labels == 1)
-            found.append(positive + start)
-            if split == "train":
-                counts += np.bincount(block.ids[positive, self._item_column], minlength=len(counts))
-        numbers = np.concatenate([np.empty(0, np.int64), *found])
-        if not len(numbers):
+            numbers = np.arange(start, min(start + BLOCK_ROWS, len(rows)))
+            block = rows.take(numbers)
+            of_block, first = np.unique(block.ids[:, self._item_column], return_index=True)
+            is_new = ~is_known[of_block]
+            is_known[of_block] = True
+            ids.append(of_block[is_new])
+            first_rows.append(block[first[is_new]])
+            is_positive = block.labels == 1
+            if rows.weights is not None:
+                is_positive &= rows.weights[numbers] > 0
+            found.append(numbers[is_positive])
+            clicks += np.bincount(block.ids[is_positive, self._item_column], minlength=num_items)
+        if not clicks.any():
             raise DataError(f"{self._dataset.path}: no row of split '{split}' has label 1, and only these are learned.")
-        return _PositiveRows(rows, numbers)
+        item_ids = np.concatenate(ids)
+        order = np.argsort(item_ids)
+        return _Read(ChosenRows(rows, np.concatenate(found)), clicks, item_ids[order], concatenate(first_rows)[order])
 
     def train_batches(self, epoch: int, first: int) -> Iterator[RetrievalBatch]:
         """Yield batch `first` of the epoch and all later ones; their order depends on seed and epoch alone."""
@@ -89,38 +98,49 @@ class RetrievalSource(ClickSource):
             items, places = np.unique(everything.ids[:, self._item_column], return_index=True)
             # The probability that at least one of the rows of a batch has the item.
             log_inclusion = np.log(-np.expm1(len(everything) * np.log1p(-self._inclusion[items].clip(max=1 - 1e-12))))
-            yield self._made(self._train.take(rows), share, items, everything[places], log_inclusion)
+            yield self._made(self._read("train").positives, rows, share, (items, everything[places]), log_inclusion)
 
     def eval_batches(self, split: str) -> Iterator[RetrievalBatch]:
-        """Yield every positive row once, with all items."""
-        rows = self._positives[split]
-        for share in self._batching.shares(split, self._batching.num_used(split, len(rows))):
-            none = np.zeros(len(self.item_ids))
-            yield self._made(rows.take(share.positions), share, self.item_ids, self.item_rows, none)
+        """Yield every positive row once, with all items of the split and those before it."""
+        known = self._read(split)
+        none = np.zeros(len(known.item_ids))
+        for share in self._batching.shares(split, self._batching.num_used(split, len(known.positives))):
+            yield self._made(known.positives, share.positions, share, (known.item_ids, known.item_rows), none)
 
     def item_inputs(self, which: slice) -> tuple[Any, ...]:
-        """Return the network's dense and sparse inputs of these items, without requests."""
-        rows = self.item_rows[which]
+        """Return the network's dense and sparse inputs of these items of `item_ids`, without requests."""
+        rows = self._read(SPLITS[-1]).item_rows[which]
         is_used = np.repeat(self._is_of_items[:, None], len(rows), axis=1)
         return self._maker.batch(rows, len(rows), np.ones(len(rows), np.float32), is_used).inputs()
 
     def num_eval_batches(self, split: str) -> int:
-        return self._batching.num_batches(split, self._batching.num_used(split, len(self._positives[split])))
+        num_used = self._batching.num_used(split, len(self._read(split).positives))
+        return self._batching.num_batches(split, num_used)
 
     def _made(
-        self, requests: ClickRows, share: Share, items: np.ndarray, item_rows: ClickRows, log_inclusion: np.ndarray
+        self,
+        positives: ChosenRows,
+        numbers: np.ndarray,
+        share: Share,
+        candidates: tuple[np.ndarray, ClickRows],
+        log_inclusion: np.ndarray,
     ) -> RetrievalBatch:
+        """Return the batch of these positive rows, whose last ones may be fillers, and of all candidates."""
+        requests, (items, item_rows) = positives.take(numbers), candidates
         rows = concatenate([requests, item_rows])
         is_item = np.arange(len(rows)) >= len(requests)
         is_used = self._is_of_items[:, None] == is_item
         is_used[:, share.num_real : len(requests)] = False  # fillers look up nothing
         made = self._maker.batch(rows, len(rows), np.ones(len(rows), np.float32), is_used)
         answers = np.searchsorted(items, requests.ids[:, self._item_column]).clip(max=len(items) - 1)  # of fillers: any
+        weights = share.weights()
+        if positives.weights is not None:
+            weights *= positives.weights[numbers]
         return RetrievalBatch(
             dense_SF=made.dense_BF,
             sparse=made.sparse,
             num_requests=len(requests),
             answers_R=torch.from_numpy(answers),
-            weights_R=torch.from_numpy(share.weights()),
+            weights_R=torch.from_numpy(weights),
             log_inclusion_C=torch.from_numpy(log_inclusion.astype(np.float32)),
         )

@@ -82,7 +82,7 @@ def grouped_auroc(
     below = before - before[first_cells][group_of_cell]
     pairs = np.bincount(group_of_cell, positives * (below + negatives / 2))
     both = of_group[0] * of_group[1]
-    areas = np.divide(pairs, both, out=np.zeros_like(both), where=both > 0)
+    areas = np.divide(pairs, both, out=np.zeros(len(both)), where=both > 0)
     rows = np.where(both > 0, of_group[0] + of_group[1], 0)
     total, weight = world.sum([float(areas @ rows), float(rows.sum())])
     return total / weight if weight else None

@@ -117,7 +117,7 @@ def fit(
             rates = set_learning_rates(optimizer, sections.optim, steps, position.step, position.rate_cuts)
             recorder.lap(OTHER)
             # Gradients are averaged over ranks, so this factor makes them those of the global batch's mean loss.
-            loss_sum = take_step(batch, world.size / weight if weight else 0.0)
+            loss_sum = take_step(batch, world.size / weight)
             samples = min(train.global_batch_size, source.samples_per_epoch - position.batch * train.global_batch_size)
             position = step.recorded_in(_next(position, source.batches_per_epoch))
             reach("train.updated", position.step)

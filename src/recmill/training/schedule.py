@@ -82,7 +82,7 @@ def learning_rate(schedule: Schedule, steps: RunSteps, base: float, step: int, c
     `cuts`: how often validation has lowered it (plateau).
     """
     if schedule.name == "plateau":
-        return max(base * schedule.gamma**cuts, schedule.end_lr)
+        return max(base * schedule.gamma**cuts, min(base, schedule.end_lr))
     if schedule.name == "constant":
         return base
     if schedule.name == "step":

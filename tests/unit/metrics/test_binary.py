@@ -154,3 +154,10 @@ def test_metrics_that_no_resample_defines_have_no_interval() -> None:
     metrics.update(np.array(logits_of(0.4, 0.8)), np.array([1, 1]), numbers=np.arange(2))
     assert {"low/auroc", "low/normalised_entropy"}.isdisjoint(metrics.compute(ALONE))
     assert "low/logloss" in metrics.compute(ALONE)
+
+
+def test_a_process_that_has_no_group_finds_no_gauc() -> None:
+    """Here no row has a group. Of two processes, one has none if there is a single group."""
+    metrics = BinaryMetrics()
+    metrics.update(np.array(logits_of(0.4, 0.8)), np.array([1, 0]), groups=np.array([0, 0]))
+    assert metrics.compute(ALONE)["gauc"] == UNDEFINED
