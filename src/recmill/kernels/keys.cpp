@@ -7,7 +7,7 @@
 namespace {
 
 struct Options {
-    int64_t first_key, shared_rows, keys_per_shared_row, max_rows, max_entries;
+    int64_t first_key, shared_rows, bits_per_shared_row, max_rows, max_entries;  // 2^bits keys use a shared row
     int64_t min_count, tosses_coin, expire_after;
     uint64_t coin_stream, coin_limit;  // of 2^53
 };
@@ -40,7 +40,7 @@ class KeyTable {
         reserve(count);
         for (int64_t i = 0; i < count; ++i) {
             if (i + 16 < count) __builtin_prefetch(&entries_[home(ids[i + 16] + o_.first_key)], 1);
-            if (ids[i] < 0 || ids[i] / o_.keys_per_shared_row >= o_.shared_rows) return kBadKey;
+            if (ids[i] < 0 || shared_row(ids[i]) >= o_.shared_rows) return kBadKey;
             rows[i] = meet(ids[i] + o_.first_key, clock);
             if (used_ > o_.max_entries) return kTooManyKeys;
         }
@@ -52,7 +52,7 @@ class KeyTable {
                 new_keys[admitted] = entry->key;
                 new_rows[admitted++] = entry->row;
             }
-            rows[i] = entry && entry->row >= 0 ? entry->row : ids[i] / o_.keys_per_shared_row;
+            rows[i] = entry && entry->row >= 0 ? entry->row : shared_row(ids[i]);
         }
         admitted_ += admitted;
         return admitted;
@@ -63,10 +63,10 @@ class KeyTable {
     int64_t find(const int64_t* ids, int64_t count, int64_t clock, bool only_own, int64_t* rows) const {
         for (int64_t i = 0; i < count; ++i) {
             if (i + 16 < count) __builtin_prefetch(&entries_[home(ids[i + 16] + o_.first_key)]);
-            if (ids[i] < 0 || ids[i] / o_.keys_per_shared_row >= o_.shared_rows) return kBadKey;
+            if (ids[i] < 0 || shared_row(ids[i]) >= o_.shared_rows) return kBadKey;
             const Entry& entry = entries_[position(ids[i] + o_.first_key)];
             const bool is_known = entry.key >= 0 && entry.row >= 0 && !is_expired(entry, clock);
-            rows[i] = is_known ? entry.row : only_own ? -1 : ids[i] / o_.keys_per_shared_row;
+            rows[i] = is_known ? entry.row : only_own ? -1 : shared_row(ids[i]);
         }
         return 0;
     }
@@ -111,6 +111,8 @@ class KeyTable {
     }
 
   private:
+    int64_t shared_row(int64_t id) const { return id >> o_.bits_per_shared_row; }
+
     size_t home(int64_t key) const { return size_t((uint64_t(key) * 0x9E3779B97F4A7C15u) >> shift_); }
 
     // Returns where the key is, or the empty entry where it belongs.
@@ -202,9 +204,16 @@ extern "C" {
 
 void* keys_open(const Options* options) { return new KeyTable(*options); }
 void keys_close(void* table) { delete static_cast<KeyTable*>(table); }
-int64_t keys_train(void* table, const int64_t* ids, int64_t count, int64_t clock, int64_t* rows, int64_t* new_keys,
-                   int64_t* new_rows) {
-    return static_cast<KeyTable*>(table)->train(ids, count, clock, rows, new_keys, new_rows);
+// Counts a batch of each table: ids[firsts[t]] to ids[ends[t]]. Writes `rows`, `new_keys` and `new_rows` at the same
+// places, and what KeyTable::train returns to `counts`.
+void keys_train(void* const* tables, int64_t num_tables, const int64_t* clocks, const int64_t* firsts, const int64_t* ends,
+                const int64_t* ids, int64_t* rows, int64_t* new_keys, int64_t* new_rows, int64_t* counts) {
+#pragma omp parallel for schedule(dynamic, 1) if (num_tables > 1)
+    for (int64_t t = 0; t < num_tables; ++t) {
+        const int64_t at = firsts[t];
+        counts[t] = static_cast<KeyTable*>(tables[t])
+                        ->train(ids + at, ends[t] - at, clocks[t], rows + at, new_keys + at, new_rows + at);
+    }
 }
 int64_t keys_find(void* table, const int64_t* ids, int64_t count, int64_t clock, int64_t only_own, int64_t* rows) {
     return static_cast<KeyTable*>(table)->find(ids, count, clock, only_own != 0, rows);

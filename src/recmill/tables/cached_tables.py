@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recmill.tables.spec import TableSpec
-from recmill.tables.stores.key_table import Entries, KeyTable
+from recmill.tables.stores.key_table import Entries, KeyTable, train_together
 from recmill.tables.stores.memory_rows import MemoryRows
 from recmill.tables.stores.row_cache import RowCache, Shard
 from recmill.tables.torchrec_internals import FusedTables, RowMemory
@@ -130,12 +130,8 @@ class CachedTables:
         tables = self.tables.numpy()
         ends = offsets.numpy()[:: (len(offsets) - 1) // len(tables)]
         if self.dynamic:
-            values = values.copy()
             of_table = ends[np.searchsorted(tables, np.arange(len(self.specs) + 1))].tolist()  # features are in order
-            for index, spec in enumerate(self.specs):
-                if keyed := self.dynamic.get(spec.name):
-                    own = values[of_table[index] : of_table[index + 1]]
-                    own[:] = self._train(keyed, own, index) if trains else keyed.find(own)
+            values = (self._train if trains else self._find)(values, of_table)
         counts = np.diff(ends)
         starts, limits = (np.repeat(edge[tables], counts) for edge in (layout.starts[:-1], layout.starts[1:]))
         keys = values + starts
@@ -143,15 +139,34 @@ class CachedTables:
             raise IndexError("an id is outside its table")  # ids are checked when they are loaded: this is a defect
         return keys
 
-    def _train(self, keyed: KeyTable, local_keys: np.ndarray, index: int) -> np.ndarray:
-        """Return the rows of keys in training, after new rows got their first values."""
-        rows, new_keys, new_rows = keyed.train(local_keys)
-        if len(new_keys):
-            layout = self.cache.layout
-            first_values = keyed.first_values(new_keys, layout.dim, layout.shards[index].bound)
-            state = np.zeros((len(new_keys), layout.state_columns), np.float32)
-            self.cache.load(new_rows + layout.starts[index], first_values, state)
+    def _find(self, local_keys: np.ndarray, of_table: list[int]) -> np.ndarray:
+        """Replace keys of dynamic tables by their rows in an evaluation. `of_table`: where those of each table are."""
+        rows = local_keys.copy()
+        for index, keyed in self._dynamic_indices:
+            own = slice(of_table[index], of_table[index + 1])
+            rows[own] = keyed.find(local_keys[own])
         return rows
+
+    def _train(self, local_keys: np.ndarray, of_table: list[int]) -> np.ndarray:
+        """Replace the keys of dynamic tables by their rows in training, after new rows got their first values."""
+        layout = self.cache.layout
+        tables = [keyed for _, keyed in self._dynamic_indices]
+        firsts, ends = zip(*((of_table[index], of_table[index + 1]) for index, _ in self._dynamic_indices), strict=True)
+        rows, found = train_together(tables, local_keys, firsts, ends)
+        made = [
+            (new_rows + layout.starts[index], keyed.first_values(new_keys, layout.dim, layout.shards[index].bound))
+            for (index, keyed), (new_keys, new_rows) in zip(self._dynamic_indices, found, strict=True)
+            if len(new_keys)
+        ]
+        if made:
+            new, first_values = (np.concatenate(parts) for parts in zip(*made, strict=True))
+            self.cache.load(new, first_values, np.zeros((len(new), layout.state_columns), np.float32))
+        return rows
+
+    @cached_property
+    def _dynamic_indices(self) -> list[tuple[int, KeyTable]]:
+        """The dynamic tables, with their indices in `specs`."""
+        return [(i, self.dynamic[spec.name]) for i, spec in enumerate(self.specs) if spec.name in self.dynamic]
 
     @cached_property
     def tables(self) -> Tensor:

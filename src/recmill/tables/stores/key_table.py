@@ -13,6 +13,7 @@ All of it is independent of the number of processes, whose boundaries never divi
 """
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_uint64, c_void_p
 from typing import NamedTuple
 
@@ -90,7 +91,7 @@ class Facts(NamedTuple):
 
 class _Options(ctypes.Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("first_key", "shared_rows", "keys_per_shared_row", "max_rows", "max_entries")),
+        *((name, c_int64) for name in ("first_key", "shared_rows", "bits_per_shared_row", "max_rows", "max_entries")),
         *((name, c_int64) for name in ("min_count", "tosses_coin", "expire_after")),
         ("coin_stream", c_uint64),
         ("coin_limit", c_uint64),
@@ -105,12 +106,12 @@ class KeyTable:
         self.stream = rng.stream_key(seed, "table", shard.name)
         self._library = load_rows_library()
         self._library.keys_open.restype = c_void_p
-        for function in ("keys_train", "keys_find", "keys_copy", "keys_load"):
+        for function in ("keys_find", "keys_copy", "keys_load"):
             getattr(self._library, function).restype = c_int64
         options = _Options(
             shard.first_key,
             shard.shared_rows,
-            KEYS_PER_SHARED_ROW,
+            KEYS_PER_SHARED_ROW.bit_length() - 1,
             shard.max_rows,
             _max_entries(shard, rules),
             rules.min_count,
@@ -119,12 +120,11 @@ class KeyTable:
             int(rng.stream_key(seed, "admission", shard.name)),
             int(rules.admit_probability * 2.0**53),
         )
-        self._handle = c_void_p(self._library.keys_open(ctypes.byref(options)))
-        self._new = np.empty((2, 0), np.int64)  # keys and rows, for `train`
+        self.handle = c_void_p(self._library.keys_open(ctypes.byref(options)))
 
     def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            self._library.keys_close(self._handle)
+        if hasattr(self, "handle"):
+            self._library.keys_close(self.handle)
 
     @property
     def first_shared_row(self) -> int:
@@ -132,27 +132,16 @@ class KeyTable:
         return self.shard.first_key // KEYS_PER_SHARED_ROW
 
     def train(self, local_keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count the keys of the next batch, which count from the shard's first one.
-
-        Return the row of each, and the keys and rows that are new: these rows must get their first values. The new ones
-        are valid until the next call.
-        """
-        local_keys = np.ascontiguousarray(local_keys, np.int64)
-        rows = np.empty(len(local_keys), np.int64)
-        if len(rows) > self._new.shape[1]:
-            self._new = np.empty((2, len(rows)), np.int64)
-        arrays = _address(rows), _address(self._new[0]), _address(self._new[1])
-        count = self._call("keys_train", _address(local_keys), c_int64(len(rows)), c_int64(self.clock), *arrays)
-        self._check(count)
-        self.clock += 1
-        return rows, self._new[0, :count], self._new[1, :count]
+        """Count the keys of the next batch; return the row of each, and the keys and rows that are new."""
+        rows, ((new_keys, new_rows),) = train_together([self], local_keys, [0], [len(local_keys)])
+        return rows, new_keys, new_rows
 
     def find(self, local_keys: np.ndarray, *, only_own: bool = False) -> np.ndarray:
         """Return the row of each key for an evaluation; with `only_own` -1 for those without a row of their own."""
         local_keys = np.ascontiguousarray(local_keys, np.int64)
         rows = np.empty(len(local_keys), np.int64)
         numbers = c_int64(len(rows)), c_int64(self.clock), c_int64(only_own)
-        self._check(self._call("keys_find", _address(local_keys), *numbers, _address(rows)))
+        self.check(self._call("keys_find", _address(local_keys), *numbers, _address(rows)))
         return rows
 
     def entries(self) -> Entries:
@@ -171,7 +160,7 @@ class KeyTable:
         self.clock = clock
         keys, lasts, counts, rows = (np.array(values, np.int64) for values in entries)
         arrays = _address(keys), _address(lasts), _address(counts), _address(rows)
-        self._check(self._call("keys_load", *arrays, c_int64(len(keys))))
+        self.check(self._call("keys_load", *arrays, c_int64(len(keys))))
 
     def first_values(self, keys: np.ndarray, dim: int, bound: float) -> np.ndarray:
         """Return the first values of keys, float32 [n, dim]."""
@@ -188,9 +177,9 @@ class KeyTable:
         return Facts(*values.tolist())
 
     def _call(self, function: str, *arguments: object) -> int:
-        return getattr(self._library, function)(self._handle, *arguments)
+        return getattr(self._library, function)(self.handle, *arguments)
 
-    def _check(self, result: int) -> None:
+    def check(self, result: int) -> None:
         if result >= 0:
             return
         name = self.shard.name
@@ -202,6 +191,28 @@ class KeyTable:
             f"Dynamic table '{name}': there are more than {limit:,} {what} on a process. Raise max_rows in "
             "tables.dynamic, or admit fewer ids (min_count) or forget more (expire_after_steps), and resume the run."
         )
+
+
+def train_together(
+    tables: Sequence[KeyTable], local_keys: np.ndarray, firsts: Sequence[int], ends: Sequence[int]
+) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+    """Count the keys of the next batch of several tables, in parallel: those from `firsts` to `ends`, by table.
+
+    Keys count from the first one of the table's shard. Return the row of each key, and of each table the keys and rows
+    that are new: these rows must get their first values.
+    """
+    local_keys = np.ascontiguousarray(local_keys, np.int64)
+    rows, new_keys, new_rows = local_keys.copy(), np.empty_like(local_keys), np.empty_like(local_keys)
+    numbers = np.array([[table.clock for table in tables], firsts, ends, [0] * len(tables)], np.int64)
+    handles = (c_void_p * len(tables))(*(table.handle for table in tables))
+    arrays = map(_address, (*numbers[:3], local_keys, rows, new_keys, new_rows, numbers[3]))
+    load_rows_library().keys_train(handles, c_int64(len(tables)), *arrays)
+    found = []
+    for table, first, count in zip(tables, firsts, numbers[3].tolist(), strict=True):
+        table.check(count)
+        table.clock += 1
+        found.append((new_keys[first : first + count], new_rows[first : first + count]))
+    return rows, found
 
 
 def _address(values: np.ndarray) -> c_void_p:
