@@ -91,7 +91,7 @@ def plan(options: Options) -> Plan:
         for found in guesses:
             log.info("%s: %s (%s)", found.column, found.kind, found.why)
         log_schema = checked_schema(tomllib.loads(guessed), "the guessed schema")
-    check_columns(files, log_schema.input, log_schema.columns())
+    check_columns(files, log_schema.input, log_schema.columns(), copied=log_schema.keep.columns)
     return Plan(log_schema, files, guessed)
 
 
