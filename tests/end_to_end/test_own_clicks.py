@@ -210,7 +210,9 @@ def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tm
     copy = tmp_path / "run"
     shutil.copytree(trained / "run", copy)
     (copy / "recipe" / "recipe.json").write_text('{"log": 3}')
-    refused(DataError, "recipe.json: corrupt or changed since training", run=copy)
+    refused(DataError, "recipe.json: missing, corrupt or changed since training", run=copy)
+    (copy / "recipe" / "recipe.json").unlink()
+    refused(DataError, "recipe.json: missing, corrupt or changed since training", run=copy)
     shutil.rmtree(copy / "recipe")
     refused(ConfigError, "trained on a dataset without a recipe", run=copy)
     opened = recmill.open_run(copy)
