@@ -327,7 +327,7 @@ def test_kept_columns_and_weights_are_stored_beside_the_rows_of_each_split(prepa
         assert stored.tolist() == own["w"].cast(pl.Float32).to_list()
     for bad in ("-1", "", "inf", "1e40"):
         log = GOOD.replace("1,,a,1", f"1,,a,{bad}", 1)
-        with pytest.raises(DataError, match=r"row 1, column price: .*(weight|infinite)"):
+        with pytest.raises(DataError, match=r"row 1, column price: .*(weight|infinite|larger)"):
             prepared(log, split=BY_FOLD, keep={"weight": "price"}, feature=[SITE])
 
 
@@ -456,6 +456,14 @@ def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
         ("0,,a,2", "0,,a", {}, "row 2: expected 4 fields, got 3"),
         ("0,v", "1,v", {}, "2 of the 2 rows for val are clicks"),
         ("1,t", "1,", {"split": {**BY_FOLD, "test": ["nobody"]}}, "no row is for test. Change [split]"),
+        ("0,,a,2", "0,,a,1e300", {}, "row 2, column price: 1e+300 is larger than 3.4e+38. Correct it."),
+        ("0,v,a,1", "0,v,a,3e38", {}, "row 7, column price: 3e+38 is too large for a 32-bit number after transform"),
+        (
+            "0,,a,2",
+            "0,,a,-3e9",
+            {"feature": [{"name": "b", "column": "price", "type": "bucket", "boundaries": "log2-squared"}]},
+            "feature b: 'log2-squared' would make 3,000,000,003 buckets from -3,000,000,000 on",
+        ),
         ("", "", {"label": {"column": "klick"}}, "no column 'klick'; it has click, fold, site, price"),
         ("", "", {"time": {"column": "price"}, "split": {"by": "time"}}, "'1' is no time of the format 'iso'"),
         ("1,,a,1", "1,,a,\xff", {}, "cannot be read"),
@@ -545,6 +553,14 @@ def test_notes_say_what_was_cut_and_what_stays_untrained(prepared: Prepare) -> N
         "rare: every value is rarer than min_frequency, so all of them share one row",
         "min_frequency = 1: values that training never had will meet an untrained row of all",
     ]
+
+
+def test_a_constant_is_not_divided_by_the_rounding_error_of_its_mean(prepared: Prepare) -> None:
+    training = "".join(f"{number % 2},,a,0.1\n" for number in range(48))
+    held_out = "".join(f"{click},{fold},a,0.2\n" for fold in "vt" for click in (0, 1))
+    path = prepared(f"click,fold,site,price\n{training}{held_out}", split=BY_FOLD, feature=[SITE, PRICE])
+    assert arrays(path)[0].ravel() == pytest.approx(0)
+    assert arrays(path, "val")[0].ravel() == pytest.approx(0.1)
 
 
 def test_a_missing_schema_says_how_to_make_one(tmp_path: Path) -> None:

@@ -29,10 +29,12 @@ from recmill.datasets.own_clicks.schema import (
 )
 from recmill.datasets.own_clicks.values import RawRows, Values, numbers, several_texts, texts
 from recmill.datasets.writing import write_parquet
+from recmill.errors import DataError
 
 _MERGED_ROWS = 1 << 21  # counts that may wait to be added up
 _NUM_RANKS = 1001  # quantiles of transform rank
 _POWER_ROWS = 100_000  # about as many numbers tell the power
+_MAX_BUCKETS = 10_000_000
 SAMPLE_ROWS = 4_000_000  # about as many of the training rows tell the quantiles, means and extremes of numbers
 
 
@@ -185,7 +187,8 @@ def _learned_numbers(feature: NumericFeature, values: np.ndarray) -> Learned:
 
 
 def _standard(values: np.ndarray) -> dict[str, float]:
-    return {"shift": float(values.mean()), "scale": float(values.std()) or 1.0}
+    is_constant = np.ptp(values) == 0  # its std may be 1e-17, the rounding error of its mean
+    return {"shift": float(values.mean()), "scale": 1.0 if is_constant else float(values.std())}
 
 
 def _ranks(values: np.ndarray) -> dict[str, list[float]]:
@@ -216,7 +219,7 @@ def _best_power(values: np.ndarray) -> float:
     while high - low > 1e-6:
         left, right = high - section * (high - low), low + section * (high - low)
         low, high = (low, right) if likelihood(left) >= likelihood(right) else (left, high)
-    return float((low + high) / 2) if values.std() else 1.0
+    return float((low + high) / 2) if np.ptp(values) else 1.0
 
 
 def _learned_buckets(feature: BucketFeature, values: np.ndarray) -> Learned:
@@ -225,6 +228,9 @@ def _learned_buckets(feature: BucketFeature, values: np.ndarray) -> Learned:
         low, high = float(found.min()), float(found.max())
         return Learned(rows=int(high - low) + 2, low=low, high=high)
     boundaries = feature.boundaries
+        if (num_buckets := high - low + 1) > _MAX_BUCKETS:
+            fact = f"feature {feature.name}: 'log2-squared' would make {num_buckets:,.0f} buckets from {low:,.0f} on"
+            raise DataError(f"{fact}, one for each whole number below 2. Use boundaries = 'quantiles:N'.")
     if not isinstance(boundaries, list):
         boundaries = _quantiles(values, np.arange(1, feature.num_quantiles) / feature.num_quantiles)
     return Learned(rows=len(boundaries) + 2, boundaries=boundaries)
