@@ -26,7 +26,7 @@ from recmill.datasets.own_clicks.coding import Coder
 from recmill.datasets.own_clicks.encoding import Encoder, hashed, load_recipe, time_parts
 from recmill.datasets.own_clicks.reading import read
 from recmill.datasets.own_clicks.schema import load_schema
-from recmill.datasets.own_clicks.values import RawRows, numbers, parsed_times
+from recmill.datasets.own_clicks.values import RawRows, numbers, parsed_times, texts
 from recmill.errors import ConfigError, DataError
 from recmill.schema import SPLITS
 
@@ -561,6 +561,16 @@ def test_a_constant_is_not_divided_by_the_rounding_error_of_its_mean(prepared: P
     path = prepared(f"click,fold,site,price\n{training}{held_out}", split=BY_FOLD, feature=[SITE, PRICE])
     assert arrays(path)[0].ravel() == pytest.approx(0)
     assert arrays(path, "val")[0].ravel() == pytest.approx(0.1)
+
+
+def test_a_time_is_one_value_in_any_unit_and_zone() -> None:
+    when = pl.Series("when", [datetime(2026, 3, 16, 1)])
+    lists = pl.Series("when", [[datetime(2026, 3, 16, 1)]])
+    for unit in ("ms", "us", "ns"):
+        tokyo = when.cast(pl.Datetime(unit)).dt.replace_time_zone("UTC").dt.convert_time_zone("Asia/Tokyo")
+        for values in (when.cast(pl.Datetime(unit)), tokyo, lists.cast(pl.List(pl.Datetime(unit)))):
+            found = texts(RawRows(values.to_frame(), "log", range(1, 2)), "when", []).explode()
+            assert found.to_list() == ["2026-03-16 01:00:00.000000"]
 
 
 def test_a_missing_schema_says_how_to_make_one(tmp_path: Path) -> None:

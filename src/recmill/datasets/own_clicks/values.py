@@ -88,11 +88,13 @@ def texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
     values = rows.column(column)
     dtype = values.dtype
     inner = dtype.inner if isinstance(dtype, pl.List) else dtype
-    if inner.is_float() or inner.is_nested() or inner == pl.Binary:
+    if inner.is_float() or inner.is_nested() or inner in (pl.Binary, pl.Duration):
         remedy = "Make it whole numbers or text; a numeric or bucket feature takes any number."
         raise DataError(
             f"{rows.file}: column {column} holds {dtype}, which is neither text nor whole numbers. {remedy}"
         )
+    if isinstance(inner, pl.Datetime):  # the same time is the same text, whatever the unit and the zone
+        values = values.cast(pl.List(pl.Datetime("us")) if isinstance(dtype, pl.List) else pl.Datetime("us"))
     if isinstance(dtype, pl.List):
         kept = pl.element().filter(~pl.element().is_in(missing) & pl.element().is_not_null())
         return values.cast(pl.List(pl.String)).list.eval(kept)
