@@ -545,12 +545,14 @@ def test_notes_say_what_was_cut_and_what_stays_untrained(prepared: Prepare) -> N
     features = [
         {**SITE, "separator": "|", "max_values": 3},
         {"name": "rare", **SITE, "min_frequency": 100},
+        {"name": "none", **SITE, "missing_values": ["a", "|".join(map(str, range(50_000)))]},
         {"name": "all", **SITE, "min_frequency": 1},
     ]
     path = prepared(log, split=BY_FOLD, feature=features)
     assert open_dataset(path).description.notes == [
         "site: 1 training rows have more than 3 values; the rest is cut",
         "rare: every value is rarer than min_frequency, so all of them share one row",
+        "none: no training row has a value",
         "min_frequency = 1: values that training never had will meet an untrained row of all",
     ]
 
@@ -563,6 +565,14 @@ def test_a_constant_is_not_divided_by_the_rounding_error_of_its_mean(prepared: P
     assert arrays(path, "val")[0].ravel() == pytest.approx(0.1)
 
 
+def test_a_log_without_rows_is_an_error_that_leaves_nothing(prepared: Prepare, tmp_path: Path) -> None:
+    log = pl.DataFrame(schema={"click": pl.Int64, "site": pl.String, "when": pl.Int64})
+    for split in ({}, {"time": {"column": "when", "format": "s"}, "split": {"by": "time"}}):
+        with pytest.raises(DataError, match=r"log\d\.parquet: no rows"):
+            prepared(log, feature=[SITE], **split)
+    assert not [path.name for path in tmp_path.iterdir() if "data" in path.name]
+
+
 def test_a_time_is_one_value_in_any_unit_and_zone() -> None:
     when = pl.Series("when", [datetime(2026, 3, 16, 1)])
     lists = pl.Series("when", [[datetime(2026, 3, 16, 1)]])
@@ -571,6 +581,18 @@ def test_a_time_is_one_value_in_any_unit_and_zone() -> None:
         for values in (when.cast(pl.Datetime(unit)), tokyo, lists.cast(pl.List(pl.Datetime(unit)))):
             found = texts(RawRows(values.to_frame(), "log", range(1, 2)), "when", []).explode()
             assert found.to_list() == ["2026-03-16 01:00:00.000000"]
+
+
+def test_groups_too_large_for_their_split_are_noted(prepared: Prepare) -> None:
+    log = "click,site,user\n" + "".join(f"{n // 2 % 2},a,{'same' if n % 10 else n}\n" for n in range(1000))
+    path = prepared(log, split={"by": "random", "group": "user", "val": 0.3, "test": 0.1, "seed": 2}, feature=[SITE])
+    val, test = (len(arrays(path, split)[2]) / 10 for split in ("val", "test"))
+    assert val < 15 and test < 5
+    assert open_dataset(path).description.notes == [
+        f"{share:.1f} % of the rows are for {name}, and split.{name} is {wanted} %: rows with the same user stay "
+        "together, and some groups are large"
+        for name, share, wanted in (("val", val, 30), ("test", test, 10))
+    ]
 
 
 def test_a_missing_schema_says_how_to_make_one(tmp_path: Path) -> None:
