@@ -196,15 +196,23 @@ def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tm
     refused(ConfigError, "--keep several: its values are List", input=tmp_path / "n.parquet", keep=["several"])
     pl.DataFrame({"site": [["s1"]], "tags": ["a"]}).write_parquet(tmp_path / "n.parquet")
     refused(DataError, "column site holds lists, and in training it held single values", input=tmp_path / "n.parquet")
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for name, kept in (("1", 1), ("2", "x")):
+        pl.DataFrame({"site": ["s1"], "tags": ["a"], "k": [kept]}).write_parquet(parts / f"{name}.parquet")
+    mixed = {"input": parts, "keep": ["k"], "output": tmp_path / "s.csv.parquet"}
+    refused(DataError, "2.parquet: column k holds String, but Int64 in", **mixed)
     source.write_text("site,tags\ns1,a\n")
     refused(ConfigError, "end it with .parquet, .csv or .jsonl", output=tmp_path / "s.txt")
-    refused(DataError, "--keep names columns that are not there:\n.*no column 'nobody'", keep=["nobody"])
+    refused(DataError, "--keep does not fit the files:\n.*no column 'nobody'", keep=["nobody"])
     refused(ConfigError, "`input` is a path, not a frame", input=pl.DataFrame({"site": ["s1"]}))
     refused(DataError, "no such file", input=tmp_path / "absent.csv")
     copy = tmp_path / "run"
     shutil.copytree(trained / "run", copy)
     (copy / "recipe" / "recipe.json").write_text('{"log": 3}')
-    refused(DataError, "recipe.json: corrupt or changed since training", run=copy)
+    refused(DataError, "recipe.json: missing, corrupt or changed since training", run=copy)
+    (copy / "recipe" / "recipe.json").unlink()
+    refused(DataError, "recipe.json: missing, corrupt or changed since training", run=copy)
     shutil.rmtree(copy / "recipe")
     refused(ConfigError, "trained on a dataset without a recipe", run=copy)
     opened = recmill.open_run(copy)

@@ -4,7 +4,7 @@ import gzip
 import json
 import os
 import shlex
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,7 @@ def test_types_of_parquet_are_converted(tmp_path: Path) -> None:
         (pl.Series("a", [[[1]]]), "List(List(Int64))"),
         (pl.Series("a", [[{"key": "x", "value": 1}]]), "a map"),
         (pl.Series("a", [b"x"]), "Binary"),
+        (pl.Series("a", [timedelta(1)]), "Duration"),
     ],
 )
 def test_types_of_parquet_that_no_feature_is_made_of_are_refused_by_name(
@@ -221,7 +222,53 @@ def test_what_is_wrong_with_several_files_is_reported_at_once_by_file(tmp_path: 
         f"  {tmp_path}/4.parquet: column a holds Struct({{'x': Int64}}), of which no feature can be made. "
         "Leave it out, or write its parts to columns of their own.",
     ]
+    pl.DataFrame({"a": [None]}).write_parquet(tmp_path / "4.parquet")
+    with pytest.raises(DataError) as caught:
+        check_columns(found_files(str(tmp_path)), InputSection(), ["a", "a"], copied=["a"])
+    assert str(caught.value).splitlines()[1:-1] == [
+        f"  {tmp_path}/2.parquet: column a holds String, but Int64 in {first}",
+        f"  {tmp_path}/4.parquet: column a holds Null, but Int64 in {first}",
+    ]
 
+
+def test_what_occurs_twice_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("a,a\n1,2\n")
+    with pytest.raises(DataError) as caught:
+        check_columns(found_files(str(tmp_path / "log.csv")), InputSection(), ["a", "a"])
+    assert str(caught.value).splitlines()[1:-1] == [f"  {tmp_path}/log.csv: two columns 'a'"]
+
+
+def test_a_quote_that_is_not_closed_does_not_look_like_a_missing_line_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "log.csv").write_text('a,b\n1,"x\n2,y\n')
+    with pytest.raises(DataError, match="a quote is opened and not closed"):
+        rows_of(tmp_path / "log.csv", ["a"])
+    assert not caplog.messages
+
+    pl.DataFrame({"a": [None]}).write_parquet(tmp_path / "4.parquet")
+    with pytest.raises(DataError) as caught:
+        check_columns(found_files(str(tmp_path)), InputSection(), ["a", "a"], copied=["a"])
+    assert str(caught.value).splitlines()[1:-1] == [
+        f"  {tmp_path}/2.parquet: column a holds String, but Int64 in {first}",
+        f"  {tmp_path}/4.parquet: column a holds Null, but Int64 in {first}",
+    ]
+
+
+def test_what_occurs_twice_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("a,a\n1,2\n")
+    with pytest.raises(DataError) as caught:
+        check_columns(found_files(str(tmp_path / "log.csv")), InputSection(), ["a", "a"])
+    assert str(caught.value).splitlines()[1:-1] == [f"  {tmp_path}/log.csv: two columns 'a'"]
+
+
+def test_a_quote_that_is_not_closed_does_not_look_like_a_missing_line_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "log.csv").write_text('a,b\n1,"x\n2,y\n')
+    with pytest.raises(DataError, match="a quote is opened and not closed"):
+        rows_of(tmp_path / "log.csv", ["a"])
+    assert not caplog.messages
 
 def test_a_file_that_grows_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "BLOCK_BYTES", 16)

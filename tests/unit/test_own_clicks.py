@@ -26,7 +26,7 @@ from recmill.datasets.own_clicks.coding import Coder
 from recmill.datasets.own_clicks.encoding import Encoder, hashed, load_recipe, time_parts
 from recmill.datasets.own_clicks.reading import read
 from recmill.datasets.own_clicks.schema import load_schema
-from recmill.datasets.own_clicks.values import RawRows, numbers, parsed_times
+from recmill.datasets.own_clicks.values import RawRows, numbers, parsed_times, texts
 from recmill.errors import ConfigError, DataError
 from recmill.schema import SPLITS
 
@@ -327,7 +327,7 @@ def test_kept_columns_and_weights_are_stored_beside_the_rows_of_each_split(prepa
         assert stored.tolist() == own["w"].cast(pl.Float32).to_list()
     for bad in ("-1", "", "inf", "1e40"):
         log = GOOD.replace("1,,a,1", f"1,,a,{bad}", 1)
-        with pytest.raises(DataError, match=r"row 1, column price: .*(weight|infinite)"):
+        with pytest.raises(DataError, match=r"row 1, column price: .*(weight|infinite|larger)"):
             prepared(log, split=BY_FOLD, keep={"weight": "price"}, feature=[SITE])
 
 
@@ -456,6 +456,14 @@ def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
         ("0,,a,2", "0,,a", {}, "row 2: expected 4 fields, got 3"),
         ("0,v", "1,v", {}, "2 of the 2 rows for val are clicks"),
         ("1,t", "1,", {"split": {**BY_FOLD, "test": ["nobody"]}}, "no row is for test. Change [split]"),
+        ("0,,a,2", "0,,a,1e300", {}, "row 2, column price: 1e+300 is larger than 3.4e+38. Correct it."),
+        ("0,v,a,1", "0,v,a,3e38", {}, "row 7, column price: 3e+38 is too large for a 32-bit number after transform"),
+        (
+            "0,,a,2",
+            "0,,a,-3e9",
+            {"feature": [{"name": "b", "column": "price", "type": "bucket", "boundaries": "log2-squared"}]},
+            "feature b: 'log2-squared' would make 3,000,000,003 buckets from -3,000,000,000 on",
+        ),
         ("", "", {"label": {"column": "klick"}}, "no column 'klick'; it has click, fold, site, price"),
         ("", "", {"time": {"column": "price"}, "split": {"by": "time"}}, "'1' is no time of the format 'iso'"),
         ("1,,a,1", "1,,a,\xff", {}, "cannot be read"),
@@ -571,13 +579,53 @@ def test_notes_say_what_was_cut_and_what_stays_untrained(prepared: Prepare) -> N
     features = [
         {**SITE, "separator": "|", "max_values": 3},
         {"name": "rare", **SITE, "min_frequency": 100},
+        {"name": "none", **SITE, "missing_values": ["a", "|".join(map(str, range(50_000)))]},
         {"name": "all", **SITE, "min_frequency": 1},
     ]
     path = prepared(log, split=BY_FOLD, feature=features)
     assert open_dataset(path).description.notes == [
         "site: 1 training rows have more than 3 values; the rest is cut",
         "rare: every value is rarer than min_frequency, so all of them share one row",
+        "none: no training row has a value",
         "min_frequency = 1: values that training never had will meet an untrained row of all",
+    ]
+
+
+def test_a_constant_is_not_divided_by_the_rounding_error_of_its_mean(prepared: Prepare) -> None:
+    training = "".join(f"{number % 2},,a,0.1\n" for number in range(48))
+    held_out = "".join(f"{click},{fold},a,0.2\n" for fold in "vt" for click in (0, 1))
+    path = prepared(f"click,fold,site,price\n{training}{held_out}", split=BY_FOLD, feature=[SITE, PRICE])
+    assert arrays(path)[0].ravel() == pytest.approx(0)
+    assert arrays(path, "val")[0].ravel() == pytest.approx(0.1)
+
+
+def test_a_log_without_rows_is_an_error_that_leaves_nothing(prepared: Prepare, tmp_path: Path) -> None:
+    log = pl.DataFrame(schema={"click": pl.Int64, "site": pl.String, "when": pl.Int64})
+    for split in ({}, {"time": {"column": "when", "format": "s"}, "split": {"by": "time"}}):
+        with pytest.raises(DataError, match=r"log\d\.parquet: no rows"):
+            prepared(log, feature=[SITE], **split)
+    assert not [path.name for path in tmp_path.iterdir() if "data" in path.name]
+
+
+def test_a_time_is_one_value_in_any_unit_and_zone() -> None:
+    when = pl.Series("when", [datetime(2026, 3, 16, 1)])
+    lists = pl.Series("when", [[datetime(2026, 3, 16, 1)]])
+    for unit in ("ms", "us", "ns"):
+        tokyo = when.cast(pl.Datetime(unit)).dt.replace_time_zone("UTC").dt.convert_time_zone("Asia/Tokyo")
+        for values in (when.cast(pl.Datetime(unit)), tokyo, lists.cast(pl.List(pl.Datetime(unit)))):
+            found = texts(RawRows(values.to_frame(), "log", range(1, 2)), "when", []).explode()
+            assert found.to_list() == ["2026-03-16 01:00:00.000000"]
+
+
+def test_groups_too_large_for_their_split_are_noted(prepared: Prepare) -> None:
+    log = "click,site,user\n" + "".join(f"{n // 2 % 2},a,{'same' if n % 10 else n}\n" for n in range(1000))
+    path = prepared(log, split={"by": "random", "group": "user", "val": 0.3, "test": 0.1, "seed": 2}, feature=[SITE])
+    val, test = (len(arrays(path, split)[2]) / 10 for split in ("val", "test"))
+    assert val < 15 and test < 5
+    assert open_dataset(path).description.notes == [
+        f"{share:.1f} % of the rows are for {name}, and split.{name} is {wanted} %: rows with the same user stay "
+        "together, and some groups are large"
+        for name, share, wanted in (("val", val, 30), ("test", test, 10))
     ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 
 import recmill
@@ -247,3 +248,10 @@ def test_the_parts_of_a_phase_are_one_time_and_resumed_ones_take_none(
     again = writing.Work(tmp_path)
     again.part("read-day_0", dict)
     assert again.seconds == {}
+
+
+def test_bytes_of_parquet_do_not_depend_on_the_pieces_of_a_frame(tmp_path: Path) -> None:
+    values = pl.DataFrame({"value": [str(number) for number in range(100)]})
+    writing.write_parquet(tmp_path / "one", values)
+    writing.write_parquet(tmp_path / "two", pl.concat([values[:10], values[10:]], rechunk=False))
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()

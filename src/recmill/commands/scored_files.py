@@ -135,7 +135,8 @@ def _checked_job(predictor: "Predictor", options: "Options", files: list[InputFi
     needed = list(dict.fromkeys([*encoder.feature_columns, *kept]))
     lack = "the model needs columns that are not there"
     check_columns(files, section, encoder.feature_columns, lack, "Add them: its features are made of them.")
-    check_columns(files, section, kept, "--keep names columns that are not there", "Correct --keep.")
+    copied = kept if output.suffix == ".parquet" else []
+    check_columns(files, section, kept, "--keep does not fit the files", "Correct --keep, or the files.", copied)
     if taken := {"score", "logit"} & set(kept):
         raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
     label = encoder.label_column

@@ -12,7 +12,7 @@ import xxhash
 from recmill.errors import ConfigError, DataError
 from recmill.files.atomic import new_directory
 from recmill.files.digests import digest
-from recmill.schema import DESCRIPTION_FILE, Dataset, from_json
+from recmill.schema import DESCRIPTION_FILE, Dataset, Description, from_json
 
 NO_LABEL = -1
 RECIPE_FILE = "recipe.json"
@@ -41,10 +41,13 @@ def keep_recipe(dataset: Dataset, run: Path) -> None:
     """Copy the recipe of the dataset, if it has one, its vocabularies and its description into the run directory."""
     if RECIPE_FILE not in dataset.description.files or (run / _KEPT).is_dir():
         return
-    vocabularies = [name for name in dataset.description.files if name.startswith("vocabulary_")]
     with new_directory(run / _KEPT) as directory:
-        for name in (*vocabularies, RECIPE_FILE, DESCRIPTION_FILE):
+        for name in (*_files_of_recipe(dataset.description), DESCRIPTION_FILE):
             shutil.copyfile(dataset.path / name, directory / name)
+
+
+def _files_of_recipe(description: Description) -> list[str]:
+    return [RECIPE_FILE, *(name for name in description.files if name.startswith("vocabulary_"))]
 
 
 def has_recipe(run: Path) -> bool:
@@ -61,11 +64,11 @@ def kept_dataset(run: Path) -> Dataset:
         )
     text = (path / DESCRIPTION_FILE).read_bytes()
     description = from_json(text)
-    for file in sorted(path.iterdir()):
-        info = description.files.get(file.name)
-        if file.name != DESCRIPTION_FILE and (info is None or info.xxh3 != digest(file)):
+    for name in _files_of_recipe(description):
+        file = path / name
+        if not file.is_file() or description.files[name].xxh3 != digest(file):
             raise DataError(
-                f"{file}: corrupt or changed since training, so rows would be encoded in another way. "
+                f"{file}: missing, corrupt or changed since training, so rows would be encoded in another way. "
                 "Copy it from the prepared dataset again."
             )
     return Dataset(path, description, fingerprint=xxhash.xxh3_128_hexdigest(text))

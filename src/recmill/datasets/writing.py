@@ -285,10 +285,13 @@ def write_npy(path: Path, values: np.ndarray, dtype: type) -> None:
 def write_parquet(
     path: Path,
     frame: "pl.DataFrame",
-    row_group_size: int | None = None,
+    row_group_size: int = 1 << 18,
     compression: Literal["zstd", "uncompressed"] = "zstd",
 ) -> None:
-    """Write `frame` through a buffer in memory: Polars itself would report a full disk as a format error."""
+    """Write `frame` through a buffer in memory: Polars itself would report a full disk as a format error.
+
+    Row groups have a fixed size, because those that Polars chooses depend on the number of cores.
+    """
     buffer = io.BytesIO()
     frame.write_parquet(buffer, row_group_size=row_group_size, compression=compression)
     path.write_bytes(buffer.getbuffer())

@@ -111,5 +111,5 @@ def _check_single(file: InputFile, text: bytes, frame: pl.DataFrame, wanted: dic
         for column in suspects:
             if isinstance(value := values.get(column), list | dict):
                 what = "a list" if isinstance(value, list) else "an object"
-                fact = f"{what}, where the rows before have single values"
+                fact = f"{what}, where other rows have single values"
                 raise DataError(f"{file}: row {number:,}, column {column}: {fact}. Give all rows the same kind.")

@@ -61,7 +61,7 @@ def converted_type(file: str, column: str, dtype: pl.DataType) -> pl.DataType:
         inner = dtype.inner if isinstance(dtype.inner, pl.DataType) else dtype.inner()
         if not inner.is_nested():
             return pl.List(converted_type(file, column, inner))
-    if dtype.is_nested() or isinstance(dtype, pl.Object | pl.Binary):
+    if dtype.is_nested() or isinstance(dtype, pl.Object | pl.Binary | pl.Duration):
         kind = "a map" if isinstance(dtype, pl.List) and isinstance(dtype.inner, pl.Struct) else f"{dtype}"
         raise DataError(
             f"{file}: column {column} holds {kind}, of which no feature can be made. "

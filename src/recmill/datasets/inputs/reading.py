@@ -51,8 +51,13 @@ def check_columns(
     columns: list[str],
     fact: str = "the files do not fit the schema",
     remedy: str = "Correct the schema, or the files.",
+    copied: Sequence[str] = (),
 ) -> None:
-    """Raise an error that names every column that a file lacks, or holds in another type than the first file."""
+    """Raise an error that names every column that a file lacks, or holds in another type than the first file.
+
+    Of columns that are `copied` to one file, no types may differ; others may hold whole numbers or texts.
+    """
+    columns = list(dict.fromkeys(columns))
     problems: list[str] = []
     first: dict[str, str] = {}
     for file in files:
@@ -63,7 +68,8 @@ def check_columns(
             problems.append(_lacks(file, section, missing, there))
         for column in (column for column in columns if column in there):
             try:
-                kind = _kind(parquet.converted_type(str(file), column, types.get(column, pl.String())))
+                dtype = parquet.converted_type(str(file), column, types.get(column, pl.String()))
+                kind = str(types.get(column, dtype)) if column in copied else _kind(dtype)
             except DataError as error:
                 problems.append(str(error))
                 continue

@@ -152,6 +152,10 @@ class Encoder:
         clipped = given if learned.low is None else np.clip(given, learned.low, learned.high)
         self.tally.add(feature.name, missing=is_missing, clipped=(clipped != given) & ~is_missing)
         values = transformed(np.where(is_missing, learned.fill, clipped), feature, learned)
+        if (is_bad := ~(np.abs(values) <= np.finfo(np.float32).max)).any():
+            row = int(is_bad.argmax())
+            fact = f"{given[row]:g} is too large for a 32-bit number after transform = '{feature.transform}'"
+            raise rows.error(row, feature.column, fact, "Correct it, or use 'clip' or another transform.")
         return [values, is_missing.astype(np.float64)] if feature.flag_missing else [values]
 
     def _ids(self, rows: RawRows, feature: TableFeature) -> np.ndarray:

@@ -170,8 +170,9 @@ def _sample(files: Sequence[InputFile], section: InputSection, columns: list[str
         if not found:
             raise DataError(f"{file}: no rows. Leave it out of --input.")
         parts.append(pl.concat(found).head(per_file))
-        if differing := [name for name in columns if parts[-1].schema[name] != parts[0].schema[name]]:
-            kinds = f"{parts[-1].schema[differing[0]]}, and in {files[0]} {parts[0].schema[differing[0]]}"
+        types, first = parts[-1].schema, parts[0].schema
+        if differing := [name for name in columns if types[name] != first[name]]:
+            kinds = f"{types[differing[0]]}, and in {files[0]} {first[differing[0]]}"
             raise DataError(f"{file}: column {differing[0]} holds {kinds}. Make them the same.")
     return pl.concat(parts)
 

@@ -29,10 +29,12 @@ from recmill.datasets.own_clicks.schema import (
 )
 from recmill.datasets.own_clicks.values import RawRows, Values, numbers, several_texts, texts
 from recmill.datasets.writing import write_parquet
+from recmill.errors import DataError
 
 _MERGED_ROWS = 1 << 21  # counts that may wait to be added up
 _NUM_RANKS = 1001  # quantiles of transform rank
 _POWER_ROWS = 100_000  # about as many numbers tell the power
+_MAX_BUCKETS = 10_000_000
 SAMPLE_ROWS = 4_000_000  # about as many of the training rows tell the quantiles, means and extremes of numbers
 
 
@@ -41,6 +43,12 @@ class Learner:
 
     def __init__(self, log: ClicksSchema, training_rows: int) -> None:
         self._log = log
+        self._categorical: dict[str, list[CategoricalFeature]] = {}  # by column
+        self._has_vocabulary: dict[str, bool] = {}  # by feature
+        for feature in log.tables:
+            if isinstance(feature, CategoricalFeature):
+                self._categorical.setdefault(feature.column, []).append(feature)
+                self._has_vocabulary[feature.name] = not fixed_rows(table_of(log, feature))
         self._counts: dict[str, list[pl.DataFrame]] = {}  # by the owner of a table
         self._code_counts: dict[str, tuple[Values, np.ndarray]] = {}  # by column
         self._longest: dict[str, int] = {}
@@ -60,15 +68,11 @@ class Learner:
             if isinstance(feature, TimeFeature):
                 counts = np.bincount(parts_of(rows, self._log, feature))
                 self._parts.setdefault(feature.name, set()).update(np.flatnonzero(counts).tolist())
-        for column in dict.fromkeys(feature.column for feature in self._categorical):
+        for column in self._categorical:
             if column in rows.codes:
                 self._count_codes(column, *rows.codes[column])
             else:
                 self._count(rows, column, None)
-
-    @property
-    def _categorical(self) -> list[CategoricalFeature]:
-        return [feature for feature in self._log.tables if isinstance(feature, CategoricalFeature)]
 
     def _count_codes(self, column: str, values: Values, codes: np.ndarray) -> None:
         """Add up how often each code occurs, until rows have other codes."""
@@ -87,7 +91,7 @@ class Learner:
 
     def _count(self, rows: RawRows, column: str, counts: np.ndarray | None) -> None:
         """Count the texts of a column; without `counts`, each row counts once."""
-        for feature in (feature for feature in self._categorical if feature.column == column):
+        for feature in self._categorical[column]:
             missing = self._log.missing_texts(feature)
             given = several_texts(texts(rows, column, missing), feature, missing)
             frame = pl.DataFrame({"value": given, "count": np.ones(len(given), np.int64) if counts is None else counts})
@@ -96,7 +100,7 @@ class Learner:
                 known = self._longest.get(feature.name, 1)
                 self._longest[feature.name] = max(known, min(longest, feature.max_values))
                 frame = frame.with_columns(pl.col("value").list.head(feature.max_values)).explode("value")
-            if not fixed_rows(table_of(self._log, feature)):
+            if self._has_vocabulary[feature.name]:
                 waiting = self._counts.setdefault(owner(feature), [])
                 is_distinct = counts is not None and not isinstance(given.dtype, pl.List)
                 found = frame.drop_nulls("value")
@@ -185,7 +189,8 @@ def _learned_numbers(feature: NumericFeature, values: np.ndarray) -> Learned:
 
 
 def _standard(values: np.ndarray) -> dict[str, float]:
-    return {"shift": float(values.mean()), "scale": float(values.std()) or 1.0}
+    is_constant = np.ptp(values) == 0  # its std may be 1e-17, the rounding error of its mean
+    return {"shift": float(values.mean()), "scale": 1.0 if is_constant else float(values.std())}
 
 
 def _ranks(values: np.ndarray) -> dict[str, list[float]]:
@@ -216,13 +221,16 @@ def _best_power(values: np.ndarray) -> float:
     while high - low > 1e-6:
         left, right = high - section * (high - low), low + section * (high - low)
         low, high = (low, right) if likelihood(left) >= likelihood(right) else (left, high)
-    return float((low + high) / 2) if values.std() else 1.0
+    return float((low + high) / 2) if np.ptp(values) else 1.0
 
 
 def _learned_buckets(feature: BucketFeature, values: np.ndarray) -> Learned:
     if feature.boundaries == LOG_SQUARED:
         found = log_squared(values) if len(values) else np.zeros(1)
         low, high = float(found.min()), float(found.max())
+        if (num_buckets := high - low + 1) > _MAX_BUCKETS:
+            fact = f"feature {feature.name}: 'log2-squared' would make {num_buckets:,.0f} buckets from {low:,.0f} on"
+            raise DataError(f"{fact}, one for each whole number below 2. Use boundaries = 'quantiles:N'.")
         return Learned(rows=int(high - low) + 2, low=low, high=high)
     boundaries = feature.boundaries
     if not isinstance(boundaries, list):

@@ -309,7 +309,7 @@ def _contradictions(schema: ClicksSchema) -> Iterator[str]:
             yield f"feature '{name[:80]}': {fact}. Give it another 'name'."
     if not schema.feature:
         yield "it has no feature. Add a [[feature]] for each column to use."
-    if not schema.tables:
+    elif not schema.tables:
         yield "all its features are numeric. The models here need at least one table: make one of them a 'bucket'."
     if schema.time is None and (schema.split.by == "time" or any(isinstance(f, TimeFeature) for f in schema.feature)):
         yield "split.by = 'time' and features of type 'time' need [time] with a column."

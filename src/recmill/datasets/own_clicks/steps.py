@@ -102,7 +102,7 @@ def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
         for found in guesses:
             log.info("%s: %s (%s)", found.column, found.kind, found.why)
         log_schema = checked_schema(tomllib.loads(guessed), "the guessed schema")
-    check_columns(files, log_schema.input, log_schema.columns())
+    check_columns(files, log_schema.input, log_schema.columns(), copied=log_schema.keep.columns)
     return Plan(log_schema, files, guessed)
 
 
@@ -115,6 +115,8 @@ def write(plan: Plan, work: Work) -> Description:
 
 def _prepared(plan: Plan, work: Work, pool: Executor) -> Description:
     blocks = _Blocks(plan, work, pool)
+    if not blocks.rows:
+        raise DataError(f"{plan.files[0]}: no rows. Give files that have some.")
     rules = work.part("split", lambda: split_rules(plan.log, blocks))
     splits = Splits(plan.log, rules)
     counts = work.part("count", lambda: _counted(splits, blocks))
@@ -154,7 +156,8 @@ class _Blocks:
         while rows := waiting.result():
             waiting = self._pool.submit(next, blocks, None)
             frame = rows.frame
-            coded = [name for name in log.coded_columns() if can_be_numbered(frame.schema[name])]
+            types = frame.schema  # each access builds it anew
+            coded = [name for name in log.coded_columns() if can_be_numbered(types[name])]
             coders = coders or {name: Coder() for name in coded}
             codes = list(self._pool.map(lambda name: coders[name].codes(frame[name]), coded))  # noqa: B023
             name = f"rows-{index}-{len(kept)}.arrow"
@@ -279,16 +282,29 @@ def _notes(
     for kind, name in ((DROPPED_ROWS, "label.drop"), (NOT_SAMPLED, "sample.negatives")):
         if rows[kind]:
             yield f"{rows[kind]:,} rows left out by {name}"
+    yield from _uneven_groups(recipe, rows)
     for feature in recipe.log.tables:
         name = feature.name
         if name in with_vocabulary and recipe.learned[name].rows == FIRST_VALUE:
-            yield f"{name}: every value is rarer than min_frequency, so all of them share one row"
+            rare = "every value is rarer than min_frequency, so all of them share one row"
+            yield f"{name}: {rare if tally[name].get('unseen') else 'no training row has a value'}"
         if recipe.learned[name].has_lists and (cut := tally[name].get("clipped", 0)):
             kept = recipe.learned[name].ids_per_row
             yield f"{name}: {cut:,} training rows have more than {kept} values; the rest is cut"
     untrained = [f.name for f in recipe.log.tables if getattr(f, "min_frequency", 2) == 1 and f.name in with_vocabulary]
     if untrained:
         yield f"min_frequency = 1: values that training never had will meet an untrained row of {', '.join(untrained)}"
+
+
+def _uneven_groups(recipe: Recipe, rows: list[int]) -> Iterator[str]:
+    """Say which splits are less than half, or more than twice, as large as they should be, because of large groups."""
+    split = recipe.log.split
+    of_split = [rows[0] + rows[NOT_SAMPLED], *rows[1 : len(SPLITS)]]
+    for name, count, wanted in zip(SPLITS[1:], of_split[1:], (split.val, split.test), strict=True):
+        share = count / sum(of_split)
+        if split.group and isinstance(wanted, float) and not wanted / 2 <= share <= 2 * wanted:
+            fact = f"{100 * share:.1f} % of the rows are for {name}, and split.{name} is {100 * wanted:g} %"
+            yield f"{fact}: rows with the same {split.group} stay together, and some groups are large"
 
 
 def _sealed(

@@ -21,6 +21,7 @@ _ISO = r"^(?:\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?(?:Z|[+-]\d\
 _ZONE = r"[T ].*[Z+-]"
 CLICK, NO_CLICK = ["1", "1.0", "true"], ["0", "0.0", "-1", "-1.0", "false"]
 DROPPED = -1
+_LARGEST = float(np.finfo(np.float32).max)  # networks read 32-bit numbers
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,13 @@ def texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
     values = rows.column(column)
     dtype = values.dtype
     inner = dtype.inner if isinstance(dtype, pl.List) else dtype
-    if inner.is_float() or inner.is_nested() or inner == pl.Binary:
+    if inner.is_float() or inner.is_nested() or inner in (pl.Binary, pl.Duration):
         remedy = "Make it whole numbers or text; a numeric or bucket feature takes any number."
         raise DataError(
             f"{rows.file}: column {column} holds {dtype}, which is neither text nor whole numbers. {remedy}"
         )
+    if isinstance(inner, pl.Datetime):  # the same time is the same text, whatever the unit and the zone
+        values = values.cast(pl.List(pl.Datetime("us")) if isinstance(dtype, pl.List) else pl.Datetime("us"))
     if isinstance(dtype, pl.List):
         kept = pl.element().filter(~pl.element().is_in(missing) & pl.element().is_not_null())
         return values.cast(pl.List(pl.String)).list.eval(kept)
@@ -131,8 +134,10 @@ def numbers(rows: RawRows, column: str, missing: list[str], decimal: str = ".") 
     else:
         raise DataError(f"{rows.file}: column {column} holds {values.dtype}, not numbers. Use another type of feature.")
     array = found.fill_null(np.nan).to_numpy()
-    if (is_infinite := np.isinf(array)).any():
-        raise rows.error(int(is_infinite.argmax()), column, "an infinite number", "Correct it.")
+    if (is_bad := np.abs(array) > _LARGEST).any():
+        row = int(is_bad.argmax())
+        fact = "an infinite number" if np.isinf(array[row]) else f"{array[row]:g} is larger than {_LARGEST:.2g}"
+        raise rows.error(row, column, fact, "Correct it.")
     return array
 
 
@@ -140,7 +145,7 @@ def weights(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     """Return the column of keep.weight as float32; every row must have a number that is not negative."""
     column = schema.keep.weight
     found = numbers(rows, column, schema.input.missing, schema.input.decimal)
-    if (is_bad := ~(found >= 0) | (found > np.finfo(np.float32).max)).any():
+    if (is_bad := ~(found >= 0)).any():
         row = int(is_bad.argmax())
         fact = f"{rows.column(column)[row]!r} is no weight, which is a number from 0 to 3.4e38"
         raise rows.error(row, column, fact, "Correct it.")
