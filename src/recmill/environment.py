@@ -331,10 +331,16 @@ _RECORDED = re.compile(
     r"|PBS_(JOBID|QUEUE|JOBNAME)|PMI_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE)",
     re.ASCII,
 )
+_INTERNAL = {_JOB, _LAUNCHER, _ATTEMPT, _STORE_DESCRIPTOR, "RECMILL_ERRORS"}  # a launcher sets them for its workers
 _SECRET_NAME = re.compile("TOKEN|SECRET|KEY|PASS|COOKIE|CRED|AUTH|SESSION|PRIVATE|SIGNATURE", re.IGNORECASE)
 _SECRET_VALUE = re.compile(
     r"://[^/\s]*@|\b(bearer|basic)\s|-----BEGIN|(token|secret|key|passw\w*|auth\w*)\s*[=:]", re.I
 )
+
+
+def is_recorded(name: str) -> bool:
+    """Return whether a variable of this name may change the speed or the results of a run, or names its job."""
+    return name not in _INTERNAL and _RECORDED.fullmatch(name) is not None
 
 
 def recorded_variables(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -342,7 +348,7 @@ def recorded_variables(variables: Mapping[str, str] = os.environ) -> dict[str, s
     return {
         name: value
         for name, value in sorted(variables.items())
-        if _RECORDED.fullmatch(name) and not _SECRET_NAME.search(name) and not _SECRET_VALUE.search(value)
+        if is_recorded(name) and not _SECRET_NAME.search(name) and not _SECRET_VALUE.search(value)
     }
 
 

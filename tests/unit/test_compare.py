@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,10 @@ def test_two_runs_differ_in_config_environment_metrics_and_speed(tmp_path: Path,
     finish(a, 0.71)
     finish(b, 0.82)
     facts = json.loads((b / "env.json").read_text())
-    (b / "env.json").write_text(json.dumps(facts | {"packages": {"torch": "2.14.0"}, "started_at": "2026"}))
+    variables = facts["variables"] | {"RECMILL_STORE_FD": "5"}  # an earlier version recorded it
+    (b / "env.json").write_text(
+        json.dumps(facts | {"packages": {"torch": "2.14.0"}, "started_at": "2026", "variables": variables})
+    )
     found = recmill.compare(a, b)
     assert [(row.name, row.a, row.b) for row in found.config] == [("optim.dense.lr", None, 0.5)]
     assert [(row.name, row.a, row.b) for row in found.environment] == [("packages.torch", "2.13.0", "2.14.0")]
@@ -106,6 +110,48 @@ def test_curves_are_compared_at_common_steps_and_the_first_difference_is_found(t
     assert [step for step, *_ in found.curves["loss"]] == [120, 246, 372, 498, 618, 744, 870, 996]
     assert found.curves["loss"][-1] == (996, 1.0, 0.5)
     assert found.metrics == []
+
+
+@pytest.mark.parametrize(
+    ("other", "warning"),
+    [
+        ({"data": {"path": "data/b"}}, "different datasets: metrics are not comparable"),
+        (
+            {"model": {"name": "two_tower", "item_id": "movie"}},
+            "different tasks (ctr and retrieval): metrics and losses are not comparable",
+        ),
+    ],
+)
+def test_metrics_on_different_data_or_tasks_are_shown_without_a_verdict(
+    tmp_path: Path, dlrm: Config, other: Config, warning: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = write_run(tmp_path / "a", dlrm, DONE), write_run(tmp_path / "b", dlrm | other, DONE)
+    finish(a, 0.71)
+    finish(b, 0.82)
+    found = recmill.compare(a, b)
+    assert (found.warning, found.curves, found.first_difference) == (warning, {}, None)
+    assert named(found.metrics)["auroc"] == Measured("auroc", 0.71, 0.82, is_same=None)
+    print_comparison(found)
+    printed = capsys.readouterr().out
+    assert f"warning: {warning}\n" in printed
+    assert re.search(r"^auroc +0.7100  0.8200$", printed, re.M)
+    assert "noise (test)" not in printed
+
+
+def test_a_dataset_that_was_moved_is_the_same(tmp_path: Path, dlrm: Config) -> None:
+    done = DONE | {"dataset": "ab12"}
+    a, b = (write_run(tmp_path / name, dlrm | {"data": {"path": f"data/{name}"}}, done) for name in "ab")
+    finish(a, 0.71)
+    finish(b, 0.82)
+    assert recmill.compare(a, b).warning == ""
+
+
+def test_sequence_models_have_losses_of_their_own(tmp_path: Path, dlrm: Config) -> None:
+    names = ("sasrec", "bert4rec")
+    a, b = (write_run(tmp_path / name, dlrm | {"model": {"name": name}}, {"state": "failed"}) for name in names)
+    found = recmill.compare(a, b)
+    assert found.warning == "different models (sasrec and bert4rec): losses are not comparable"
+    assert [*found.curves] == ["auroc"]
 
 
 def test_a_comparison_fits_80_columns_and_old_runs_leave_out_what_they_lack(

@@ -361,3 +361,36 @@ def test_at_least_95_percent_of_the_columns_of_public_logs_are_guessed_right(tmp
             if row["guess"] not in kinds[row["column"]]:
                 wrong.append((log, row["column"], row["guess"], row["why"]))
     assert len(wrong) <= 0.05 * total, wrong
+
+
+def small_log(rows: int) -> pl.DataFrame:
+    """Return a log whose price separates the clicks and whose device is that of the row."""
+    clicks = [row // 8 % 2 for row in range(rows)]
+    prices = [round(row / 7 + 1000 * click, 2) for row, click in enumerate(clicks)]
+    systems = ["android", "android ", "iOS", "N/A"]
+    return pl.DataFrame(
+        {
+            "click": clicks,
+            "price": prices,
+            "device": [f"d{row}" for row in range(rows)],
+            "system": [systems[row // 2 % 4] for row in range(rows)],
+        }
+    )
+
+
+def test_few_rows_judge_neither_leaks_nor_ids(tmp_path: Path) -> None:
+    found = {row["column"]: row for row in recmill.guess_schema(small_log(98), "click")["columns"]}
+    assert [found[name]["guess"] for name in ("price", "device")] == ["numeric", "categorical"]
+    assert found["price"]["why"].endswith("; 98 rows are too few to judge whether it gives the label away")
+    assert found["device"]["why"].endswith("; 98 rows are too few to judge whether it is the row's own id")
+    enough = {row["column"]: row["guess"] for row in recmill.guess_schema(small_log(100), "click")["columns"]}
+    assert enough["price"] == enough["device"] == "left out"
+
+
+def test_texts_that_may_be_missing_or_the_same_get_a_remark(tmp_path: Path) -> None:
+    found = recmill.guess_schema(small_log(200), "click")
+    why = (
+        "text, 4 different values; 'N/A' may stand for no value; 'android' and 'android ' differ only in spaces or case"
+    )
+    assert found["columns"][-1] == {"column": "system", "guess": "categorical", "why": why}
+    assert '# missing_values = [\n#     "N/A",\n# ]' in found["schema"]

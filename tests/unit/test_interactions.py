@@ -60,7 +60,9 @@ def test_a_repeated_item_is_kept_as_repeats_says(tmp_path: Path, repeats: str, h
     rows = [("a", "x", 1), ("a", "y", 2), ("a", "x", 3), ("a", "z", 4), ("a", "x", 5)]
     assert prepared(tmp_path, rows, repeats=repeats, **KEEP_ALL) == {"a": history}
     notes = open_dataset(tmp_path / "d").description.notes
-    assert notes == ([] if repeats == "keep" else [f"--repeats {repeats}: 2 interactions dropped"])
+    assert notes == (
+        [] if repeats == "keep" else [f"--repeats {repeats}: 2 interactions dropped; --repeats keep keeps them"]
+    )
 
 
 def test_items_are_filtered_before_users_and_once(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_duplicate_rows_count_once_and_a_user_of_one_event_is_dropped(tmp_path: 
     rows = [("a", "x", 1), ("a", "x", 1), ("a", "y", 2), ("a", "z", 2), ("a", "z", 2), ("one", "x", 1), ("one", "x", 1)]
     assert prepared(tmp_path, rows, **KEEP_ALL) == {"a": ["x", "y", "z"]}
     assert open_dataset(tmp_path / "d").description.notes == [
-        "--repeats first: 3 interactions dropped",
+        "--repeats first: 3 interactions dropped; --repeats keep keeps them",
         "users of fewer than 3 interactions: 1 interactions dropped (1 users, 0 items)",
     ]
     assert prepared(tmp_path, rows, repeats="keep", **KEEP_ALL) == {"a": ["x", "x", "y", "z", "z"]}

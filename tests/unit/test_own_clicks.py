@@ -719,3 +719,25 @@ def test_the_page_lists_every_key_and_its_example_is_a_schema(tmp_path: Path) ->
     (tmp_path / "clicks.toml").write_text(example, encoding="utf-8")
     schema = load_schema(tmp_path / "clicks.toml")
     assert schema.columns() == ["click", "hour", "site_id", "genres", "price", "user_id"]
+
+
+def test_wrong_keys_and_columns_are_reported_together(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("click,site,price\n1,a,2\n")
+    (tmp_path / "clicks.toml").write_text(
+        "format = 1\n[label]\ncolumn = 'clik'\n[split]\nvall = 0.1\n"
+        "[[feature]]\ncolumn = 'sit'\ntype = 'categorical'\nmin_freqency = 3\n"
+        "[[feature]]\ncolumns = ['site', 'prize']\nname = 'both'\ntype = 'cross'\ntable_size = 100\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        recmill.prepare(
+            "clicks", tmp_path / "out", input=str(tmp_path / "log.csv"), schema_file=str(tmp_path / "clicks.toml")
+        )
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "5 problems in the config:"
+    assert "'split.vall'" in lines[1]
+    assert "min_freqency'" in lines[2]
+    assert [line.partition("clicks.toml: ")[2] for line in lines[3:]] == [
+        "the log has no column 'clik'. Did you mean 'click'?",
+        "the log has no column 'sit'. Did you mean 'site'?",
+        "the log has no column 'prize'. Did you mean 'price'?",
+    ]

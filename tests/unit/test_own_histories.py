@@ -322,3 +322,25 @@ def test_wrong_layouts_and_options_are_one_error_and_leave_nothing(
     assert message in str(caught.value)
     assert caught.value.exit_code in (2, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["raw.txt"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl", "frame"])
+def test_wrong_names_of_columns_are_reported_together(tmp_path: Path, kind: str) -> None:
+    frame = pl.DataFrame({"user": ["a"], "track": ["x"], "played_at": [1]})
+    source = tmp_path / f"plays.{kind}"
+    if kind == "csv":
+        frame.write_csv(source)
+    elif kind == "parquet":
+        frame.write_parquet(source)
+    elif kind == "jsonl":
+        frame.write_ndjson(source)
+    columns: dict[str, Any] = {"user_column": "usr", "item_column": "trak", "time_column": "played_at"}
+    with pytest.raises(DataError) as caught:
+        prepare("histories", tmp_path / "out", input=frame if kind == "frame" else source, **columns)
+    assert (
+        "no columns 'usr', 'trak'; it has user, track, played_at. "
+        "For 'usr': Did you mean 'user'? For 'trak': Did you mean 'track'?"
+    ) in str(caught.value)
+    is_file = kind != "frame"
+    remedy = "Correct the options." if is_file else "Name other columns (--user-column, --item-column)."
+    assert str(caught.value).endswith(f"\n{remedy}")

@@ -1,10 +1,12 @@
 import sys
+from typing import Any
 
 import pytest
 
 from recmill.observe import printed
 from recmill.observe.printed import (
     print_checkpoints,
+    print_predictions,
     print_table,
     print_values,
     print_written_recommendations,
@@ -101,3 +103,35 @@ def test_a_terminal_gets_lines_that_break_at_spaces_and_a_rule_that_fits(
         "       be used",
     ]
     assert printed.fitted("one two three four five six\nseven") == "one two three four five\nsix\nseven"
+
+
+def predicted(**training: float | None) -> dict[str, Any]:
+    """Return what `predict` returns for three features."""
+    here = {"C1": 0.0, "C2": 0.125, "C3": 0.97}
+    features = [
+        {"feature": name, "kind": "unseen", "here": share, "training": training.get(name)}
+        for name, share in here.items()
+    ]
+    return {"rows": 8, "output": "scores.csv", "features": features}
+
+
+def test_predictions_list_features_whose_training_shares_are_known_or_that_are_conspicuous(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_predictions(predicted(C1=0.0, C2=0.5, C3=0.25))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "% here / in training  unseen"
+    assert [line.split(maxsplit=1) for line in lines[2:-1]] == [
+        ["C1", "0.0 / 0.0"],
+        ["C2", "12.5 / 50.0"],
+        ["C3", "97.0 / 25.0"],
+    ]
+    print_predictions(predicted())
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["%", "here", "unseen"],
+        ["------", "------"],
+        ["C3", "97.0"],
+        ["8", "rows", "scored:", "scores.csv"],
+    ]
+    print_predictions(predicted() | {"features": predicted()["features"][:2]})
+    assert capsys.readouterr().out == "8 rows scored: scores.csv\n"

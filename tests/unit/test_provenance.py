@@ -54,7 +54,11 @@ def test_no_planted_secret_is_kept_with_a_run(dlrm: Config, tmp_path: Path) -> N
 def test_the_variables_of_threads_networks_and_jobs_are_kept() -> None:
     kept = {"OMP_NUM_THREADS": "4", "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "8"}
     kept |= {"PBS_JOBID": "7.node", "PMI_LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1"}
-    assert recorded_variables({**kept, **PLANTED, "HOME": "/home/me", "PATH": "/bin", "PBS_O_PATH": "/x"}) == kept
+    internal = {"RECMILL_STORE_FD": "5", "RECMILL_JOB": "/tmp/job", "RECMILL_LAUNCHER": "7", "RECMILL_ATTEMPT": "0"}
+    assert (
+        recorded_variables({**kept, **internal, **PLANTED, "HOME": "/home/me", "PATH": "/bin", "PBS_O_PATH": "/x"})
+        == kept
+    )
 
 
 def test_the_type_of_a_file_system_is_that_of_the_innermost_mount(tmp_path: Path) -> None:

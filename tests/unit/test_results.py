@@ -87,7 +87,7 @@ def test_runs_that_are_not_done_are_shown_as_such(new_run: NewRun, capsys: pytes
     text = capsys.readouterr().out
     assert f"{reports[1].run}: failed at step 30: The loss is no longer a finite number." in text
     assert f"{reports[2].run}: stopped at step 37: SIGTERM" in text
-    assert f"{reports[4].run}: running at step 30" in text
+    assert text.count("running at step 30") == 1
 
 
 def test_a_run_that_failed_before_it_had_a_config_is_shown(new_run: NewRun) -> None:

@@ -39,14 +39,31 @@ def test_shares_of_the_run_are_rounded_up_and_steps_are_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "share", "interval"), [(50, "5%", 10), (120, "5%", 10), (13, "5%", 3), (13, "30%", 4)]
+    ("steps", "share", "interval"), [(50, "5%", 10), (180, "5%", 36), (2000, "1%", 50), (13, "5%", 3), (13, "30%", 4)]
 )
-def test_a_short_run_validates_and_saves_at_most_every_10_steps_or_5_times(
+def test_a_short_run_validates_and_saves_at_most_every_50_steps_or_5_times(
     steps: int, share: str, interval: int
 ) -> None:
     found = run_steps(settings({}, eval={"every_steps": share}, checkpoint={"every_steps": share}), steps)
     assert (found.validation, found.checkpoint) == (interval, interval)
     assert run_steps(settings({}, eval={"every_steps": 3}), steps).validation == 3, "a number of steps is as it is"
+
+
+@pytest.mark.parametrize(
+    ("validation", "checkpoint", "expected"),
+    [
+        ("5%", "10%", (53, 106)),  # 10 % of 1,041 steps are 105
+        ("10%", "14%", (105, 105)),
+        ("10%", "5%", (105, 53)),
+        ("5%", 100, (53, 100)),
+        (40, "10%", (40, 105)),
+    ],
+)
+def test_of_two_shares_a_checkpoint_is_due_at_every_nth_validation(
+    validation: int | str, checkpoint: int | str, expected: tuple[int, int]
+) -> None:
+    found = run_steps(settings({}, eval={"every_steps": validation}, checkpoint={"every_steps": checkpoint}), 1041)
+    assert (found.validation, found.checkpoint) == expected
 
 
 def test_a_decay_to_the_end_reaches_its_end_at_the_last_step_whatever_the_number_of_steps() -> None:

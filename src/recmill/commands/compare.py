@@ -4,17 +4,20 @@ import tomllib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import hypot, isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from recmill import registry
 from recmill.commands.history import number
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.results import RunReport, run_report
 from recmill.config.compare import flat
+from recmill.environment import is_recorded
+from recmill.errors import UserError
 from recmill.files.reading import read_json, read_small
 from recmill.observe.printed import distinct
 from recmill.observe.recorder import PARTS, PAUSES
@@ -26,7 +29,7 @@ _VALIDATIONS = 20  # the last ones, whose spread around their trend is the noise
 _FEW_VALIDATIONS = 4
 _ROWS = 8  # of a learning curve
 _NOISE_SPREADS = 2.0  # a difference of at most this many spreads is noise
-_OF_ONE_START = ("started_at", "job_id", "variables.RECMILL_JOB", "variables.RECMILL_LAUNCHER")
+_OF_ONE_START = ("started_at", "job_id")
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of both runs. `is_same`: the difference is no more than noise, or it is none."""
+    """A number of both runs. `is_same`: the difference is no more than noise, or it is none.
+
+    None: the runs cannot be compared.
+    """
 
     name: str
     a: float
     b: float
-    is_same: bool
+    is_same: bool | None
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Comparison:
     curves: dict[str, list[tuple[int, float, float]]]  # by name: step and both values
     first_difference: int | None  # the first common step at which the losses differ
     last_common_step: int | None  # at which both reported a loss
+    warning: str = ""  # why metrics or losses cannot be compared
 
 
 @checked_keywords
@@ -68,10 +75,13 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
     reports = [run_report(run) for run in (a, b)]
     runs = [_read(run, report) for run, report in zip((a, b), reports, strict=True)]
     metrics, metrics_of, rule = _metrics(reports, runs)
+    no_metrics, no_losses = _not_comparable((a, b), reports)
+    if no_metrics:
+        metrics, rule = [replace(row, is_same=None) for row in metrics], ""
     last_step = min(report.step for report in reports)
-    losses, first_difference = _common(a, b, "train", "loss", last_step)
+    losses, first_difference = ([], None) if no_losses else _common(a, b, "train", "loss", last_step)
     curves = {"loss": losses}
-    if (metric := reports[0].metric) and metric == reports[1].metric:
+    if (metric := reports[0].metric) and metric == reports[1].metric and not no_metrics:
         curves[metric], _ = _common(a, b, "val", metric, last_step)
     return Comparison(
         runs=reports,
@@ -88,6 +98,7 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
         curves={name: rows for name, rows in curves.items() if rows},
         first_difference=first_difference,
         last_common_step=losses[-1][0] if losses else None,
+        warning=no_metrics or no_losses,
     )
 
 
@@ -107,7 +118,7 @@ def _read(path: str | Path, report: RunReport) -> _Run:
         facts = read_json(folder.path / "env.json")
         hosts = [host for host in facts.pop("hosts", []) if isinstance(host, dict)]
         facts |= {"hosts": ", ".join(str(host.get("name")) for host in hosts)} if hosts else {}
-        run.environment = {key: value for key, value in flat(facts).items() if key not in _OF_ONE_START}
+        run.environment = {key: value for key, value in flat(facts).items() if _is_comparable(key)}
     if recorded := read_recordings(folder.trace, report.step):
         steps = np.sum([rank.steps for rank in recorded.ranks.values()], axis=0)
         parts = np.sum([rank.parts for rank in recorded.ranks.values()], axis=0)
@@ -130,6 +141,37 @@ def _read(path: str | Path, report: RunReport) -> _Run:
     for name, label in {"samples_per_s": "samples/s", "memory_gb": "memory GB"}.items():
         _add_speed(run, label, *sums[name])
     return run
+
+
+def _is_comparable(key: str) -> bool:
+    """Return whether a fact in env.json may differ between runs for a reason; older runs hold internal variables."""
+    section, _, name = key.partition(".")
+    return key not in _OF_ONE_START and (section != "variables" or is_recorded(name))
+
+
+def _not_comparable(paths: Sequence[str | Path], reports: Sequence[RunReport]) -> tuple[str, str]:
+    """Return why the metrics of two runs cannot be compared, and why their losses cannot; empty if they can."""
+    models = [report.model for report in reports]
+    tasks = [*map(_task, models)] if models[0] != models[1] else []  # models import torch
+    if tasks and all(tasks) and tasks[0] != tasks[1]:
+        text = f"different tasks ({' and '.join(tasks)}): metrics and losses are not comparable"
+        return text, text
+    datasets = [RunDirectory(path).read_status().get("dataset") for path in paths]  # their digests
+    if not all(datasets):  # a run that is not done does not name them
+        datasets = [report.dataset for report in reports]
+    if all(datasets) and datasets[0] != datasets[1]:
+        text = "different datasets: metrics are not comparable"
+        return text, text
+    if "next_item" in tasks or "retrieval" in tasks:  # such models have losses of their own; click models share one
+        return "", f"different models ({' and '.join(models)}): losses are not comparable"
+    return "", ""
+
+
+def _task(model: str) -> str:
+    """Return the name of a model's task; empty if the run has no config, or the model is unknown here."""
+    with suppress(UserError):
+        return str(registry.load(registry.MODELS, model, "model").TASK) if model else ""
+    return ""
 
 
 def _add_speed(run: _Run, name: str, totals: np.ndarray, counts: np.ndarray) -> None:

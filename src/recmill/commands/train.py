@@ -436,12 +436,18 @@ def _train(
             log.info("%s", timing["verdict"])
             facts = {"rank": signal.rank, "reason": signal.name, "restarts": restarts, "seconds": seconds()}
             run.write_status(signal.state, step=at.step, **facts)
-            log.info("stopped at step %s%s", f"{at.step:,}", _by(signal.name, signal.rank))
+            text = f"stopped at step {at.step:,}{_by(signal.name, signal.rank)}"
+            log.info("%s", text, extra={"console": ""})  # the error says the same
         return {"stopped": {"step": at.step, "rank": signal.rank, "signal": signal.name}}
     if mlperf:
         is_success = not settings.eval.target_auroc or (at.best or 0.0) >= settings.eval.target_auroc
         mlperf.stop(at.step, "success" if is_success else "aborted")
     reach("train.end")
+    early = early_end(at, settings.eval)
+    end = early or "all steps done"
+    if world.is_main:
+        extra = {} if early else {"console": ""}  # the summary says the same
+        log.info("finished at step %s: %s", f"{at.step:,}", end, extra=extra)
 
     # Test the best checkpoint, if the run keeps it, or else the last step; write the results
     tested = at
@@ -468,8 +474,6 @@ def _train(
         _write_frequencies(run, source, at, world)
     if world.is_main:
         write_json(run.results_file, results | {"timing": timing})
-        early = early_end(at, settings.eval)
-        end = early or "all steps done"
         run.write_status(
             "done",
             step=at.step,
@@ -481,8 +485,6 @@ def _train(
             restarts=restarts,
             dataset=dataset.fingerprint,
         )
-        extra = {} if early else {"console": ""}  # the summary says the same
-        log.info("finished at step %s: %s", f"{at.step:,}", end, extra=extra)
         for text in (timing["verdict"], *timing["notes"]):
             log.info("%s", text, extra={"console": ""})  # the summary shows the verdict
     return results

@@ -12,6 +12,7 @@ from recmill.observe.progress import human_bytes, human_rate, human_time
 
 Row = Sequence[str]
 Values = Mapping[str, float | int | str]  # metrics by name
+_CONSPICUOUS = 0.5  # share of the values of a feature that are missing or unseen, if that of training is not known
 _LARGE = 1e6  # larger numbers are shown like 5.5e+32
 _AT_1 = re.compile(r"(ndcg|mrr)@1$")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -193,15 +194,18 @@ def print_items(written: dict[str, Any]) -> None:
 
 def print_predictions(written: dict[str, Any]) -> None:
     """Print what `recmill predict` wrote, how its rows differ from those of training, and metrics, if it had labels."""
-    by_feature: dict[str, dict[str, tuple[float | None, ...]]] = {}
+    by_feature: dict[str, dict[str, tuple[float, float | None]]] = {}
     for found in written["features"]:
         by_feature.setdefault(found["feature"], {})[found["kind"]] = found["here"], found["training"]
     kinds = [kind for kind in ("missing", "unseen", "clipped") if any(kind in found for found in by_feature.values())]
+    is_known = any(found["training"] is not None for found in written["features"])
     rows = [
-        [feature, *("" if k not in found else " / ".join(_percent(share) for share in found[k]) for k in kinds)]
+        [feature, *("" if k not in found else _shares(*found[k]) for k in kinds)]
         for feature, found in by_feature.items()
+        if any(then is not None or here > _CONSPICUOUS for here, then in found.values())
     ]
-    print_table(["% here / in training", *kinds], rows)
+    if rows:
+        print_table(["% here / in training" if is_known else "% here", *kinds], rows)
     if "metrics" in written:
         print_values("rows with labels", written["metrics"], {})
     _print(f"{written['rows']:,} rows scored: {written['output']}")
@@ -245,8 +249,12 @@ def print_explanation(found: dict[str, Any]) -> None:
     print_table(["feature", "AUROC lost", "spread", "% unseen"], rows)
 
 
-def _percent(share: float | None) -> str:
-    return "?" if share is None else f"{100 * share:.1f}"
+def _shares(here: float, training: float | None) -> str:
+    return _percent(here) if training is None else f"{_percent(here)} / {_percent(training)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
 
 
 def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
@@ -265,8 +273,8 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
     columns += [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in _references(reports, names).items()]
     _print_columns([*labels, *names], columns, shutil.get_terminal_size((10_000, 0)).columns)
     for report in reports:
-        if report.state != "done":
-            _print(f"{report.run}: {_state(report)}" + (f": {report.reason}" if report.reason else ""))
+        if report.state != "done" and report.reason:
+            _print(f"{report.run}: {_state(report)}: {report.reason}")
 
 
 def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[str]]:
@@ -355,6 +363,9 @@ def print_comparison(found: Any) -> None:
         cells = [[_cut(row.name, 36), *(_cut(_setting(value), 20) for value in (row.a, row.b))] for row in rows]
         _print()
         print_table([title, "A", "B"], cells) if cells else _print(f"{title}: no difference")
+    if found.warning:
+        _print()
+        _print(f"warning: {found.warning}")
     _print_measured(found.metrics_of, found.metrics, lambda row: f"{row.b - row.a:+.4f}", shown)
     _print_measured("speed", found.speed, lambda row: f"{row.b / row.a:.2f}" if row.a else "", _short)
     for name, curve in found.curves.items():
@@ -367,7 +378,7 @@ def print_comparison(found: Any) -> None:
             f"differ from step {found.first_difference:,} on" if found.first_difference is not None else "are equal"
         )
         _print(f"losses at common steps {parted} (last: {found.last_common_step:,})")
-    notes = [f"noise ({found.metrics_of}): {found.noise_of_metrics}"] if found.metrics else []
+    notes = [f"noise ({found.metrics_of}): {found.noise_of_metrics}"] if found.noise_of_metrics else []
     notes += (
         ["noise (speed): the difference is at most twice the spread of ten equal parts of the run"]
         if found.speed
@@ -379,9 +390,11 @@ def print_comparison(found: Any) -> None:
 
 def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any) -> None:
     cells = [[row.name, text(row.a), text(row.b), difference(row), "same" if row.is_same else ""] for row in rows]
+    header = [title, "A", "B", "B / A" if title == "speed" else "B - A", ""]
+    width = 3 if any(row.is_same is None for row in rows) else len(header)
     if cells:
         _print()
-        print_table([title, "A", "B", "B / A" if title == "speed" else "B - A", ""], cells)
+        print_table(header[:width], [row[:width] for row in cells])
 
 
 def _short(value: float) -> str:

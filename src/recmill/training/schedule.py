@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from recmill.config.sections import TO_THE_END, Schedule, Settings, TrainSection, number_of_steps
 from recmill.errors import ConfigError
 
-_MIN_INTERVAL = 10  # otherwise a run of 50 steps would validate and save for most of its time
+_MIN_INTERVAL = 50  # otherwise a run of 200 steps would validate and save for most of its time
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def run_steps(settings: Settings, batches_per_epoch: int) -> RunSteps:
     if problem := schedule.overlap(total):
         raise ConfigError(f"In a run of {total:,} steps {problem}")
     start = number_of_steps(schedule.decay_start_step, total)
+    validation, checkpoint = _intervals(settings, total)
     is_open = schedule.decay_steps == TO_THE_END
     return RunSteps(
         total=total,
@@ -60,13 +61,26 @@ def run_steps(settings: Settings, batches_per_epoch: int) -> RunSteps:
         decay_start=start,
         decay=max(total - start, 0) if is_open else number_of_steps(schedule.decay_steps, total),
         step_size=number_of_steps(schedule.step_size, total),
-        validation=_interval(settings.eval.every_steps, total),
-        checkpoint=_interval(settings.checkpoint.every_steps, total),
+        validation=validation,
+        checkpoint=checkpoint,
     )
 
 
+def _intervals(settings: Settings, total: int) -> tuple[int, int]:
+    """Return the steps between two validations and two saves.
+
+    Of two shares, the save's is rounded to a multiple of the validation's: the best and the newest checkpoint are then
+    often the same.
+    """
+    shares = settings.eval.every_steps, settings.checkpoint.every_steps
+    validation, checkpoint = (_interval(share, total) for share in shares)
+    if all(isinstance(share, str) for share in shares) and checkpoint > validation:
+        checkpoint = validation * round(checkpoint / validation)
+    return validation, checkpoint
+
+
 def _interval(value: int | str, total: int) -> int:
-    """Return the steps between two validations or saves: a share is at least 10 steps, or a fifth of a short run."""
+    """Return the steps between two validations or saves: a share is at least 50 steps, or a fifth of a short run."""
     steps = number_of_steps(value, total)
     return max(steps, min(_MIN_INTERVAL, math.ceil(total / 5))) if isinstance(value, str) else steps
 

@@ -121,7 +121,8 @@ def write(plan: InteractionsPlan, work: Work) -> Description:
     notes = [*read.get("skipped", [])]
     notes += [f"{option}: {count:,} interactions dropped" for option, count in read["dropped"].items() if count]
     if sorting["repeats"]:
-        notes.append(f"--repeats {plan.options.repeats}: {sorting['repeats']:,} interactions dropped")
+        dropped = f"--repeats {plan.options.repeats}: {sorting['repeats']:,} interactions dropped"
+        notes.append(f"{dropped}; --repeats keep keeps them")
     kept = _Kept(buckets, users.height, items.height)
     notes += kept.filter(plan)
     if not kept.interactions:

@@ -20,7 +20,7 @@ from recmill.datasets.inputs import delimited, lines
 from recmill.datasets.inputs.detection import described
 from recmill.datasets.inputs.files import found_files
 from recmill.datasets.inputs.parquet import converted_type
-from recmill.datasets.inputs.reading import check_columns, columns_of, frames, num_rows, types_of
+from recmill.datasets.inputs.reading import check_columns, columns_of, frames, lacking, num_rows, types_of
 from recmill.datasets.inputs.section import InputSection
 from recmill.errors import ConfigError, DataError, did_you_mean
 
@@ -105,8 +105,9 @@ def plan(options: Options) -> InteractionsPlan:
     if missing := [name for name in needed if getattr(options, f"{name}_column") is None]:
         raise _no_column(missing[0], files[0], section)
     columns = _columns(options)
-    if len(files) > 1:
-        check_columns(files, section, list(columns.values()), "the files do not fit the options", "Correct them.")
+    named = list(dict.fromkeys(columns.values()))
+    if len(files) > 1 or len({*named} - {*columns_of(files[0], section, "--")}) > 1:  # one is reported by its reader
+        check_columns(files, section, named, "the files do not fit the options", "Correct the options.", "--")
     rows, read = _reader(files, section, columns, bad_rows)
     return replace(_plan(options, files, rows, read), bad_rows=bad_rows)
 
@@ -259,6 +260,10 @@ def _read_text(table: delimited.Table, columns: dict[str, str]) -> Iterator[pl.D
 
 
 def _check_there(path: str, schema: pl.Schema, columns: dict[str, str]) -> None:
+    missing = {column: _option(name, columns) for name, column in columns.items() if column not in schema}
+    if len(missing) > 1:
+        remedy = f"Name other columns ({', '.join(missing.values())})."
+        raise DataError(f"{path}: {lacking([*missing], [*schema])}\n{remedy}")
     for name, column in columns.items():
         if column not in schema:
             remedy = f"Name another column ({_option(name, columns)})."

@@ -52,20 +52,22 @@ def check_columns(
     fact: str = "the files do not fit the schema",
     remedy: str = "Correct the schema, or the files.",
     copied: Sequence[str] = (),
+    prefix: str = "input.",
 ) -> None:
     """Raise an error that names every column that a file lacks, or holds in another type than the first file.
 
-    Of columns that are `copied` to one file, no types may differ; others may hold whole numbers or texts.
+    Of columns that are `copied` to one file, no types may differ; others may hold whole numbers or texts. `prefix`
+    begins the settings that errors name, like input.separator or --separator.
     """
     columns = list(dict.fromkeys(columns))
     problems: list[str] = []
     first: dict[str, str] = {}
     for file in files:
-        there = columns_of(file, section)
-        types = types_of(file, section) if section.kind_of(file) != "text" else {}
+        there = columns_of(file, section, prefix)
+        types = types_of(file, section, prefix) if section.kind_of(file) != "text" else {}
         problems += [f"{file}: two columns '{column}'" for column in columns if there.count(column) > 1]
         if missing := [column for column in columns if column not in there]:
-            problems.append(_lacks(file, section, missing, there))
+            problems.append(_lacks(file, section, missing, there, prefix))
         for column in (column for column in columns if column in there):
             try:
                 dtype = parquet.converted_type(str(file), column, types.get(column, pl.String()))
@@ -79,10 +81,8 @@ def check_columns(
         raise DataError(f"{fact}:\n" + "".join(f"  {problem}\n" for problem in problems) + remedy)
 
 
-def _lacks(file: InputFile, section: InputSection, missing: list[str], there: list[str]) -> str:
-    if section.kind_of(file) == "text" and (
-        hint := delimited.Table(file, section, prefix="input.").wrong_header(there)
-    ):
+def _lacks(file: InputFile, section: InputSection, missing: list[str], there: list[str], prefix: str) -> str:
+    if section.kind_of(file) == "text" and (hint := delimited.Table(file, section, prefix=prefix).wrong_header(there)):
         return f"{file}: {_no_columns(missing)}{hint}"
     return f"{file}: {lacking(missing, there)}"
 
@@ -94,8 +94,8 @@ def _no_columns(missing: list[str]) -> str:
 def lacking(missing: list[str], there: list[str]) -> str:
     """Name all columns that are missing and those that are there, with the one that each may have meant."""
     near = {column: did_you_mean(column, there).strip() for column in missing}
-    hints = [f". For '{c}': {text}" if len(missing) > 1 else f". {text}" for c, text in near.items() if text]
-    return f"{_no_columns(missing)}; it has {', '.join(there)}{''.join(hints)}"
+    hints = [f"For '{c}': {text}" if len(missing) > 1 else text for c, text in near.items() if text]
+    return f"{_no_columns(missing)}; it has {', '.join(there)}{'. ' if hints else ''}{' '.join(hints)}"
 
 
 def _kind(dtype: pl.DataType) -> str:

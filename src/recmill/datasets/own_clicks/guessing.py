@@ -31,6 +31,7 @@ _GAPS = 0.01  # a larger share of missing numbers gets a flag of its own
 _OWN_ID = 0.95  # a larger share of different values is the row's own id
 _FEW = 10  # whole numbers with no more different values are names, whatever they are called
 _KNOWS_LABEL = 0.99
+_FEW_ROWS = 100  # in fewer, ids and numbers are unique, or separate the clicks, by chance
 _FEW_TEXTS = 0.5  # a smaller share of texts among numbers is worth a remark
 _MISSING = [
     "n/a",
@@ -241,8 +242,14 @@ def _column(name: str, column: pl.Series, text: pl.Series, is_click: np.ndarray)
     made = _feature(name, column, filled, distinct)
     is_plain = made.kind == "categorical" and made.why != _LISTS and "separator" not in made.features[0]
     if is_plain and distinct > _OWN_ID * len(filled):
+        if len(column) < _FEW_ROWS:
+            made.why += f"; {rows} are too few to judge whether it is the row's own id"
+            return made
         return Guess(name, f"{distinct:,} different values in {rows}: it looks like the row's own id")
     if 0 < is_click.sum() < len(is_click) and (alone := _auroc_of(made, text, is_click)) > _KNOWS_LABEL:
+        if len(column) < _FEW_ROWS:
+            made.why += f"; {rows} are too few to judge whether it gives the label away"
+            return made
         return Guess(name, f"it gives the label away: alone it reaches an AUROC of {alone:.3f}")
     return made
 
@@ -283,7 +290,8 @@ def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> 
             why += f"; most are numbers, but not {first[:20]!r}"
             instead = {"column": name, "type": "numeric", "missing_values": texts.unique().sort().to_list()}
             return Guess(name, why, [plain], instead=instead if texts.n_unique() <= _FEW else {})
-        return Guess(name, why, [plain])
+        remarks, instead = _remarks(filled, plain)
+        return Guess(name, "; ".join([why, *remarks]), [plain], instead=instead)
     has_decimals = bool(filled.str.contains(r"[.eE]").any()) or column.dtype.is_float()
     is_amount = bool(_AMOUNTS.fullmatch(name)) and not _IDS.fullmatch(name)
     if not has_decimals and not (is_amount and distinct > _FEW):
@@ -296,6 +304,20 @@ def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> 
     flag = {"flag_missing": True} if missing > _GAPS else {}
     why += f", {missing:.0%} missing" if flag else ""
     return Guess(name, why, [{**plain, "type": "numeric", "transform": transform, **flag}])
+
+
+def _remarks(filled: pl.Series, plain: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return remarks on texts that may stand for no value, or be the same, and the feature without the former."""
+    texts = filled.unique().sort()
+    missing = texts.filter(texts.is_in(_MISSING)).to_list()
+    remarks = [f"{', '.join(map(repr, missing))} may stand for no value"] if missing else []
+    first: dict[str, str] = {}
+    for text in texts:
+        other = first.setdefault(text.strip().lower(), text)
+        if other != text:
+            remarks.append(f"{other[:20]!r} and {text[:20]!r} differ only in spaces or case")
+            break
+    return remarks, {**plain, "missing_values": missing} if missing else {}
 
 
 def _inner_separator(filled: pl.Series, distinct: int) -> str:

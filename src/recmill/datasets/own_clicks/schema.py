@@ -5,7 +5,8 @@ It is as strict as a run config: an unknown key is an error that names the one t
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from recmill.config.load import read_toml
 from recmill.config.problems import Problem, report, validated
 from recmill.config.sections import Section, key
 from recmill.datasets.inputs.section import InputSection
-from recmill.errors import ConfigError, did_you_mean_path
+from recmill.errors import ConfigError, UserError, did_you_mean, did_you_mean_path
 from recmill.registry import unknown
 from recmill.schema import Role
 
@@ -253,8 +254,11 @@ class ClicksSchema(Section):
         return list(dict.fromkeys([*filter(None, others), *self.feature_columns()]))
 
 
-def load_schema(path: Path) -> ClicksSchema:
-    """Read and check the file, and name features after their columns. All problems are reported at once."""
+def load_schema(path: Path, columns_of_log: Callable[[InputSection], list[str]] = lambda _: []) -> ClicksSchema:
+    """Read and check the file, and name features after their columns. All problems are reported at once.
+
+    `columns_of_log`: is called if there are problems, to report columns that the log lacks, too.
+    """
     if "\n" in str(path):  # what `guess_schema` returns
         raise ConfigError("--schema is the text of a schema, not a file. Write the text to a file, and name this file.")
     if not path.exists():
@@ -262,10 +266,12 @@ def load_schema(path: Path) -> ClicksSchema:
         raise ConfigError(
             f"--schema {path}: no such file. {near}Make one from the log: recmill schema --output {path}."
         )
-    return checked_schema(read_toml(path), str(path))
+    return checked_schema(read_toml(path), str(path), columns_of_log)
 
 
-def checked_schema(values: Mapping[str, Any], path: str) -> ClicksSchema:
+def checked_schema(
+    values: Mapping[str, Any], path: str, columns_of_log: Callable[[InputSection], list[str]] = lambda _: []
+) -> ClicksSchema:
     """Return the schema with these values, which come from `path`."""
     listed = values.get("feature", [])
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
@@ -282,8 +288,22 @@ def checked_schema(values: Mapping[str, Any], path: str) -> ClicksSchema:
         schema = schema.model_copy(update={"feature": features})
         problems = [Problem(text, ()) for text in _contradictions(schema)]
     if problems:
+        sections = [section for name, section in common.items() if name != "input"]
+        with suppress(UserError):
+            there = [] if schema.input.contradictions() else columns_of_log(schema.input)
+            problems += _absent_columns([*sections, *listed], there)
         raise ConfigError(report(path, problems, {}))
     return schema
+
+
+def _absent_columns(sections: Sequence[Any], there: list[str]) -> Iterator[Problem]:
+    """Yield a problem for each column that these sections name and the log lacks, if its columns are known."""
+    tables = [section for section in sections if isinstance(section, Mapping)]
+    named = [table.get("column") for table in tables]
+    named += [column for table in tables if isinstance(table.get("columns"), list) for column in table["columns"]]
+    for column in dict.fromkeys(column for column in named if isinstance(column, str)):
+        if there and column not in there:
+            yield Problem(f"the log has no column '{column}'. {did_you_mean(column, there)}".rstrip(), ())
 
 
 def feature_name(column: str) -> str:

@@ -29,7 +29,7 @@ from recmill.datasets.own_clicks.coding import Coder, can_be_numbered
 from recmill.datasets.own_clicks.encoding import Encoder, Recipe
 from recmill.datasets.own_clicks.guessing import as_toml, guess
 from recmill.datasets.own_clicks.learning import Learner
-from recmill.datasets.own_clicks.reading import check_columns, found_files, read
+from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files, read
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, checked_schema, load_schema
 from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, split_rules
 from recmill.datasets.own_clicks.values import RawRows, Values, weights
@@ -92,7 +92,9 @@ def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
     if (options.schema_file is None) == (options.label is None):
         fact = "Both --schema and --label are given" if options.label else "Neither --schema nor --label is given"
         raise ConfigError(f"{fact}. Give --schema, or --label COLUMN to guess a schema.")
-    log_schema = load_schema(Path(options.schema_file)) if options.schema_file else None
+    log_schema = None
+    if options.schema_file:
+        log_schema = load_schema(Path(options.schema_file), lambda section: columns_of(find()[0], section))
     files = find()
     guessed = ""
     if log_schema is None:
