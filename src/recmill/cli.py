@@ -66,6 +66,9 @@ def _run(arguments: list[str]) -> int:
         known = as_user_error(error)
         if known is None:
             name = type(error).__name__
+            if place := registry.place_in_plugin(error):
+                _print_error(f"recmill: error: {place}{name}: {error}\nRun again with {_DEBUG} to see the traceback.")
+                return 1
             _print_error(f"recmill: internal error; please report it with {_DEBUG} output: {name}: {error}")
             return 1
         hint = f"\nRun again with {_DEBUG} to see the traceback." if isinstance(error, WorkerError) else ""

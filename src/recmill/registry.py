@@ -7,8 +7,10 @@ recmill.datasets and recmill.metrics, or modules that are named by their path, l
 import difflib
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -70,6 +72,7 @@ def load(registry: Mapping[str, str], name: str, what: str) -> ModuleType:
         return importlib.import_module(registry[name])
     if len(others.get(name, ())) > 1:
         raise ConfigError(f"{what} '{name}' is in several installed packages. Use {' or '.join(others[name])}.")
+    check_no_file(name, what)
     is_module_path = what in PARTS and "." in name and all(part.isidentifier() for part in name.split("."))
     if name not in others and not is_module_path:
         if not registry and not others:
@@ -109,6 +112,13 @@ def _entry_points() -> Any:
 def plugin_files() -> dict[str, str]:
     """Return the files of the plug-ins that were imported and are not built in, by module."""
     return {name: str(getattr(module, "__file__", None)) for name, module in _plugins.items()}
+
+
+def place_in_plugin(error: BaseException) -> str:
+    """Return the file and the line of a plug-in that raised `error`, like "fm.py:7: "; empty if none did."""
+    files = set(plugin_files().values())
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
 
 
 def plugin_directories() -> list[str]:
@@ -151,6 +161,15 @@ def import_module(name: str, what: str) -> ModuleType:
         f"{what} '{name}': no module '{top}' is installed or in {here}. "
         f"Run the command where {top} is, add that directory to PYTHONPATH, or install it."
     )
+
+
+def check_no_file(name: str, what: str) -> None:
+    """Raise ConfigError with the name of the module, if `name` is that of its file."""
+    if name.endswith(".py") and ("/" in name or Path(name).is_file()):
+        parts = Path(os.path.relpath(name)).with_suffix("").parts
+        module = ".".join(parts[-2:] if parts[0] == ".." else parts)
+        remedy = f"Use '{module}'." if "." in module else f"Move it to my_models/{name}, and use 'my_models.{module}'."
+        raise ConfigError(f"{what} '{name}' is a file, and the name of a module is needed. {remedy}")
 
 
 def _failure(name: str, what: str, error: BaseException) -> str:

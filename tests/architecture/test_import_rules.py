@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "rng": set(),
     "schema": set(),
     "tables": {"config", "errors", "failpoints", "hardware", "kernels", "rng", "world"},
-    "tasks": {"batch", "config", "metrics", "registry"},
+    "tasks": {"batch", "config", "errors", "metrics", "registry"},
     "training": {
         "checkpoints", "config", "errors", "failpoints", "files", "hardware", "launch", "metrics", "observe",
         "protocols", "tables", "world",

@@ -212,6 +212,10 @@ def test_a_finished_run_is_kept_and_guarded(dlrm: dict[str, Any], tmp_path: Path
         group.train(dlrm, run, overrides=["train.seed=2"])
     with pytest.raises(ConfigError, match=rf"optim.dense.lr: .* -> 0.5\nTo continue .*: --run NEW --init-from {run}"):
         group.train(dlrm, run, overrides=["optim.dense.lr=0.5"])
+    with pytest.raises(
+        ConfigError, match=rf"^{run} is a run of dlrm on .*, not of logistic on .*\. Choose another --run\.$"
+    ):
+        group.train({**dlrm, "model": {"name": "logistic"}}, run)
     with pytest.raises(ConfigError, match=r"is already at step 2, beyond the 1 of train.num_epochs") as caught:
         train(dlrm, run, procs=2, overrides=["train.max_steps=1"])
     assert "check_run" in [frame.name for frame in caught.traceback], "before any process is started"

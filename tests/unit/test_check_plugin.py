@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+import recmill
 from recmill.commands.check_plugin import check_plugin
 from recmill.contracts import datasets, metrics, models
 from recmill.errors import ConfigError
+from recmill.launch.failures import WorkerError
 
-from ..conftest import RunCli
+from ..conftest import REPO, RunCli
+from ..end_to_end.test_documents import block_with
 
 MEANS = 'TASK = "ctr"\ndef sums(logits, labels): return [labels.mean()]\ndef value(mean): return mean\n'
 RAISES = MEANS.replace("return [labels", "raise KeyError('oops'); return [labels")
@@ -37,10 +40,41 @@ def test_every_check_of_a_contract_states_its_rule() -> None:
 
 def test_an_error_that_a_plug_in_raises_is_a_failed_check_with_its_line(folder: Path, run_cli: RunCli) -> None:
     (folder / "my_models" / "broken.py").write_text(RAISES)
-    assert {outcome.problem for outcome in check_plugin("my_models.broken")} == {"broken.py:2: KeyError: 'oops'"}
-    problems = re.findall("problem: (.*)", run_cli("check-plugin", "my_models.broken").stdout)
-    assert problems[0] == "broken.py:2: KeyError: 'oops'"
-    assert problems[1:] == ["the same as in: the number of its sums is always the same"] * 2
+    first, *others = check_plugin("my_models.broken")
+    assert first.problem == "broken.py:2: KeyError: 'oops'"
+    assert [(outcome.problem, outcome.cause) for outcome in others] == [("", first.check)] * 2
+    lines = run_cli("check-plugin", "my_models.broken").stdout.splitlines()
+    assert [line[:4] for line in lines if line[:1] != " "] == ["FAIL", "skip", "skip", "3 ch"]
+    assert [line.strip() for line in lines if "problem" in line] == [
+        "problem: broken.py:2: KeyError: 'oops'",
+        *["the problem of: the number of its sums is always the same"] * 2,
+    ]
+    assert lines[-1] == "3 checks: 0 passed, 1 failed, 2 skipped"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "passed", "problem"),
+    [
+        ("factors.sum", "factor.sum", 2, r"fm\.py:\d+: NameError: name 'factor' is not defined"),
+        ("self.tables", "self.bags", 1, "The network has no attribute `tables`.* Rename `bags`"),
+        (".squeeze(1) +", " +", 3, r"must return one logit per row: shape \[32\].* It returned shape \[32, 32\]"),
+    ],
+)
+def test_each_mistake_in_a_model_is_reported_once(old: str, new: str, passed: int, problem: str, folder: Path) -> None:
+    text = block_with(REPO / "docs" / "own-model.md", "class FM").replace(old, new)
+    (folder / "my_models" / "fm.py").write_text(text)
+    outcomes = check_plugin("my_models.fm")
+    found = [outcome.problem for outcome in outcomes if outcome.problem]
+    assert len(found) == 1 and re.search(problem, found[0]), found
+    assert sum(not outcome.problem and not outcome.cause for outcome in outcomes) == passed, outcomes
+
+
+def test_training_names_the_line_of_a_model_that_raises(folder: Path, clicks: Path) -> None:
+    text = block_with(REPO / "docs" / "own-model.md", "class FM").replace("factors.sum", "factor.sum")
+    (folder / "my_models" / "fm.py").write_text(text)
+    line = next(number for number, line in enumerate(text.splitlines(), 1) if "factor.sum" in line)
+    with pytest.raises(WorkerError, match=rf"Process 0 of the job failed: fm\.py:{line}: NameError: name 'factor'"):
+        recmill.train({"data": {"path": str(clicks)}, "model": {"name": "my_models.fm"}}, folder / "run")
 
 
 def test_a_dataset_without_docstring_or_with_random_values_breaks_its_contract(

@@ -197,6 +197,13 @@ def test_keys_of_single_features_fit_the_dataset(keys: dict[str, Any], fact: str
     assert fact in str(caught.value)
 
 
+def test_gates_of_features_that_the_dataset_lacks_are_found_before_the_network_is_built() -> None:
+    values = {"data": {"path": "d"}, "model": {"name": "finalmlp", "gate1_features": ["C9"]}}
+    config = load_config(values).model
+    with pytest.raises(ConfigError, match="the dataset has no feature 'C9'. It has C0, C1, C2"):
+        registry.load(registry.MODELS, "finalmlp", "model").tables(config, DESCRIPTION)
+
+
 def test_a_mean_divides_by_the_ids_of_a_row_and_an_empty_bag_is_zero() -> None:
     """Rows (2, 4), (6, 8) of C1: the sum (8, 12) becomes (4, 6); no id gives (0, 0); C0 is summed."""
     sums = torch.tensor([[1.0, 8.0, 12.0], [3.0, 0.0, 0.0]])

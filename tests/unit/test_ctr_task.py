@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -5,6 +7,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill.batch import CtrBatch
 from recmill.config.sections import EvalSection
+from recmill.errors import UserError
 from recmill.tasks import ctr
 from recmill.world import World
 
@@ -31,3 +34,14 @@ def test_click_metrics_ignore_fillers() -> None:
     ctr.update(metrics, torch.tensor([2.0, -1.0, 9.0]), ctr_batch([1.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
     values = metrics.compute(ALONE)
     assert (values["auroc"], values["rows"]) == (1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "given"), [(torch.zeros(2, 1), r"shape \[2, 1\]"), ((torch.zeros(2), torch.zeros(2)), "tuple")]
+)
+def test_a_network_that_gives_no_logit_per_row_is_reported(outputs: Any, given: str) -> None:
+    batch = ctr_batch([1.0, 0.0], [1.0, 1.0])
+    with pytest.raises(UserError, match=rf"must return one logit per row: shape \[2\].* It returned {given}\."):
+        ctr.loss_sum(lambda *inputs: outputs, batch)
+    with pytest.raises(UserError, match=given):
+        ctr.update(ctr.new_metrics(EvalSection()), outputs, batch)

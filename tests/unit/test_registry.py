@@ -85,9 +85,22 @@ def test_a_module_that_is_missing_is_named_with_the_config_and_where_it_was_sear
     assert "my_models has no module 'mf'. Correct the name." in problem("my_models.mf")
 
 
-@pytest.mark.parametrize("name", ["ffm", "my_models.", ".fm", "my-models.fm", "my_models/fm.py", "../fm"])
+@pytest.mark.parametrize("name", ["ffm", "my_models.", ".fm", "my-models.fm", "../fm"])
 def test_a_name_that_is_no_path_of_a_module_is_unknown(name: str, folder: Path) -> None:
     assert f"unknown model '{name}'." in problem(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("my_models/fm.py", "Use 'my_models.fm'."),
+        ("../my_models/fm.py", "Use 'my_models.fm'."),
+        ("fm.py", "Move it to my_models/fm.py, and use 'my_models.fm'."),
+    ],
+)
+def test_for_the_file_of_a_module_the_module_is_suggested(name: str, remedy: str, folder: Path) -> None:
+    (folder / "fm.py").touch()
+    assert problem(name).endswith(f"model '{name}' is a file, and the name of a module is needed. {remedy}")
 
 
 def test_only_models_datasets_and_metrics_may_be_modules(folder: Path) -> None:

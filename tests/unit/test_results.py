@@ -186,7 +186,7 @@ def test_the_summary_names_best_step_speed_files_and_a_next_command(
     assert "best validation: auroc 0.7200 at step 20\n" in text
     assert "step 20: checkpoints/step-00000020\n" in text
     assert f"{run}/: results.json metrics.jsonl log.txt" in text
-    assert text.endswith(f"next: recmill plot {run}\n")
+    assert text.endswith(f"next: recmill report {run}\n"), "which needs no extra"
     assert "popularity" not in text  # a column would be empty
 
 

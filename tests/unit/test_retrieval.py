@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recmill import evaluate, train, write_items
-from recmill.commands.assemble import build_source, model_module, open_trained_run, task_module, unsharded_network
+from recmill.commands.assemble import (
+    build_source,
+    model_module,
+    open_matching_dataset,
+    open_trained_run,
+    task_module,
+    unsharded_network,
+)
 from recmill.config import Config, load_config
 from recmill.data.click_rows import concatenate
 from recmill.data.clicks import SplitRows
@@ -160,7 +167,11 @@ def test_loss_and_scores_equal_plain_torch(clicks: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ({"item_id": "C9"}, "model.item_id: the dataset has no table 'C9'. It has C1, C2, C3, C4."),
+        (
+            {"item_id": "C22"},
+            "model.item_id: the dataset has no table 'C22'. Did you mean 'C2'[?] Set model.item_id to the feature that "
+            "identifies an item, one of C1, C2, C3, C4.",
+        ),
         ({"item_features": ["colour"]}, "model.item_features: the dataset has no feature 'colour'."),
         ({"item_features": ["C1", "C3", "C4", "I1", "I2", "I3"]}, "none is left for requests"),
         ({"share_tables": {"C1": "C3"}}, "share a table, but not all are features of items"),
@@ -170,6 +181,8 @@ def test_what_does_not_fit_the_dataset_is_reported(clicks: Path, model: dict[str
     config, dataset = parts(clicks, **model)
     with pytest.raises(ConfigError, match=expected):
         build_source(config, dataset, rank=0, size=1)
+    with pytest.raises(ConfigError, match=expected):  # before any process is started
+        open_matching_dataset(config)
 
 
 def test_roles_of_the_dataset_choose_the_tower(clicks: Path) -> None:

@@ -77,6 +77,17 @@ def test_trials_that_are_added_do_not_repeat_earlier_ones(config: Path, tmp_path
     assert first != second
 
 
+def test_the_space_of_the_docs_can_be_searched(config: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
+    space = write_space(tmp_path, page.split("```toml\n")[1].split("```")[0])
+    small = {"data.path": str(tmp_path / "data"), "train.max_steps": 12}
+    found = recmill.tune("own/dlrm", space, tmp_path / "study", trials=1, overrides=small)
+    assert [trial["state"] for trial in found["trials"]] == ["complete"], found
+    widths = {trial["values"]["model.embedding_dim"] for trial in found["trials"]}
+    assert widths - {16}, "a width that is not the config's was tried"
+    assert load_config(found["config"]).as_dict()["model"]["embedding_dim"] in widths
+
+
 def test_a_study_that_is_killed_resumes_and_a_failed_trial_does_not_end_it(config: Path, tmp_path: Path) -> None:
     space = write_space(tmp_path, '"optim.dense.lr" = {low = 0.001, high = 0.1, log = true}\n')
     words = ["tune", config, "--space", space, "--output", tmp_path / "study", "--trials", "2"]
@@ -108,6 +119,10 @@ def test_a_study_that_is_killed_resumes_and_a_failed_trial_does_not_end_it(confi
         ('"optim.dense.lr" = {low = 0.1}', "give low and high, or choices"),
         ('"optim.dense.lr" = {low = 0.1, hihg = 0.2}', "hihg"),
         ('"optim.dense.lr" = 3', "give a table like"),
+        (
+            '"model.embedding_dim" = {choices = [8]}',
+            r"1 problem in the space:\n  'model.embedding_dim': model.bottom_mlp",
+        ),
         ('"train.precision" = {choices = ["float32", "int3"]}', "unknown value 'int3'"),
         ("", "no keys"),
     ],

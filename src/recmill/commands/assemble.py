@@ -15,7 +15,7 @@ from recmill.config.options import given_path
 from recmill.config.sections import ALL_TABLES, DYNAMIC_ON_CUDA, SSD_ON_CUDA, DynamicTable
 from recmill.data.opening import Checks, open_dataset
 from recmill.data.windows import WindowRules
-from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError, did_you_mean_path
+from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError, did_you_mean_path
 from recmill.hardware.memory import memory_bytes
 from recmill.launch import early
 from recmill.metrics.binary import Values
@@ -282,10 +282,21 @@ def build_network(config: Config, dataset: Dataset) -> "nn.Module":
             return model_module(config).build(config.model, model_description(config, dataset), torch.device("meta"))
 
     try:
-        return build()
+        network = build()
     except NotImplementedError:  # a plug-in computes on device "meta", with what import_libraries left out
         import_all()
-        return build()
+        network = build()
+    check_tables_attribute(network)
+    return network
+
+
+def check_tables_attribute(network: "nn.Module") -> None:
+    """Raise UserError unless the network has an attribute `tables`, by which its tables are found."""
+    if not hasattr(network, "tables"):
+        kinds = ("embedding_bag_configs", "embedding_configs")  # of TorchRec's collections
+        others = [name for name, child in network.named_children() if any(hasattr(child, kind) for kind in kinds)]
+        remedy = f"Rename `{others[0]}`." if others else "Is your attribute called `tables`?"
+        raise UserError(f"The network has no attribute `tables`, which must hold its tables. {remedy}")
 
 
 def table_request(config: Config, dataset: Dataset, world_size: int, device_type: str, run: Path = Path()) -> "Request":

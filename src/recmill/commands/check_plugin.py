@@ -3,10 +3,9 @@
 import inspect
 import logging
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from recmill.config import Overrides, Section, load_config, override_texts
 from recmill.config.load import parse_value
 from recmill.contracts import Broken
 from recmill.data.opening import open_dataset
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, UserError
 from recmill.observe.progress import spinner
 
 _KINDS = {"model": registry.MODELS, "dataset": registry.DATASETS, "metric": registry.METRICS}
@@ -44,6 +43,7 @@ class Outcome:
     check: str  # the fact that was checked
     rule: str  # of the contract that it follows from
     problem: str  # empty if the fact holds
+    cause: str = ""  # the earlier check that failed for the same reason: nothing is known about this fact
 
 
 def check_plugin(name: str, *, data: str | Path | None = None, overrides: Overrides = ()) -> list[Outcome]:
@@ -72,7 +72,7 @@ def check_plugin(name: str, *, data: str | Path | None = None, overrides: Overri
             from recmill.contracts import metrics
 
             checks, subject = metrics.CHECKS, (module,)
-        return [_outcome(check, module.__file__, *subject) for check in checks]
+        return _outcomes(checks, *subject)
 
 
 @contextmanager
@@ -92,6 +92,7 @@ def _kind(name: str) -> str:
     for what, built_in in _KINDS.items():
         if name in built_in or name in registry.installed(what):
             return what
+    registry.check_no_file(name, "plug-in")
     if "." not in name:
         known = [known for what, built_in in _KINDS.items() for known in (*built_in, *registry.installed(what))]
         raise ConfigError(registry.unknown("plug-in", name, known))
@@ -118,8 +119,18 @@ def _dataset_options(overrides: Overrides) -> dict[str, Any]:
     return options
 
 
-def _outcome(check: Callable[..., None], file: str | None, *subject: Any) -> Outcome:
-    """Run a check of the plug-in in `file`; datasets get a new directory for each."""
+def _outcomes(checks: Sequence[Callable[..., None]], *subject: Any) -> list[Outcome]:
+    """Run the checks. One that fails for the reason of an earlier one, also in a process of its own, names that one."""
+    found: list[Outcome] = []
+    for check in checks:
+        outcome = _outcome(check, *subject)
+        causes = [earlier.check for earlier in found if earlier.problem and earlier.problem in outcome.problem]
+        found.append(replace(outcome, problem="", cause=causes[0]) if causes else outcome)
+    return found
+
+
+def _outcome(check: Callable[..., None], *subject: Any) -> Outcome:
+    """Run a check of a plug-in; datasets get a new directory for each."""
     fact = check.__name__.replace("_", " ")
     rule = inspect.getdoc(check) or ""
     if isinstance(subject[-1], Path):
@@ -127,10 +138,8 @@ def _outcome(check: Callable[..., None], file: str | None, *subject: Any) -> Out
     try:
         with spinner(fact):
             check(*subject)
-    except Broken as error:
+    except (Broken, UserError) as error:
         return Outcome(fact, rule, str(error))
     except Exception as error:  # noqa: BLE001  # whatever a plug-in raises is what is reported
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        place = f"{Path(str(file)).name}:{lines[-1]}: " if lines else ""
-        return Outcome(fact, rule, f"{place}{type(error).__name__}: {error}")
+        return Outcome(fact, rule, f"{registry.place_in_plugin(error)}{type(error).__name__}: {error}")
     return Outcome(fact, rule, "")

@@ -163,11 +163,11 @@ def best_of_run(run: str | Path, split: str) -> dict[str, float]:
 
 
 def next_command(run: str | Path) -> str:
-    """Return what to try next with a run that is done: recommendations for a user, scores, or a learning curve."""
+    """Return what to try next with a run that is done: recommendations for a user, scores, or a report."""
     config = load_config(RunDirectory(run).config_file)
     if assemble.model_module(config).KIND == "histories":
         users = Names(Path(config.settings.data.path) / "users.parquet", "user").originals
         return shlex.join(["recmill", "recommend", str(run), "--users", str(users[0])])
     if has_recipe(Path(run)):
         return shlex.join(["recmill", "predict", str(run), "--input", "new.csv", "--output", "scores.parquet"])
-    return shlex.join(["recmill", "plot", str(run)])
+    return shlex.join(["recmill", "report", str(run)])

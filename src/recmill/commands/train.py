@@ -137,6 +137,8 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
     directory = RunDirectory(given_path(run, "--run").absolute())
     saved = _saved_config(directory)
     if saved is not None and (changed := differences(saved, checked)):
+        if (theirs := _model_and_data(saved)) != (ours := _model_and_data(checked)):
+            raise ConfigError(f"{directory.path} is a run of {theirs}, not of {ours}. Choose another --run.")
         facts = "\n  ".join([f"{directory.path} was started with another config:", *changed])
         raise ConfigError(
             f"{facts}\nTo continue from its weights with other settings: --run NEW --init-from {directory.path}\n"
@@ -154,6 +156,10 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
             "Set it to false, or choose another --run."
         )
     return CheckedRun(checked, directory, dataset, is_finished)
+
+
+def _model_and_data(config: Config) -> str:
+    return f"{config.model_name} on {config.settings.data.path}"
 
 
 def _by(name: str, rank: int) -> str:

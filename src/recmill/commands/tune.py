@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
 
 from recmill.commands.history import number
@@ -25,6 +26,7 @@ from recmill.files.atomic import write_json, write_text
 from recmill.files.locks import exclusive_lock, is_holder_gone
 from recmill.launch.processes import variables
 from recmill.launch.signals import stop_with_parent
+from recmill.observe.printed import counted
 from recmill.observe.run_dir import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -147,19 +149,26 @@ def _read_space(path: Path, base: Config) -> dict[str, Parameter]:
             if problem := found[key].problem():
                 raise ConfigError(problem)
             for example in found[key].examples():
-                load_config(base.as_dict(), override_texts({key: example}))
+                load_config(_given(base), override_texts({key: example}))
         except ValidationError as error:
             first = error.errors()[0]
             problems.append(f"  '{key}': {'.'.join(map(str, first['loc']))}: {first['msg']}")
         except ConfigError as error:
-            problems.append(f"  '{key}': {error}")
+            problems.append(f"  '{key}': {str(error).replace('--set: ', '')}")  # the user gave no --set
     if problems:
-        raise ConfigError(f"{path}: {len(problems)} problems in the space:\n" + "\n".join(problems))
+        raise ConfigError(f"{path}: {counted(len(problems), 'problem')} in the space:\n" + "\n".join(problems))
     if not found:
         raise ConfigError(
             f'{path}: no keys. Give some, like "optim.dense.lr" = {{low = 0.001, high = 0.1, log = true}}.'
         )
     return found
+
+
+def _given(base: Config) -> dict[str, Any]:
+    """Return the config without keys of the model that were not given: some defaults follow other keys."""
+    values = base.as_dict()
+    given = {name: value for name, value in values["model"].items() if name in {"name", *base.model.model_fields_set}}
+    return values | {"model": given}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -178,7 +187,7 @@ def _check_same_study(directory: Path, base: Config, space: str) -> None:
     if not file.is_file():
         if left := next((path.name for path in directory.iterdir() if path.name != "lock"), ""):
             raise ConfigError(f"{directory} holds {left}, and is no study. Choose another --output.")
-        write_text(directory / "config.toml", to_toml(base))
+        write_text(directory / "config.toml", tomli_w.dumps(_given(base)))
         write_json(file, origin)
     elif json.loads(file.read_bytes()) != json.loads(json.dumps(origin)):
         raise ConfigError(f"{directory} is a study of another config or space. Choose another --output.")
@@ -317,6 +326,6 @@ def _report(study: Any, parameters: Mapping[str, Parameter], base: Config, direc
         return {"trials": trials, "best": None, "config": None, "next": None}
     best = max(complete, key=lambda trial: trial["value"])
     file = directory / "best.toml"
-    write_text(file, to_toml(load_config(base.as_dict(), override_texts(best["values"]))))
+    write_text(file, to_toml(load_config(_given(base), override_texts(best["values"]))))
     following = shlex.join(["recmill", "train", str(file), "--run", str(directory / "best")])
     return {"trials": trials, "best": best["number"], "config": str(file), "next": following}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from recmill.commands.assemble import build_source, model_module, task_module
+from recmill.commands.assemble import build_source, check_tables_attribute, model_module, task_module
 from recmill.commands.evaluate import evaluate
 from recmill.commands.train import train
 from recmill.config import Config
@@ -24,7 +24,9 @@ _TOLERANCE = 1e-3  # between metrics with one and two processes, which add in a 
 
 def build(config: Config, dataset: Dataset, seed: int = 1) -> nn.Module:
     torch.manual_seed(seed)
-    return model_module(config).build(config.model, dataset.description, torch.device("cpu"))
+    network = model_module(config).build(config.model, dataset.description, torch.device("cpu"))
+    check_tables_attribute(network)
+    return network
 
 
 def first_batch(config: Config, dataset: Dataset) -> Batch:

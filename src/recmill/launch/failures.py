@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from recmill import registry
 from recmill.errors import KINDS, LostPeerError, ResourceError, UserError, as_user_error
 from recmill.files.atomic import write_json
 from recmill.launch.signals import shown, stop_error
@@ -58,7 +59,7 @@ def report_failure(folder: Path, rank: int, error: BaseException) -> int:
     """Write why this rank failed, before the ranks that depend on it fail too. Return its exit code."""
     known = as_user_error(error)
     kind = type(known or error).__name__ if known or isinstance(error, KeyboardInterrupt) else ""
-    message = str(known) if known else f"{type(error).__name__}: {error}"
+    message = str(known) if known else f"{registry.place_in_plugin(error)}{type(error).__name__}: {error}"
     failure = Failure(rank, time.time(), kind, message, traceback.format_exc())
     with contextlib.suppress(FileNotFoundError):  # a job without launcher
         write_json(folder / f"error-{rank}.json", asdict(failure))

@@ -9,8 +9,10 @@ from pydantic import PositiveInt
 
 from recmill.config.sections import key
 from recmill.errors import ConfigError
-from recmill.models.click_model import KIND, TASK, ClickMlpsConfig, averaged, tables
+from recmill.models.click_model import KIND, TASK, ClickMlpsConfig, averaged
+from recmill.models.click_model import tables as tables_of_features
 from recmill.schema import ClicksDescription
+from recmill.tables.spec import TableSpec
 
 if TYPE_CHECKING:
     import torch
@@ -40,13 +42,18 @@ class Config(ClickMlpsConfig):
         return problems
 
 
-def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
-    from recmill.nn.field_networks import TwoStreamNetwork
-
+def tables(config: Config, description: ClicksDescription) -> list[TableSpec]:
+    """Return the tables; raise a ConfigError if keys of [model] do not fit the dataset, before a process is started."""
     known = [feature.name for feature in description.sparse]
     if unknown := [name for name in (*config.gate1_features, *config.gate2_features) if name not in known]:
         fact = f"model.gate1_features, model.gate2_features: the dataset has no feature '{unknown[0]}'"
         raise ConfigError(f"{fact}. It has {', '.join(known)}.")
+    return tables_of_features(config, description)
+
+
+def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":
+    from recmill.nn.field_networks import TwoStreamNetwork
+
     return TwoStreamNetwork(
         tables(config, description),
         len(description.dense),

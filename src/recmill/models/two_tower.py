@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import PositiveFloat, PositiveInt
 
 from recmill.config.sections import key
-from recmill.errors import ConfigError
-from recmill.models.click_model import KIND, ClickTablesConfig, averaged, tables
+from recmill.errors import ConfigError, did_you_mean
+from recmill.models.click_model import KIND, ClickTablesConfig, averaged
+from recmill.models.click_model import tables as tables_of_features
 from recmill.schema import ClicksDescription
+from recmill.tables.spec import TableSpec
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +53,11 @@ def item_features(config: Config, description: ClicksDescription) -> set[str]:
     }
     sparse = {feature.name: ids for feature, ids in zip(description.sparse, description.ids_per_row, strict=True)}
     if config.item_id not in sparse:
-        raise ConfigError(f"model.item_id: the dataset has no table '{config.item_id}'. It has {', '.join(sparse)}.")
+        meant = did_you_mean(config.item_id, sparse)
+        raise ConfigError(
+            f"model.item_id: the dataset has no table '{config.item_id}'. {meant}Set model.item_id to the feature that "
+            f"identifies an item, one of {', '.join(sparse)}."
+        )
     if sparse[config.item_id] != 1:
         raise ConfigError(f"model.item_id: '{config.item_id}' has several ids per row. Name the one id of an item.")
     if unknown := [name for name in config.item_features if name not in roles]:
@@ -59,12 +65,18 @@ def item_features(config: Config, description: ClicksDescription) -> set[str]:
     found = {config.item_id, *config.item_features, *(name for name, role in roles.items() if role == "item")}
     if len(found) == len(roles):
         raise ConfigError("model.item_features: all features are of items, and none is left for requests. Remove some.")
-    for table in tables(config, description):
+    for table in tables_of_features(config, description):
         if 0 < len(found & {*table.features}) < len(table.features):
             raise ConfigError(
                 f"model.item_features: {', '.join(table.features)} share a table, but not all are features of items."
             )
     return found
+
+
+def tables(config: Config, description: ClicksDescription) -> list[TableSpec]:
+    """Return the tables; raise a ConfigError if keys of [model] do not fit the dataset, before a process is started."""
+    item_features(config, description)
+    return tables_of_features(config, description)
 
 
 def build(config: Config, description: ClicksDescription, device: "torch.device") -> "nn.Module":

@@ -425,15 +425,17 @@ def print_checks(checks: Sequence[Any], would_work: bool) -> None:
 
 def print_outcomes(outcomes: Sequence[dict[str, str]]) -> None:
     """Print what `commands.check_plugin` found: each check with its rule and, if it fails, the problem."""
-    first: dict[str, str] = {}  # the check in which a problem was found first
     for outcome in outcomes:
-        _print(f"{'FAIL' if outcome['problem'] else 'pass'}  {outcome['check']}", 6)
+        verdict = "FAIL" if outcome["problem"] else "skip" if outcome["cause"] else "pass"
+        _print(f"{verdict}  {outcome['check']}", 6)
         _print(f"      rule: {outcome['rule']}", 6)
         if problem := outcome["problem"]:
-            earlier = first.setdefault(problem, outcome["check"]) != outcome["check"]
-            _print(f"      problem: {f'the same as in: {first[problem]}' if earlier else problem}", 6)
-    num_failed = sum(bool(outcome["problem"]) for outcome in outcomes)
-    _print(f"{counted(len(outcomes), 'check')}: {len(outcomes) - num_failed} passed, {num_failed} failed")
+            _print(f"      problem: {problem}", 6)
+        if cause := outcome["cause"]:
+            _print(f"      the problem of: {cause}", 6)
+    failed, skipped = (sum(bool(outcome[key]) for outcome in outcomes) for key in ("problem", "cause"))
+    passed = f"{counted(len(outcomes), 'check')}: {len(outcomes) - failed - skipped} passed, {failed} failed"
+    _print(f"{passed}, {skipped} skipped" if skipped else passed)
 
 
 def print_checkpoints(found: Sequence[dict[str, Any]]) -> None:

@@ -84,7 +84,7 @@ class Step:
         """Run the model in mixed precision and return its outputs in float32."""
         with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
             outputs = self.model(*inputs)
-        return outputs.float()
+        return outputs.float() if isinstance(outputs, Tensor) else outputs  # a task reports what is no tensor
 
 
 def can_overlap(model: nn.Module, device: torch.device) -> bool:
