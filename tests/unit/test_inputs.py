@@ -246,29 +246,6 @@ def test_a_quote_that_is_not_closed_does_not_look_like_a_missing_line_end(
         rows_of(tmp_path / "log.csv", ["a"])
     assert not caplog.messages
 
-    pl.DataFrame({"a": [None]}).write_parquet(tmp_path / "4.parquet")
-    with pytest.raises(DataError) as caught:
-        check_columns(found_files(str(tmp_path)), InputSection(), ["a", "a"], copied=["a"])
-    assert str(caught.value).splitlines()[1:-1] == [
-        f"  {tmp_path}/2.parquet: column a holds String, but Int64 in {first}",
-        f"  {tmp_path}/4.parquet: column a holds Null, but Int64 in {first}",
-    ]
-
-
-def test_what_occurs_twice_is_named_once(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("a,a\n1,2\n")
-    with pytest.raises(DataError) as caught:
-        check_columns(found_files(str(tmp_path / "log.csv")), InputSection(), ["a", "a"])
-    assert str(caught.value).splitlines()[1:-1] == [f"  {tmp_path}/log.csv: two columns 'a'"]
-
-
-def test_a_quote_that_is_not_closed_does_not_look_like_a_missing_line_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "log.csv").write_text('a,b\n1,"x\n2,y\n')
-    with pytest.raises(DataError, match="a quote is opened and not closed"):
-        rows_of(tmp_path / "log.csv", ["a"])
-    assert not caplog.messages
 
 def test_a_file_that_grows_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "BLOCK_BYTES", 16)

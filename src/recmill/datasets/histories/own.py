@@ -107,7 +107,7 @@ def plan(options: Options) -> InteractionsPlan:
     columns = _columns(options)
     named = list(dict.fromkeys(columns.values()))
     if len(files) > 1 or len({*named} - {*columns_of(files[0], section, "--")}) > 1:  # one is reported by its reader
-        check_columns(files, section, named, "the files do not fit the options", "Correct the options.", "--")
+        check_columns(files, section, named, "the files do not fit the options", "Correct the options.", prefix="--")
     rows, read = _reader(files, section, columns, bad_rows)
     return replace(_plan(options, files, rows, read), bad_rows=bad_rows)
 
