@@ -1,10 +1,7 @@
 """`prepare criteo --engine spark`: the result equals that of the other engine on the same logs."""
 
 import os
-import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,46 +19,14 @@ from recmill.schema import ClicksDescription
 
 from ..conftest import RunCli
 from ..criteo_raw import random_rows, set_limits, to_text, write_days, write_text
-from ..processes import free_port, wait_until
+from ..spark_session import ON_LOOPBACK, needs_spark, spark, standalone_master, stop_spark_at_the_end
 
-pytest.importorskip("pyspark", reason="PySpark is not installed")
-if not shutil.which("java") and "JAVA_HOME" not in os.environ:
-    pytest.skip("Spark needs Java", allow_module_level=True)
-
+needs_spark()
+__all__ = ["spark", "standalone_master", "stop_spark_at_the_end"]  # fixtures
 DAYS = [300, 201]
 ONE_LOG: dict[str, Any] = {"last_day": "none", "val_fraction": 0.2}  # training rows of both days
 MOD: dict[str, Any] = {"ids": "mod", "table_size": [50]}
 WITH_BOM_AND_RETURNS = b"\xef\xbb\xbf" + to_text(random_rows(40, seed=3)).replace(b"\n", b"\r\n")
-SETTINGS = {
-    "spark.driver.host": "127.0.0.1",
-    "spark.driver.bindAddress": "127.0.0.1",
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",  # half the time for so little work
-    "spark.ui.enabled": "false",
-    "spark.ui.showConsoleProgress": "false",
-    "spark.buffer.pageSize": "1m",
-    "spark.sql.shuffle.partitions": "3",
-    "spark.sql.files.maxPartitionBytes": "30000",  # so that a log is read in several blocks
-    "spark.sql.files.openCostInBytes": "0",
-}
-
-
-@pytest.fixture(autouse=True)
-def spark() -> Any:
-    """The same for all tests, unless one has stopped it."""
-    from pyspark.sql import SparkSession
-
-    session = SparkSession.builder.master("local[2]").config(map=SETTINGS).getOrCreate()
-    session.sparkContext.setLogLevel("OFF")
-    return session
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stop_spark_at_the_end() -> Iterator[None]:
-    from pyspark.sql import SparkSession
-
-    yield
-    if session := SparkSession.getActiveSession():
-        session.stop()
 
 
 @pytest.fixture(scope="module")
@@ -365,42 +330,6 @@ def test_a_spark_of_its_own_is_stopped_after_errors_and_at_the_end(spark: Any, t
             prepare("criteo", tmp_path / "out", input=str(raw), engine="spark", on_bad_row=on_bad_row, **MOD)  # type: ignore[arg-type]
         assert SparkSession.getActiveSession() is None
     assert description(tmp_path / "out").source[0].bad_rows == 1
-
-
-ON_LOOPBACK = {
-    "SPARK_LOCAL_IP": "127.0.0.1",
-    "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",  # of the daemons, the driver and the executors
-}
-
-
-@pytest.fixture
-def standalone_master(tmp_path: Path) -> Iterator[str]:
-    """A master of Spark and two workers, on loopback."""
-    import pyspark
-
-    program = Path(pyspark.__file__).parent / "bin" / "spark-class"
-    port = free_port()
-    address = ["--host", "127.0.0.1", "--webui-port", "0"]
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start(*arguments: str) -> None:
-        environment = {**os.environ, **ON_LOOPBACK}
-        with (tmp_path / f"daemon-{len(processes)}.txt").open("wb") as log:
-            processes.append(subprocess.Popen([program, *arguments, *address], env=environment, stdout=log, stderr=log))
-
-    try:
-        start("org.apache.spark.deploy.master.Master", "--port", str(port))
-        for number in range(2):
-            own = ["--cores", "1", "--memory", "1g", "--work-dir", str(tmp_path / f"worker-{number}")]
-            start("org.apache.spark.deploy.worker.Worker", f"spark://127.0.0.1:{port}", *own)
-        log = tmp_path / "daemon-0.txt"
-        wait_until(lambda: log.read_text().count("Registering worker") == 2, 120)
-        yield f"spark://127.0.0.1:{port}"
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(100)
 
 
 def test_a_cluster_of_two_workers_gives_the_rows_of_one_machine(

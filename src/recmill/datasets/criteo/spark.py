@@ -7,11 +7,8 @@ files before it.
 
 import logging
 import os
-import re
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -21,12 +18,12 @@ import polars as pl
 
 from recmill.datasets.click_log import ParsedLog, parse_log
 from recmill.datasets.clicks import dense_names, sparse_names
-from recmill.datasets.compressed import is_compressed
+from recmill.datasets.compressed import InputFile, is_compressed
 from recmill.datasets.criteo.options import CRITEO
 from recmill.datasets.criteo.plan import Plan, RawLog, Segment, Written, log_read, seal_written, vocabulary_file
+from recmill.datasets.spark import part_number, spark_session, uri
 from recmill.datasets.vocabularies import FIRST_ID, MISSING, RARE
 from recmill.datasets.writing import NpyWriter, Work
-from recmill.errors import ConfigError, ResourceError
 from recmill.hardware.cpu import num_cores
 from recmill.schema import Description
 
@@ -34,67 +31,12 @@ log = logging.getLogger(__name__)
 
 _DENSE = dense_names(CRITEO.num_dense)
 _SPARSE = sparse_names(CRITEO.num_sparse)
-_SHUFFLED_BYTES = 1 << 26  # of raw text, per partition of a shuffle
 
 
 def write(plan: Plan, work: Work) -> Description:
-    try:
-        from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-        from pyspark.errors import PySparkException
-    except ImportError:
-        raise ConfigError("--engine spark needs PySpark, in the version of your Spark: pip install pyspark") from None
-    try:
-        with _session(plan, work) as spark:
-            return _Preparation(plan, work, spark).run()
-    except (PySparkException, Py4JError, ConnectionError) as error:
-        if "JAVA_GATEWAY_EXITED" in str(error):
-            raise ResourceError(
-                "Spark does not start without Java 17 or newer. Install it (openjdk-17-jre-headless), or set JAVA_HOME "
-                "to its directory; --engine polars needs no Java."
-            ) from error
-        raise ResourceError(
-            f"Spark failed: {_cause(error)}. On a cluster every executor must be able to read {plan.logs[0].path} and "
-            f"to write to {work.directory}, under the same paths. Run the same command again to resume."
-        ) from error
-
-
-def _cause(error: BaseException) -> str:
-    """Return the innermost cause in one line: Spark's errors contain Java's stack traces."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
-    return (causes[-1] if causes else " ".join(lines[:2]))[:500].rstrip(". ")
-
-
-@contextmanager
-def _session(plan: Plan, work: Work) -> Iterator[Any]:
-    """Yield a session of the Spark that this process already has, or of one that is stopped afterwards."""
-    from pyspark.sql import SparkSession
-
-    existing = SparkSession.getActiveSession()
-    master = existing.sparkContext.master if existing else plan.spark_master or "local[*]"
-    if plan.spark_master not in (None, master):
-        raise ConfigError(f"--spark-master {plan.spark_master}: this process already has a Spark, on {master}.")
-    # A vocabulary that is sent to all executors takes at least one page of memory: 26 of Spark's 64 MB are too much.
-    settings = {"spark.ui.showConsoleProgress": "false", "spark.buffer.pageSize": "2m"}
-    if master.startswith("local"):  # one JVM, which no other machine needs to reach
-        settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-        settings |= {"spark.driver.memory": f"{plan.limits.memory >> 20}m", "spark.ui.enabled": "false"}
-        settings["spark.local.dir"] = str(work.scratch / "spark")
-    builder = SparkSession.builder.appName("recmill prepare criteo").master(master).config(map=settings)
-    running = existing or builder.getOrCreate()
-    try:
-        spark = running.newSession()  # with settings of its own
-        if not existing:
-            spark.sparkContext.setLogLevel("ERROR")
-        if not spark.sparkContext.getConf().contains("spark.sql.shuffle.partitions"):
-            num_partitions = sum(raw.bytes for raw in plan.logs) // _SHUFFLED_BYTES
-            spark.conf.set("spark.sql.shuffle.partitions", max(num_partitions, spark.sparkContext.defaultParallelism))
-        spark.conf.set("spark.sql.files.maxRecordsPerFile", 0)  # one file per task
-        log.info("Spark %s on %s", spark.version, master)
-        yield spark
-    finally:
-        if not existing:
-            running.stop()
+    logs: list[InputFile] = [raw.path for raw in plan.logs]
+    with spark_session("criteo", plan.spark_master, work, logs, plan.limits.memory) as spark:
+        return _Preparation(plan, work, spark).run()
 
 
 class _Preparation:
@@ -151,7 +93,7 @@ class _Preparation:
         integer = {name: f"try_cast({field[name]} AS int)" for name in _DENSE}  # empty or too large: null
         is_large_enough = f">= {log_format.smallest_dense}"
         in_range = [f"({field[name]} = '' OR coalesce({integer[name]} {is_large_enough}, false))" for name in _DENSE]
-        lines = self.spark.read.text(_uri(raw.path), lineSep="\n").select(
+        lines = self.spark.read.text(uri(raw.path), lineSep="\n").select(
             F.split(F.translate("value", '"\r', ""), "\t").alias("fields"),
             F.col("value").rlike(_row_pattern(raw.has_labels)).alias("has_shape"),
             F.col("_metadata.file_block_start").alias("block"),
@@ -207,7 +149,7 @@ class _Preparation:
     def _saved(self, target: Path) -> Any:
         """Read a saved frame, with the `file` of each row and its `row_index` there."""
         metadata = ("_metadata.file_name AS file", "_metadata.row_index AS row_index")
-        return self.spark.read.parquet(_uri(target)).selectExpr("*", *metadata)
+        return self.spark.read.parquet(uri(target)).selectExpr("*", *metadata)
 
     def _groups(self, frame: Any, key: str) -> list[Any]:
         """Return (file, key, rows, first row index) of each key in each file, sorted by key, then file.
@@ -216,7 +158,7 @@ class _Preparation:
         """
         query = f"SELECT file, {key}, count(*) AS rows, min(row_index) AS first FROM {{frame}} GROUP BY file, {key}"
         groups = self.spark.sql(query, frame=frame).collect()
-        return sorted(groups, key=lambda group: (group[key], _part_number(group.file)))
+        return sorted(groups, key=lambda group: (group[key], part_number(group.file)))
 
     def _numbered(self, frame: Any, key: str, shifts: list[Any]) -> Any:
         """Add the column `number`: the row index plus the shift in (file, key, shift)."""
@@ -257,7 +199,7 @@ class _Preparation:
 
     def _write_vocabulary(self, name: str) -> int:
         """Write the vocabulary of a column as `vocabularies.write_vocabulary` does, and return its size."""
-        files = sorted((self.vocabularies / f"column={name}").glob("part-*"), key=lambda path: _part_number(path.name))
+        files = sorted((self.vocabularies / f"column={name}").glob("part-*"), key=lambda path: part_number(path.name))
         size = sum(_num_rows(file) for file in files)
         last = -1
         with NpyWriter(self.work.data / vocabulary_file(name), np.uint32, (size, 2)) as target:
@@ -324,7 +266,7 @@ class _Preparation:
     def _with_contiguous_ids(self, rows: Any) -> Any:
         """Add C1_id, C2_id, ...: null for an id outside of the vocabulary."""
         known = [name for name, size in zip(_SPARSE, self.sizes, strict=True) if size]
-        pairs = {name: self.spark.read.parquet(_uri(self.vocabularies / f"column={name}")) for name in known}
+        pairs = {name: self.spark.read.parquet(uri(self.vocabularies / f"column={name}")) for name in known}
         ids = (f"{f'of_{name}.id' if name in pairs else 'NULL'} AS {name}_id" for name in _SPARSE)
         joins = (f"LEFT JOIN {{{name}}} AS of_{name} ON rows.{name} = of_{name}.raw" for name in known)
         query = f"SELECT rows.*, {', '.join(ids)} FROM {{rows}} AS rows {' '.join(joins)}"
@@ -373,19 +315,9 @@ def _may_lack_line_break(raw: RawLog) -> bool:
         return is_compressed(raw.path) or file.read() != b"\n"
 
 
-def _uri(path: Path) -> str:
-    """Return a local file URI without patterns: Spark would expand brackets and stars."""
-    return "file://" + re.sub(r"([\\{}\[\]*?])", r"\\\1", str(path))
-
-
 def _is_in(segment: Segment) -> str:
     return f"number >= {segment.start} AND number < {segment.stop}"
 
 
 def _num_rows(file: Path) -> int:
     return int(pl.scan_parquet(file).select(pl.len()).collect().item())
-
-
-def _part_number(file: str) -> int:
-    """Return 12 for part-00012-...: Spark numbers the files of an output in the order of its partitions."""
-    return int(file.split("-")[1])
