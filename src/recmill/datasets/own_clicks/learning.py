@@ -1,5 +1,6 @@
 """Learn a recipe from the training rows: vocabularies by frequency, quantiles, means."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -38,10 +39,24 @@ _MAX_BUCKETS = 10_000_000
 SAMPLE_ROWS = 4_000_000  # about as many of the training rows tell the quantiles, means and extremes of numbers
 
 
-class Learner:
-    """Sees blocks of training rows, then writes vocabularies and returns what was learned of each feature."""
+@dataclass(frozen=True)
+class Found:
+    """What training rows held, by feature; that of several parts of a log can be put together.
 
-    def __init__(self, log: ClicksSchema, training_rows: int) -> None:
+    `counts` has the values and the counts of each vocabulary, where rare ones may be missing, `totals` those of all.
+    """
+
+    longest: dict[str, int]  # the most values of a row
+    times: dict[str, list[int]]
+    numbers: dict[str, np.ndarray]  # a sample, in the order of the rows
+    counts: dict[str, pl.DataFrame]
+    totals: dict[str, int]
+
+
+class Learner:
+    """Sees blocks of training rows, and returns what they held. `seen`: how many training rows are before them."""
+
+    def __init__(self, log: ClicksSchema, training_rows: int, seen: int = 0) -> None:
         self._log = log
         self._categorical: dict[str, list[CategoricalFeature]] = {}  # by column
         self._has_vocabulary: dict[str, bool] = {}  # by feature
@@ -55,7 +70,7 @@ class Learner:
         self._parts: dict[str, set[int]] = {}  # of times, by feature
         self._numbers: dict[str, list[np.ndarray]] = {}
         self._share = min(1.0, SAMPLE_ROWS / max(training_rows, 1))
-        self._seen = 0
+        self._seen = seen
 
     def see(self, rows: RawRows) -> None:
         kept = rng.uniform(rng.stream_key("sample of numbers"), self._seen + np.arange(len(rows))) < self._share
@@ -108,46 +123,52 @@ class Learner:
                 if len(waiting) > 1 and sum(part.height for part in waiting[1:]) > _MERGED_ROWS:
                     waiting[:] = [_added_up(waiting)]
 
-    def _all_counts(self, name: str) -> pl.DataFrame:
-        counts = self._counts[name]
-        return counts[0] if len(counts) == 1 else _added_up(counts)
-
-    def learn(self, directory: Path) -> dict[str, Learned]:
-        """Write the vocabularies to `directory`, and return what was learned by feature."""
+    def found(self) -> Found:
+        """Return what the rows held, and forget the numbers."""
         for column in list(self._code_counts):
             self._count_texts(column)
-        learned: dict[str, Learned] = {}
-        for feature in self._log.feature:
-            if isinstance(feature, NumericFeature):
-                learned[feature.name] = _learned_numbers(feature, np.concatenate(self._numbers[feature.name]))
-            elif isinstance(feature, BucketFeature):
-                learned[feature.name] = _learned_buckets(feature, np.concatenate(self._numbers[feature.name]))
-            else:
-                rows = fixed_rows(feature)
-                if isinstance(feature, CategoricalFeature) and feature.name in self._counts:
-                    rows = _write_vocabulary(directory, feature, self._all_counts(feature.name))
-                longest = self._longest.get(feature.name)
-                learned[feature.name] = Learned(
-                    rows=rows,
-                    ids_per_row=longest or 1,
-                    has_lists=longest is not None,
-                    seen=sorted(self._parts.get(feature.name, ())),
-                )
-        return learned
+        numbers = {name: np.concatenate(self._numbers.pop(name)) for name in list(self._numbers)}
+        counts = {name: parts[0] if len(parts) == 1 else _added_up(parts) for name, parts in self._counts.items()}
+        times = {name: sorted(parts) for name, parts in self._parts.items()}
+        totals = {name: int(frame["count"].sum()) for name, frame in counts.items()}
+        return Found(self._longest, times, numbers, counts, totals)
+
+
+def learned(log: ClicksSchema, found: Found, directory: Path) -> dict[str, Learned]:
+    """Write the vocabularies to `directory`, and return what was learned by feature."""
+    made: dict[str, Learned] = {}
+    for feature in log.feature:
+        if isinstance(feature, NumericFeature):
+            made[feature.name] = _learned_numbers(feature, found.numbers[feature.name])
+        elif isinstance(feature, BucketFeature):
+            made[feature.name] = _learned_buckets(feature, found.numbers[feature.name])
+        else:
+            rows = fixed_rows(feature)
+            if isinstance(feature, CategoricalFeature) and feature.name in found.counts:
+                counts, total = found.counts[feature.name], found.totals[feature.name]
+                rows = _write_vocabulary(directory, feature, counts, total)
+            longest = found.longest.get(feature.name)
+            made[feature.name] = Learned(
+                rows=rows,
+                ids_per_row=longest or 1,
+                has_lists=longest is not None,
+                seen=found.times.get(feature.name, []),
+            )
+    return made
 
 
 def _added_up(parts: list[pl.DataFrame]) -> pl.DataFrame:
     return pl.concat(parts).group_by("value").agg(pl.col("count").sum())
 
 
-def _write_vocabulary(directory: Path, feature: CategoricalFeature, counts: pl.DataFrame) -> int:
+def _write_vocabulary(directory: Path, feature: CategoricalFeature, counts: pl.DataFrame, total: int) -> int:
     """Write value, id and count of each id, those of missing and unseen values without a value. Return the rows."""
     frequent = counts.filter(pl.col("count") >= feature.min_frequency).sort(
         ["count", "value"], descending=[True, False]
     )
     if feature.table_size:
         frequent = frequent.head(feature.table_size - FIRST_VALUE)
-    rare = int(counts["count"].sum()) - int(frequent["count"].sum())
+    rare = total - int(frequent["count"].sum())
     special = pl.DataFrame(
         {"value": [None, None], "id": [MISSING, UNSEEN], "count": [0, rare]},
         schema={"value": pl.String, "id": pl.Int64, "count": pl.Int64},

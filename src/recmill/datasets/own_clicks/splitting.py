@@ -1,6 +1,6 @@
 """Which rows are for training, validation and test."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ DROPPED_ROWS, NOT_SAMPLED = len(SPLITS), len(SPLITS) + 1  # rows of no split
 NUM_KINDS = len(SPLITS) + 2
 
 
-def split_rules(log: ClicksSchema, blocks: Iterable[tuple[int, RawRows]]) -> dict[str, Any]:
-    """Return what has to be known of all rows before they can be split: where validation and test begin."""
+def split_rules(log: ClicksSchema, num_rows: int, times_at: Callable[[list[int]], list[int]]) -> dict[str, Any]:
+    """Return what has to be known of all rows before they can be split: where validation and test begin.
+
+    `times_at` returns the times at these places of all times in ascending order.
+    """
     split = log.split
     if split.by == "time" and split.val_from:
         starts = [iso_time(split.val_from, "split.val_from"), iso_time(split.test_from, "split.test_from")]
@@ -29,12 +32,11 @@ def split_rules(log: ClicksSchema, blocks: Iterable[tuple[int, RawRows]]) -> dic
     if split.by not in ("time", "rows"):
         return {}
     assert isinstance(split.val, float) and isinstance(split.test, float)
+    places = [int(num_rows * (1 - split.val - split.test)), int(num_rows * (1 - split.test))]
     if split.by == "rows":
-        total = sum(len(rows) for _, rows in blocks)
-        return {"starts": [int(total * (1 - split.val - split.test)), int(total * (1 - split.test))]}
-    ordered = np.sort(np.concatenate([times(rows, log) for _, rows in blocks]))
-    starts = [int(ordered[int(len(ordered) * share)]) for share in (1 - split.val - split.test, 1 - split.test)]
-    if not ordered[0] < starts[0] < starts[1]:
+        return {"starts": places}
+    first, *starts = times_at([0, *places])
+    if not first < starts[0] < starts[1]:
         assert log.time
         fact = f"column {log.time.column}: too many rows have the same time for split.by = 'time'"
         raise DataError(f"{fact}. Use finer times, larger shares, or another split.by.")

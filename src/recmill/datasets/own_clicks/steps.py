@@ -7,12 +7,12 @@ with every run that is trained on it, so that `recmill predict` encodes new rows
 import logging
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import polars as pl
@@ -28,11 +28,11 @@ from recmill.datasets.inputs.reading import num_rows
 from recmill.datasets.own_clicks.coding import Coder, can_be_numbered
 from recmill.datasets.own_clicks.encoding import Encoder, Recipe
 from recmill.datasets.own_clicks.guessing import as_toml, guess
-from recmill.datasets.own_clicks.learning import Learner
+from recmill.datasets.own_clicks.learning import Found, Learner, learned
 from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files, read
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, checked_schema, load_schema
 from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, split_rules
-from recmill.datasets.own_clicks.values import RawRows, Values, weights
+from recmill.datasets.own_clicks.values import RawRows, Values, times, weights
 from recmill.datasets.own_clicks.writing import SplitWriter, write_arrow
 from recmill.datasets.parallel import ordered
 from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 SCHEMA_FILE = "schema.toml"  # a schema that was guessed
 _CODES = "\x1f"  # begins the name of a column of codes
 _MAX_VALUES = 1 << 22  # of a column, before a new set of codes begins
+Block = tuple[int, RawRows]  # the number of its first row in all files together, rows
+KeptBlock = tuple[str, int, int, str]  # Arrow file, first row in its file, rows, file of values
 
 
 class Options(Section):
@@ -112,48 +114,96 @@ def write(plan: Plan, work: Work) -> Description:
     size = sum(int(path.stat().st_size * expansion(path)) for path in plan.files)
     check_disk(work, 2 * size, sum(num_rows(path, plan.log.input) for path in plan.files))
     with ThreadPoolExecutor(num_cores()) as pool:
-        return _prepared(plan, work, pool)
+        return prepared(plan, work, _OneMachine(plan, work, pool))
 
 
-def _prepared(plan: Plan, work: Work, pool: Executor) -> Description:
-    blocks = _Blocks(plan, work, pool)
-    if not blocks.rows:
+class Engine(Protocol):
+    """Does the steps whose time grows with the rows."""
+
+    blocks: "Blocks"
+
+    def times_at(self, places: list[int]) -> list[int]:
+        """Return the times at these places of all times in ascending order."""
+
+    def counted(self, splits: Splits) -> dict[str, list[int]]:
+        """Return the rows and the clicks of each split, and the rows that are not used."""
+
+    def found(self, splits: Splits, training_rows: int) -> Found:
+        """Return what the training rows hold."""
+
+    def encoded(self, encoder: Encoder, splits: Splits) -> "Iterator[Encoded]":
+        """Yield all rows in their order, and count in `encoder` what the training rows hold."""
+
+
+def prepared(plan: Plan, work: Work, engine: Engine) -> Description:
+    """Do the steps in their order, each once, although the work may be interrupted."""
+    log, rows = plan.log, engine.blocks.rows
+    if not rows:
         raise DataError(f"{plan.files[0]}: no rows. Give files that have some.")
-    rules = work.part("split", lambda: split_rules(plan.log, blocks))
-    splits = Splits(plan.log, rules)
-    counts = work.part("count", lambda: _counted(splits, blocks))
+    splits = Splits(log, work.part("split", lambda: split_rules(log, rows, engine.times_at)))
+    counts = work.part("count", lambda: engine.counted(splits))
     if not sum(counts["clicks"]):
-        raise DataError(_no_clicks(plan.log, blocks))
+        raise DataError(_no_clicks(log, engine.blocks))
     _check_classes(counts)
-    recipe = work.part("learn", lambda: _learned(plan.log, splits, blocks, counts["rows"][0], work.data))
-    encoder = Encoder(Recipe.model_validate(recipe, strict=False), work.data)
-    tally = work.part("write", lambda: _written(work.data, encoder, splits, blocks, counts["rows"], pool))
-    of_training = {"tally": tally, "training_rows": counts["rows"][SPLITS.index("train")]}
+    training_rows = counts["rows"][SPLITS.index("train")]
+
+    def learn() -> dict[str, Any]:
+        found = engine.found(splits, training_rows)
+        return Recipe(log=log, learned=learned(log, found, work.data)).model_dump(mode="json")
+
+    encoder = Encoder(Recipe.model_validate(work.part("learn", learn), strict=False), work.data)
+    tally = work.part("write", lambda: _written(work.data, encoder, engine.encoded(encoder, splits), counts["rows"]))
+    of_training = {"tally": tally, "training_rows": training_rows}
     write_text(work.data / RECIPE_FILE, encoder.recipe.model_copy(update=of_training).model_dump_json(indent=1))
     return _sealed(plan, work.data, encoder, counts, tally)
 
 
-class _Blocks:
-    """The needed columns of all rows, kept as Arrow files, so that text is parsed once.
+class _OneMachine:
+    """The engine that uses the threads of this process."""
+
+    def __init__(self, plan: Plan, work: Work, pool: Executor) -> None:
+        self._log, self._data, self._pool = plan.log, work.data, pool
+        kept = []
+        for index, file in enumerate(plan.files):
+            keeper = Keeper(work.scratch, index, file, plan.inputs[str(file.absolute())], pool)
+            kept.append(work.part(f"read-{index}", partial(keeper.keep, plan.log)))
+        self.blocks = Blocks(work.scratch, list(zip(map(str, plan.files), kept, strict=True)))
+
+    def times_at(self, places: list[int]) -> list[int]:
+        ordered = np.sort(np.concatenate([times(rows, self._log) for _, rows in self.blocks]))
+        return [int(ordered[place]) for place in places]
+
+    def counted(self, splits: Splits) -> dict[str, list[int]]:
+        return counted(splits, self.blocks.with_progress("splitting"))
+
+    def found(self, splits: Splits, training_rows: int) -> Found:
+        return found(Learner(self._log, training_rows), splits, self.blocks.with_progress("learning"))
+
+    def encoded(self, encoder: Encoder, splits: Splits) -> "Iterator[Encoded]":
+        encode = block_encoder(encoder, Encoder(encoder.recipe, self._data), splits)
+        with Progress("writing", self.blocks.rows, "rows") as progress:
+            for parts in ordered(self._pool, encode, self.blocks, ahead=1):
+                yield from parts
+                progress.advance(sum(len(part.rows) for part in parts))
+
+
+class Keeper:
+    """Keeps the needed columns of the rows of a file as Arrow files, so that text is parsed once.
 
     Values of most columns have codes there, with the values in files of their own: a new set of codes begins with each
     file, and when there are too many.
     """
 
-    def __init__(self, plan: Plan, work: Work, pool: Executor) -> None:
-        self._scratch, self._pool = work.scratch, pool
-        self._kept: list[tuple[str, str, int, int, str]] = []  # file, Arrow file, first row, rows, file of values
-        for index, file in enumerate(plan.files):
-            kept = work.part(f"read-{index}", partial(self._keep, index, file, plan))
-            self._kept += [(str(file), *block) for block in kept]
-        self.rows = sum(block[3] for block in self._kept)
+    def __init__(self, scratch: Path, index: int, file: InputFile, state: list[int | str], pool: Executor) -> None:
+        self._scratch, self._index, self._pool = scratch, index, pool
+        self._file, self._state = file, state
 
-    def _keep(self, index: int, file: InputFile, plan: Plan) -> list[tuple[str, int, int, str]]:
-        log = plan.log
-        kept: list[tuple[str, int, int, str]] = []
+    def keep(self, log: ClicksSchema) -> list[KeptBlock]:
+        index = self._index
+        kept: list[KeptBlock] = []
         coders: dict[str, Coder] = {}
         number = 0
-        blocks = read(file, log.input, log.columns())
+        blocks = read(self._file, log.input, log.columns())
         waiting = self._pool.submit(next, blocks, None)
         while rows := waiting.result():
             waiting = self._pool.submit(next, blocks, None)
@@ -171,17 +221,26 @@ class _Blocks:
                 coders, number = {}, number + 1
         if coders:
             self._keep_values(coders, kept[-1][3])
-        if file_state(file) != plan.inputs[str(file.absolute())]:
-            raise DataError(f"{file}: it changed while it was read. Wait until it is complete, then prepare it again.")
+        if file_state(self._file) != self._state:
+            fact = "it changed while it was read. Wait until it is complete, then prepare it again."
+            raise DataError(f"{self._file}: {fact}")
         return kept
 
     def _keep_values(self, coders: dict[str, Coder], name: str) -> None:
         for index, (column, coder) in enumerate(coders.items()):
             write_arrow(self._scratch / f"{name}-{index}.arrow", coder.values().alias(column).to_frame())
 
-    def __iter__(self) -> Iterator[tuple[int, RawRows]]:
-        """Yield (number of the first row in all files together, rows)."""
-        before = 0
+
+class Blocks:
+    """The rows that were kept of some files, one after the other. `before`: how many rows are before them."""
+
+    def __init__(self, scratch: Path, files: list[tuple[str, list[KeptBlock]]], before: int = 0) -> None:
+        self._scratch, self._before = scratch, before
+        self._kept = [(file, *block) for file, blocks in files for block in blocks]
+        self.rows = sum(block[3] for block in self._kept)
+
+    def __iter__(self) -> Iterator[Block]:
+        before = self._before
         values: dict[str, Values] = {}
         name_of_values = ""
         for file, name, first, rows, values_name in self._kept:
@@ -196,24 +255,24 @@ class _Blocks:
             yield before, RawRows(rest, file, range(first, first + rows), codes)
             before += rows
 
-    def with_progress(self, what: str) -> Iterator[tuple[int, RawRows]]:
+    def with_progress(self, what: str) -> Iterator[Block]:
         with Progress(what, self.rows, "rows") as progress:
             for before, rows in self:
                 yield before, rows
                 progress.advance(len(rows))
 
 
-def _counted(splits: Splits, blocks: _Blocks) -> dict[str, list[int]]:
+def counted(splits: Splits, blocks: Iterable[Block]) -> dict[str, list[int]]:
     """Return the rows and the clicks of each split, and the rows that are not used."""
     rows, clicks = np.zeros(NUM_KINDS, np.int64), np.zeros(NUM_KINDS, np.int64)
-    for before, block in blocks.with_progress("splitting"):
+    for before, block in blocks:
         which, is_click = splits.of(before, block)
         rows += np.bincount(which, minlength=NUM_KINDS)
         clicks += np.bincount(which, weights=is_click, minlength=NUM_KINDS).astype(np.int64)
     return {"rows": rows.tolist(), "clicks": clicks.tolist()}
 
 
-def _no_clicks(schema: ClicksSchema, blocks: _Blocks) -> str:
+def _no_clicks(schema: ClicksSchema, blocks: Iterable[Block]) -> str:
     """Say which labels there are, the most frequent first."""
     found: Counter[Any] = Counter()
     for _, block in blocks:
@@ -232,47 +291,54 @@ def _check_classes(counts: dict[str, list[int]]) -> None:
             raise DataError(f"{fact}. Check label.positive and [split] of the schema.")
 
 
-def _learned(log: ClicksSchema, splits: Splits, blocks: _Blocks, training_rows: int, data: Path) -> dict[str, Any]:
-    learner = Learner(log, training_rows)
-    for before, block in blocks.with_progress("learning"):
+def found(learner: Learner, splits: Splits, blocks: Iterable[Block]) -> Found:
+    """Return what the training rows of these blocks hold."""
+    for before, block in blocks:
         is_training = splits.of(before, block)[0] == SPLITS.index("train")
         learner.see(block.where(is_training))
-    return Recipe(log=log, learned=learner.learn(data)).model_dump(mode="json")
+    return learner.found()
 
 
 @dataclass(frozen=True)
-class _Encoded:
-    """The rows of a block that belong to one split."""
+class Encoded:
+    """The rows of a block that belong to one split, with their weights and kept columns, if the schema has any."""
 
     split: int
     rows: ClickRows
-    raw: RawRows
+    weights: np.ndarray | None
+    kept: pl.DataFrame | None
 
 
-def _written(
-    data: Path, encoder: Encoder, splits: Splits, blocks: _Blocks, rows: list[int], pool: Executor
-) -> dict[str, Any]:
+def block_encoder(encoder: Encoder, others: Encoder, splits: Splits) -> Callable[[Block], list[Encoded]]:
+    """Return a function that encodes a block: training rows by `encoder`, which counts what they hold."""
+    log = encoder.recipe.log
+
+    def encoded(block: Block) -> list[Encoded]:
+        which, _ = splits.of(*block)
+        parts = []
+        for split, encode in enumerate((encoder, others, others)):
+            if len(own := block[1].where(which == split)):
+                rows = encode.encode(own)
+                weight = weights(own, log) if log.keep.weight else None
+                kept = own.frame.select(log.keep.columns) if log.keep.columns else None
+                parts.append(Encoded(split, rows, weight, kept))
+        return parts
+
+    return encoded
+
+
+def _written(data: Path, encoder: Encoder, parts: Iterable[Encoded], rows: list[int]) -> dict[str, Any]:
     """Write the files of each split, and return what the training rows held."""
     log = encoder.recipe.log
     sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in log.tables]
-    others = Encoder(encoder.recipe, data)
     writers = [SplitWriter(data, s, n, sizes, encoder.id_type) for s, n in zip(SPLITS, rows, strict=False)]
-
-    def encoded(block: tuple[int, RawRows]) -> list[_Encoded]:
-        which, _ = splits.of(*block)
-        own = [(number, block[1].where(which == number)) for number in range(len(SPLITS))]
-        encoders = [encoder, others, others]
-        return [_Encoded(number, encoders[number].encode(part), part) for number, part in own if len(part)]
-
-    with Progress("writing", blocks.rows, "rows") as progress:
-        for parts in ordered(pool, encoded, blocks, ahead=1):
-            for part in parts:
-                writers[part.split].append(part.rows)
-                if log.keep.weight:
-                    writers[part.split].append_weights(weights(part.raw, log))
-                if log.keep.columns:
-                    writers[part.split].append_kept(part.raw.frame.select(log.keep.columns))
-                progress.advance(len(part.raw))
+    for part in parts:
+        writer = writers[part.split]
+        writer.append(part.rows)
+        if part.weights is not None:
+            writer.append_weights(part.weights)
+        if part.kept is not None:
+            writer.append_kept(part.kept)
     for writer in writers:
         writer.close()
     return {feature.name: dict(encoder.tally.counts.get(feature.name, {})) for feature in log.feature}
