@@ -12,7 +12,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import polars as pl
@@ -59,6 +59,10 @@ class Options(Section):
         None, "The schema: a TOML file. See docs/own-data.md.", json_schema_extra={"flags": ["--schema"]}
     )
     label: str | None = key(None, "Instead of --schema: guess the schema, as `recmill schema --label` does.")
+    engine: Literal["polars", "spark"] = key(
+        "polars", "polars: this machine. spark: a Spark cluster, which gives the same files."
+    )
+    spark_master: str | None = key(None, "Spark's address, like spark://host:7077 (default local[*]).")
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class Plan:
     log: ClicksSchema
     files: list[InputFile]
     guessed: str = ""  # the text of a schema that was guessed
+    engine: Literal["polars", "spark"] = "polars"
+    spark_master: str | None = None
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -86,6 +92,8 @@ def plan(options: Options) -> Plan:
 
 def plan_frame(options: Options, frame: pl.DataFrame) -> Plan:
     """Plan to read a frame instead of the files of `options.input`, with the same checks."""
+    if options.engine == "spark":
+        raise ConfigError("input: a frame is in the memory of this process, and Spark reads files. Leave out engine.")
     found = _plan(options, lambda: [FrameFile(frame)])
     return replace(found, files=[FrameFile(frame.select(found.log.columns()))])
 
@@ -94,6 +102,8 @@ def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
     if (options.schema_file is None) == (options.label is None):
         fact = "Both --schema and --label are given" if options.label else "Neither --schema nor --label is given"
         raise ConfigError(f"{fact}. Give --schema, or --label COLUMN to guess a schema.")
+    if options.spark_master is not None and options.engine != "spark":
+        raise ConfigError("--spark-master needs --engine spark.")
     log_schema = None
     if options.schema_file:
         log_schema = load_schema(Path(options.schema_file), lambda section: columns_of(find()[0], section))
@@ -107,12 +117,16 @@ def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
             log.info("%s: %s (%s)", found.column, found.kind, found.why)
         log_schema = checked_schema(tomllib.loads(guessed), "the guessed schema")
     check_columns(files, log_schema.input, log_schema.columns(), copied=log_schema.keep.columns)
-    return Plan(log_schema, files, guessed)
+    return Plan(log_schema, files, guessed, options.engine, options.spark_master)
 
 
 def write(plan: Plan, work: Work) -> Description:
     size = sum(int(path.stat().st_size * expansion(path)) for path in plan.files)
     check_disk(work, 2 * size, sum(num_rows(path, plan.log.input) for path in plan.files))
+    if plan.engine == "spark":
+        from recmill.datasets.own_clicks import spark
+
+        return spark.write(plan, work)
     with ThreadPoolExecutor(num_cores()) as pool:
         return prepared(plan, work, _OneMachine(plan, work, pool))
 

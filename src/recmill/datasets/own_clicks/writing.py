@@ -1,8 +1,12 @@
 """Write the files of one split, block by block."""
 
 import io
+import os
 import shutil
+import uuid
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +23,19 @@ def write_arrow(path: Path, frame: pl.DataFrame) -> None:
     """Write the frame through a buffer in memory: on a full disk, Polars raises errors that do not say so."""
     buffer = io.BytesIO()
     frame.write_ipc(buffer)
-    path.write_bytes(buffer.getbuffer())
+    with replaced(path) as temporary:
+        temporary.write_bytes(buffer.getbuffer())
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a temporary file that becomes `path`, complete at once: a Spark task may run twice at the same time."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class SplitWriter:
