@@ -20,8 +20,6 @@ from recmill.observe.log import quiet_libraries
 if TYPE_CHECKING:
     import polars as pl
 
-_ROWS_AT_ONCE = 1 << 13
-
 
 class Options(Section):
     output: str = flag(..., "Parquet file to write: id, item (as in the log, if it is known) and vector.")
@@ -73,9 +71,8 @@ def _vectors(network: Any, source: Any) -> Iterator[np.ndarray]:
     import torch
 
     with torch.no_grad():
-        for start in range(0, len(source.item_ids), _ROWS_AT_ONCE):
-            sparse_and_dense = source.item_inputs(slice(start, start + _ROWS_AT_ONCE))
-            yield network.item_vectors(network.inputs(*sparse_and_dense)).numpy()
+        for inputs in source.all_item_inputs():
+            yield network.item_vectors(network.inputs(*inputs)).numpy()
 
 
 def _names(recipe: Path, feature: str) -> "pl.DataFrame | None":
