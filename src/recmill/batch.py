@@ -86,7 +86,7 @@ class RetrievalBatch(_TensorBatch):
     weights_R: Tensor
     log_inclusion_C: Tensor
 
-    def inputs(self) -> tuple[Tensor, KeyedJaggedTensor, int]:
+    def inputs(self) -> tuple[Any, ...]:
         return self.dense_SF, self.sparse, self.num_requests
 
     def weight(self) -> float:
@@ -96,7 +96,21 @@ class RetrievalBatch(_TensorBatch):
         """Return for TorchRec's pipeline which field each argument of the network's forward() is."""
         from recmill.tables.torchrec_internals import pipeline_inputs
 
-        return pipeline_inputs("dense_SF", "sparse", "num_requests")
+        return *pipeline_inputs("dense_SF", "sparse", "num_requests"), None
+
+
+class RequestBatch(RetrievalBatch):
+    """Requests of an evaluation without items; `answers_R` are indices of all items."""
+
+    def inputs(self) -> tuple[Any, ...]:
+        return *super().inputs(), "requests"
+
+
+class ItemBatch(RetrievalBatch):
+    """Some of the items of an evaluation, without requests."""
+
+    def inputs(self) -> tuple[Any, ...]:
+        return *super().inputs(), "items"
 
 
 class HistoryInputs(NamedTuple):

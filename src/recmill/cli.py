@@ -163,8 +163,8 @@ _TOPICS = {
         "results": "Show state, best step and test metrics of runs.",
         "evaluate": "Evaluate the newest or best checkpoint of a run.",
         "predict": "Score new rows with a click model.",
-        "recommend": "Recommend items with a sequence model.",
-        "items": "Write the vectors of all items of a two-tower model.",
+        "recommend": "Recommend items with a sequence model or two towers.",
+        "items": "Write the vectors of items or requests of a two-tower model.",
         "explain": "Show which features or items a model relies on.",
         "compare": "Compare two runs: config, metrics, speed, curves.",
         "plot": "Draw the learning curves of runs.",
@@ -506,19 +506,21 @@ def recommend_command(
     history: str | None,
     users: str | None,
     is_for_all: bool,
+    input: str | None,
     output: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Recommend the K items that RUN's model ranks first: after a history, for users of its dataset, or for all."""
-    if (history is not None) + (users is not None) + is_for_all != 1:
-        raise click.UsageError("Give exactly one of --history, --users and --all.")
-    if is_for_all != (output is not None):
-        raise click.UsageError("--all and --output go together: the items of all users are written to a file.")
+    """Recommend the K items that RUN's model ranks first: after a history, for users or for requests."""
+    if (history is not None) + (users is not None) + (input is not None) + is_for_all != 1:
+        raise click.UsageError("Give exactly one of --history, --users, --all and --input.")
+    if (is_for_all or input is not None) != (output is not None):
+        raise click.UsageError("--all and --input write to a file, which --output names; the others print.")
     if output is not None:
-        written = recmill.recommend_all(run, output, **options)
-        with _after_work():
-            _print(written, as_json, printed.print_written_recommendations)
+        written = recmill.recommend_all(run, output, input=input, **options)
+        if output != "-":
+            with _after_work():
+                _print(written, as_json, printed.print_written_recommendations)
     else:
         _print(recmill.recommend(run, history, users=users, **options), as_json, printed.print_recommendations)
 
@@ -566,7 +568,7 @@ def explain_command(run: str, as_json: bool, group: tuple[str, ...], **options: 
 @click.argument("run", type=click.Path())
 @_json
 def items_command(run: str, output: str, as_json: bool, **options: Any) -> None:
-    """Write the vectors of all items, by RUN's two-tower model, to a Parquet file."""
+    """Write the vectors of all items, or of the requests in a file, by RUN's two-tower model."""
     written = recmill.write_items(run, output, **options)
     with _after_work():
         _print(written, as_json, printed.print_items)

@@ -82,4 +82,5 @@ def test_moving_pinning_and_recording_reach_every_field(kind: type[Any]) -> None
 
 
 def test_every_kind_of_batch_is_checked_above() -> None:
-    assert [kind.__name__ for kind in BATCHES] == ["CtrBatch", "RetrievalBatch", "SequenceBatch", "RankingBatch"]
+    kinds = ["CtrBatch", "RetrievalBatch", "RequestBatch", "ItemBatch", "SequenceBatch", "RankingBatch"]
+    assert [kind.__name__ for kind in BATCHES] == kinds

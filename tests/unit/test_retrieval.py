@@ -67,16 +67,18 @@ def test_an_epoch_has_every_clicked_row_once_and_the_items_of_its_batches(clicks
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_evaluation_ranks_every_clicked_row_among_all_items_up_to_its_split(split: str, clicks: Path) -> None:
+def test_evaluation_ranks_every_clicked_row_among_all_items_up_to_its_split(
+    split: str, clicks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = {"val": ("train", "val"), "test": ("train", "val", "test")}[split]
     every = {item for known in read for item in rows_of(clicks, known).ids[:, 1].tolist()}
     stored = rows_of(clicks, split)
-    (batch,) = source_of(clicks).eval_batches(split)
-    items = dict(zip(batch.sparse.keys(), batch.sparse.values().split(batch.sparse.length_per_key()), strict=True))[
-        "C2"
-    ]
+    monkeypatch.setattr("recmill.data.retrieval._ITEMS_AT_ONCE", 20)
+    *blocks, requests = source_of(clicks).eval_batches(split)
+    items = torch.cat([block.sparse["C2"].values() for block in blocks])
+    assert [block.num_requests for block in blocks] == [0, 0, 0] and not len(requests.sparse["C2"].values())
     assert set(items.tolist()) == every and len(items) == len(every)
-    assert items[batch.answers_R].tolist() == stored.ids[stored.labels == 1, 1].tolist()
+    assert items[requests.answers_R].tolist() == stored.ids[stored.labels == 1, 1].tolist()
 
 
 def test_three_ranks_share_a_batch_and_have_the_same_items(clicks: Path) -> None:

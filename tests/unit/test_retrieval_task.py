@@ -5,8 +5,9 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recmill.batch import RetrievalBatch
+from recmill.batch import ItemBatch, RequestBatch, RetrievalBatch
 from recmill.config.sections import EvalSection
+from recmill.nn import two_towers
 from recmill.tasks import retrieval
 
 
@@ -25,13 +26,17 @@ def test_the_loss_is_the_corrected_cross_entropy_by_hand() -> None:
     assert retrieval.loss_sum(lambda *_: scores, batch).item() == pytest.approx(first + 2 * second, rel=1e-6)
 
 
-def test_ranks_count_ties_and_nan_against_the_model_and_leave_fillers_out() -> None:
+def test_ranks_count_ties_and_nan_against_the_model_and_leave_fillers_out(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = retrieval.new_metrics(EvalSection(ks=[1, 2]))
+    monkeypatch.setattr(two_towers, "_ITEMS_AT_ONCE", 2)
     scores = torch.tensor([[3.0, 1.0, 2.0], [2.0, 2.0, 1.0], [np.nan, 1.0, 0.0], [5.0, 1.0, 1.0]])
-    retrieval.update(metrics, scores, batch_of([0, 0, 1, 0], [1.0, 1.0, 1.0, 0.0], [0.0] * 3))
-    values = metrics.compute(None)  # ranks 0, 1 and 1
+    requests = batch_of([0, 0, 1, 0], [1.0, 1.0, 1.0, 0.0], [])
+    for items in torch.eye(3).split(1):  # so that the vector of a request is its scores
+        retrieval.update(metrics, items, ItemBatch(**vars(requests)))
+    retrieval.update(metrics, scores, RequestBatch(**vars(requests)))
+    values = metrics.compute(None)  # ranks 0, 1 and, as 0 * NaN is NaN, 2
     assert values["users"] == 3
     assert values["all/hr@1"] == pytest.approx(1 / 3)
-    assert values["all/hr@2"] == pytest.approx(1.0)
-    assert values["all/ndcg@2"] == pytest.approx((1 + 2 / math.log2(3)) / 3)
+    assert values["all/hr@2"] == pytest.approx(2 / 3)
+    assert values["all/ndcg@2"] == pytest.approx((1 + 1 / math.log2(3)) / 3)
     assert retrieval.headline(values) == "all/ndcg@2"

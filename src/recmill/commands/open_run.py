@@ -10,6 +10,7 @@ from recmill.commands.evaluate import EvaluateOptions
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.predict import Predictor
 from recmill.commands.recommend import Named, Recommender, RecommendOptions
+from recmill.commands.retriever import Retriever
 from recmill.data.frames import Kind, as_polars, converted
 from recmill.errors import ConfigError
 from recmill.metrics.own import Values
@@ -32,6 +33,7 @@ class Run:
         self.path = path
         self._recommender = recommender
         self._predictor = predictor
+        self._retriever: Retriever | None = None
 
     @overload
     def recommend(
@@ -54,6 +56,8 @@ class Run:
         histories: Histories | None = None,
         *,
         users: Named | None = None,
+        input: "AnyFrame | None" = None,
+        keep: list[str] | None = None,
         k: int = 10,
         include_seen: bool = False,
         frame: Kind = "polars",
@@ -62,12 +66,20 @@ class Run:
 
         `histories`: original ids or titles of items, oldest first, or a list of several such histories; column
         "history" has its number, from 0. Or `users`: original ids of users of the dataset, in column "user".
+
+        A 'two_tower' recommends for `input`, a frame with a request per row: K rows for each, in order, with the
+        columns in `keep`, rank, item and score. The first call reads the items of the dataset.
         """
+        if self._predictor and input is not None:
+            self._retriever = self._retriever or Retriever.of(self._predictor)
+            return converted(self._retriever.of_frame(as_polars(input, "input"), k, keep or []), frame)
         if self._recommender is None:
             raise ConfigError(
                 f"{self.path}: its model is no sequence model, so it has nothing to recommend. "
-                "Train one: recmill train own/sasrec."
+                "Train one: recmill train own/sasrec. A 'two_tower' recommends for `input`."
             )
+        if input is not None or keep:
+            raise ConfigError(f"{self.path}: `input` and `keep` are for two-tower models. Give histories or users.")
         if (histories is None) == (users is None):
             raise ConfigError("Recommend for histories or for users: give exactly one of the two.")
         if users is not None:

@@ -10,6 +10,8 @@ from recmill.data.opening import Checks
 from recmill.environment import process_environment
 from recmill.errors import ConfigError, DataError
 
+STREAM = "-"  # stdin or stdout, where a path is given
+
 Procs = Annotated[PositiveInt, Field(description="Processes on this machine: up to 4 per core, or RECMILL_MAX_PROCS.")]
 Verify = Annotated[
     bool | None,

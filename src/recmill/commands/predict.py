@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from recmill.schema import Dataset
 
 if TYPE_CHECKING:
     import polars as pl
+    from torch import Tensor
 
     from recmill.data.click_rows import ClickRows
     from recmill.datasets.inputs.section import InputSection
@@ -76,7 +77,8 @@ def predict(
     given: dict[str, Any] = {"input": str(input), "output": str(output), "format": format, "keep": keep, "logit": logit}
     given |= {"data": None if data is None else str(data), "procs": procs}
     options = checked_options("predict", Options, {**given, "checkpoint": checkpoint, "fallback": fallback})
-    return score_files(Predictor(run, options.checkpoint, options.fallback, options.data), options)
+    predictor = Predictor(run, options.checkpoint, options.fallback, options.data)
+    return score_files(predictor, options, ["score", "logit"] if options.logit else ["score"])
 
 
 def work(world: "World", run: str, options: dict[str, Any], job: dict[str, Any], directory: str) -> int:
@@ -104,6 +106,9 @@ class RowEncoder(Protocol):
 
 class Predictor:
     """A run's click model on CPU, unsharded, with the recipe of its rows."""
+
+    rows_per_row = 1  # of the output, for a row of the input
+    reads_labels = True  # of files that have them
 
     def __init__(
         self,
@@ -170,39 +175,59 @@ class Predictor:
 
     def logits(self, encoded: "ClickRows") -> np.ndarray:
         """Return logits float32 [n]. Within `one_thread` they do not depend on the machine's number of cores."""
-        network = self.network  # imports torch in the fast way
+        logits = self._outputs(encoded, self.network)
+        if assemble.model_module(self._config).TASK == "retrieval":  # scores of pairs are no log odds
+            return logits
+        return corrected_logits(logits, self._dataset.clicks.negatives)
+
+    def _outputs(self, encoded: "ClickRows", compute: "Callable[..., Tensor]") -> np.ndarray:
+        """Return what `compute` makes of the network's inputs, float32 [n, ...]."""
+        assert self.network  # imports torch in the fast way
         import torch
 
-        found = [np.empty(0, np.float32)]
+        found = []
         with torch.no_grad(), quiet_libraries():
             for start in range(0, len(encoded), _ROWS_AT_ONCE):
                 part = encoded[start : start + _ROWS_AT_ONCE]
                 batch = self.maker.batch(part, len(part), np.ones(len(part), np.float32))
-                found.append(network(*batch.inputs()).float().numpy())
-        logits = corrected_logits(np.concatenate(found), self._dataset.clicks.negatives)
-        if not np.isfinite(logits).all():
+                found.append(compute(*batch.inputs()).float().numpy())
+        return self._finite(np.concatenate(found) if found else np.empty(0, np.float32))
+
+    def _finite(self, outputs: np.ndarray) -> np.ndarray:
+        if not np.isfinite(outputs).all():
             raise CheckpointError(
                 f"{self._checkpoint}: its model gives scores that are not finite numbers. Use another checkpoint, or "
                 "train again with lower learning rates."
             )
-        return logits
+        return outputs
+
+    def scored(self, kept: "pl.DataFrame", encoded: "ClickRows") -> "pl.DataFrame":
+        """Return the columns to keep with the columns of the output."""
+        import polars as pl
+
+        logits = self.logits(encoded)
+        return pl.DataFrame(kept.to_dict() | {"score": sigmoid(logits).astype(np.float32), "logit": logits})
 
     def score(self, frame: "pl.DataFrame") -> "pl.DataFrame":
         """Return columns score and logit for the rows of a frame."""
         import polars as pl
 
+        encoded = self.encoded(frame)
+        if frame.is_empty():
+            return pl.DataFrame(schema={"score": pl.Float32, "logit": pl.Float32})
+        with self.one_thread():
+            logits = self.logits(encoded)
+        return pl.DataFrame({"score": sigmoid(logits).astype(np.float32), "logit": logits})
+
+    def encoded(self, frame: "pl.DataFrame") -> "ClickRows":
         from recmill.datasets.inputs.reading import lacking
         from recmill.datasets.own_clicks.values import RawRows
 
         needed = self.encoder.feature_columns
         if missing := [column for column in needed if column not in frame.columns]:
             raise DataError(f"the model needs {', '.join(needed)}: the frame has {lacking(missing, frame.columns)}")
-        if frame.is_empty():
-            return pl.DataFrame(schema={"score": pl.Float32, "logit": pl.Float32})
         rows = RawRows(frame.select(needed), "the frame", range(1, frame.height + 1))
-        with self.one_thread():
-            logits = self.logits(self.new_encoder().encode(rows, with_labels=False))
-        return pl.DataFrame({"score": sigmoid(logits).astype(np.float32), "logit": logits})
+        return self.new_encoder().encode(rows, with_labels=False)
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:

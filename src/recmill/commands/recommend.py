@@ -1,9 +1,10 @@
-"""`recmill recommend`: the items that a sequence model expects next, after a history or for users of its dataset.
+"""`recmill recommend`: the items that a model ranks first: after a history, for users of its dataset, or for requests.
 
 The capitals at the end of an array's name are its axes: B histories, V items, K recommended items.
 """
 
 import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag, new_path
 from recmill.config.sections import Section
 from recmill.data.checks import checked_items
-from recmill.data.frames import Kind, converted
+from recmill.data.frames import Kind, as_polars, converted
 from recmill.data.names import Names
 from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.files.atomic import new_file
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recmill.batch import HistoryInputs
+    from recmill.commands.retriever import Retriever
     from recmill.data.frames import AnyFrame
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,13 @@ class Options(Section):
     history: str | None = flag(None, "Original ids or titles of items, oldest first, separated by commas.")
     users: str | None = flag(None, "Original ids of users of the dataset, separated by commas.")
     is_for_all: bool = flag(False, "Every user of the dataset; needs --output.", "--all")
-    output: str | None = flag(None, "Parquet file to write: user, rank, item, title, score.")
+    input: str | None = flag(
+        None, "Requests for a two-tower model, a row each, in any format that `predict` reads; needs --output."
+    )
+    keep: list[str] | None = flag(None, "Columns of --input to copy, separated by commas.")
+    output: str | None = flag(
+        None, "File to write. --all: user, rank, item, title, score (Parquet). --input: rank, item, score."
+    )
     k: int = flag(10, "How many items.")
     include_seen: bool = flag(False, "Include items that are in the history already.")
     checkpoint: Which = None
@@ -60,7 +68,7 @@ class Recommendation(TypedDict):
     user: NotRequired[str]  # it and the rank, from 1, if users were asked for
     rank: NotRequired[int]
     item: str  # its original id
-    title: str
+    title: NotRequired[str]  # not for requests
     score: float
 
 
@@ -68,6 +76,8 @@ class RecommendOptions(TypedDict, total=False):
     """The keyword arguments of `Run.recommend`, for type checkers."""
 
     users: Named | None
+    input: "AnyFrame | None"
+    keep: list[str] | None
     k: int
     include_seen: bool
 
@@ -102,6 +112,8 @@ def recommend(
     history: Named | None = None,
     *,
     users: Named | None = None,
+    input: "str | Path | AnyFrame | None" = None,
+    keep: list[str] | None = None,
     k: int = 10,
     include_seen: bool = False,
     checkpoint: Literal["newest", "best"] | None = None,
@@ -115,9 +127,17 @@ def recommend(
     and "rank" (from 1) as well. Either may be one text with commas between the names. `checkpoint`, `fallback`,
     `verify`: as for `evaluate`. `frame`: "polars", "pandas" or "arrow" return the same rows as a frame. Who recommends
     more than once opens the run: `recmill.open_run`.
+
+    A 'two_tower' recommends for `input`, a file or a frame with a request per row: K rows for each, in order, with the
+    columns in `keep`, "rank", "item" and "score".
     """
-    if (history is None) == (users is None):
-        raise ConfigError("Recommend for a history or for users: give exactly one of the two.")
+    if (history is not None) + (users is not None) + (input is not None) != 1:
+        raise ConfigError("Recommend for a history, for users or for the rows of `input`: give exactly one of them.")
+    if input is not None:
+        retriever = _retriever(run, include_seen, checkpoint, fallback, verify)
+        best = _best_in_memory(retriever, input, k, keep)
+        return cast(list[Recommendation], best.to_dicts()) if frame is None else converted(best, frame)
+    check_no_keep(keep)
     model = Recommender(run, checkpoint, fallback, verify)
     if users is not None:
         best = model.for_users(users, k, include_seen)
@@ -132,6 +152,8 @@ def recommend_all(
     run: str | Path,
     output: str | Path,
     *,
+    input: str | Path | None = None,
+    keep: list[str] | None = None,
     k: int = 10,
     include_seen: bool = False,
     checkpoint: Literal["newest", "best"] | None = None,
@@ -140,8 +162,13 @@ def recommend_all(
 ) -> dict[str, Any]:
     """Recommend for every user of the dataset, to a Parquet file with columns user, rank, item, title, score.
 
-    Returns {"output": ..., "users": ..., "rows": ...}.
+    Returns {"output": ..., "users": ..., "rows": ...}. With a 'two_tower': for every row of the file `input`, with the
+    columns in `keep`, rank, item and score, to .parquet, .csv or .jsonl; returns "requests" instead of "users".
     """
+    if input is not None:
+        options = {"input": str(input), "output": str(output), "keep": keep, "k": k}
+        return _retriever(run, include_seen, checkpoint, fallback, verify).write_best(options)
+    check_no_keep(keep)
     import polars as pl
     from polars.io.plugins import register_io_source
 
@@ -174,12 +201,51 @@ def recommend_all(
     return {"output": str(output), "users": len(names), "rows": num_rows}
 
 
+def check_no_keep(keep: list[str] | None) -> None:
+    if keep:
+        raise ConfigError("--keep names columns of --input. Give both.")
+
+
+def _retriever(
+    run: str | Path, include_seen: bool, which: str | None, fallback: bool, verify: bool | None
+) -> "Retriever":
+    from recmill.commands.retriever import Retriever
+
+    directory, config = assemble.open_trained_run(run)
+    if assemble.model_module(config).KIND == "histories":
+        raise ConfigError(
+            f"{directory.path}: '{config.model_name}' recommends after histories, and --input has requests for a "
+            "two-tower model. Use --history, --users or --all."
+        )
+    if include_seen:
+        raise ConfigError("--include-seen is for histories: the items of requests are never left out. Remove it.")
+    return Retriever(run, which, fallback, verify)
+
+
+def _best_in_memory(
+    retriever: "Retriever", input: "str | Path | AnyFrame", k: int, keep: list[str] | None
+) -> "pl.DataFrame":
+    import polars as pl
+
+    if not isinstance(input, str | Path):
+        return retriever.of_frame(as_polars(input, "input"), k, keep or [])
+    with tempfile.TemporaryDirectory(prefix="recmill-recommend-") as directory:
+        output = str(Path(directory) / "best.parquet")
+        retriever.write_best({"input": str(input), "output": output, "keep": keep, "k": k})
+        return pl.read_parquet(output)
+
+
 class Recommender:
     """A run's model on CPU, unsharded. The network is loaded when it is first used, after all arguments are checked."""
 
     def __init__(self, run: str | Path, which: str | None, fallback: bool, verify: bool | None = None) -> None:
         assemble.check_which(which)
         self._run, self._config = assemble.open_trained_run(run)
+        if assemble.model_module(self._config).TASK == "retrieval":
+            raise ConfigError(
+                f"{self._run.path}: '{self._config.model_name}' recommends for requests, not after histories or for "
+                "users of a dataset. Use --input."
+            )
         if assemble.model_module(self._config).KIND != "histories":
             raise ConfigError(
                 f"{self._run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend. "

@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import polars as pl
 
 from recmill.checkpoints.format import committed
-from recmill.commands.options import new_path
+from recmill.commands.options import STREAM, new_path
 from recmill.data.recipes import NO_LABEL, Tally
 from recmill.datasets.compressed import InputFile, file_state
 from recmill.datasets.inputs.parquet import converted_type
@@ -32,7 +31,7 @@ from recmill.errors import ConfigError, DataError, ResourceError
 from recmill.failpoints import reach
 from recmill.hardware.cpu import threads_per_process
 from recmill.launch.local import is_launched_with, run_job
-from recmill.metrics.binary import BinaryMetrics, Values, sigmoid
+from recmill.metrics.binary import BinaryMetrics, Values
 from recmill.observe.progress import Progress
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STREAM = "-"
 _SUFFIXES = (".parquet", ".csv", ".jsonl", ".ndjson")
 _PART_ROWS = 1 << 16
 _LABEL = "label of the row"  # a column of the parts that is not written
@@ -50,14 +48,14 @@ _FEW = 0.01  # smaller shares are not worth a warning
 
 @dataclass(frozen=True)
 class Job:
-    """What to read, and which columns of it to write."""
+    """What to read, which columns of it to write, and which columns are made of it."""
 
     files: list[str]
     section: InputSection
     columns: list[str]
     kept: list[str]
     has_labels: bool
-    logit: bool
+    made: list[str]
     procs: int
     part_rows: int
 
@@ -76,11 +74,9 @@ class Job:
     def inputs(self) -> list[InputFile]:
         return [file for name in self.files for file in found_files(name)]
 
-    def types(self) -> dict[str, Any]:
-        """Return the types of the columns to write."""
+    def kept_types(self) -> dict[str, Any]:
         there = types_of(self.inputs()[0], self.section) if self.kept else {}
-        types = {name: converted_type(self.files[0], name, there[name]) for name in self.kept}
-        return {**types, "score": pl.Float32(), **({"logit": pl.Float32()} if self.logit else {})}
+        return {name: converted_type(self.files[0], name, there[name]) for name in self.kept}
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "section": self.section.model_dump()}
@@ -90,10 +86,13 @@ class Job:
         return cls(**{**values, "section": InputSection(**values["section"])})
 
 
-def score_files(predictor: "Predictor", options: "Options") -> dict[str, Any]:
-    """Score the rows of options.input to options.output, and return what `recmill.predict` does."""
+def score_files(predictor: "Predictor", options: "Options", made: list[str]) -> dict[str, Any]:
+    """Score the rows of options.input to options.output, and return what `recmill.predict` does.
+
+    `made`: the columns of `predictor.scored` to write, behind those to keep.
+    """
     if is_launched_with(options.procs):
-        raise ConfigError("`recmill predict` starts its own processes: use --procs N, without a launcher.")
+        raise ConfigError("Rows are scored by processes of this command: use --procs N, without a launcher.")
     with ExitStack() as stack:
         spool = Path()
         if STREAM in (options.input, options.output):
@@ -108,7 +107,7 @@ def score_files(predictor: "Predictor", options: "Options") -> dict[str, Any]:
             )
         assert predictor.encoder  # what is wrong with the run is reported before stdin is read
         given = options.input if options.input != STREAM else str(_spooled(spool / f"stdin{suffix}"))
-        job = _checked_job(predictor, options, found_files(given), output)
+        job = _checked_job(predictor, options, found_files(given), output, made)
         inputs = {str(file.absolute()): file_state(file) for file in job.inputs()}
         result = _score(predictor, options, job, inputs, output)
         if options.output == STREAM:
@@ -127,7 +126,9 @@ def _spooled(path: Path) -> Path:
     return path
 
 
-def _checked_job(predictor: "Predictor", options: "Options", files: list[InputFile], output: Path) -> Job:
+def _checked_job(
+    predictor: "Predictor", options: "Options", files: list[InputFile], output: Path, made: list[str]
+) -> Job:
     encoder = predictor.encoder
     fields = len(columns_of(files[0], InputSection(separator="\t", quotes=False)))
     section = encoder.input_section(fields)
@@ -137,13 +138,14 @@ def _checked_job(predictor: "Predictor", options: "Options", files: list[InputFi
     check_columns(files, section, encoder.feature_columns, lack, "Add them: its features are made of them.")
     copied = kept if output.suffix == ".parquet" else []
     check_columns(files, section, kept, "--keep does not fit the files", "Correct --keep, or the files.", copied)
-    if taken := {"score", "logit"} & set(kept):
+    if taken := {"score", "logit", *made} & set(kept):
         raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
     label = encoder.label_column
-    has_labels = all(label in columns_of(file, section) for file in files)
+    has_labels = predictor.reads_labels and all(label in columns_of(file, section) for file in files)
     columns = [*needed, *([label] if has_labels and label not in needed else [])]
-    job = Job(list(map(str, files)), section, columns, kept, has_labels, options.logit, options.procs, _PART_ROWS)
-    types = job.types()
+    part_rows = max(1, _PART_ROWS // predictor.rows_per_row)
+    job = Job(list(map(str, files)), section, columns, kept, has_labels, made, options.procs, part_rows)
+    types = job.kept_types()
     if nested := [name for name, kind in types.items() if kind.is_nested() and output.suffix == ".csv"]:
         raise ConfigError(
             f"--keep {nested[0]}: its values are {types[nested[0]]}, which .csv cannot hold. Use .parquet or .jsonl."
@@ -157,7 +159,7 @@ def _score(
     run = predictor.run
     same = options.model_dump(exclude={"procs", "input", "output", "format"})
     recipe = same | {"run": str(run.path.absolute()), "checkpoints": [path.name for path in committed(run.checkpoints)]}
-    remedy = "Wait for that `recmill predict` to end, or choose another --output."
+    remedy = "Wait for that command to end, or choose another --output."
     with resumable_work(output, recipe, inputs, "changed", remedy) as work:
         if options.procs == 1:
             parts = score_parts(predictor, job, work)
@@ -204,10 +206,9 @@ def _score_part(predictor: "Predictor", job: Job, rows: RawRows, file: Path) -> 
     """Write the scores of some rows to a file, and return what was counted in them."""
     encoder = predictor.new_encoder()
     encoded = encoder.encode(rows, job.has_labels, may_be_missing=True)
-    logits = predictor.logits(encoded)
-    scores = {"score": sigmoid(logits).astype(np.float32), "logit": logits}
-    labels = {_LABEL: encoded.labels} if job.has_labels else {}
-    pl.DataFrame({**{name: rows.frame[name] for name in job.kept}, **scores, **labels}).write_ipc(file)
+    scored = predictor.scored(rows.frame.select(job.kept), encoded)
+    labels = [pl.Series(_LABEL, encoded.labels)] if job.has_labels else []
+    scored.hstack(labels).write_ipc(file)
     return {"rows": len(rows), "counts": {name: dict(found) for name, found in encoder.tally.counts.items()}}
 
 
@@ -225,7 +226,7 @@ def _write(job: Job, work: Work, parts: int, output: Path) -> tuple[Tally, Value
             metrics.update(labelled["logit"].to_numpy(), labelled[_LABEL].to_numpy())
     written = work.data / "scores"
     try:
-        _join(files, [*job.types()], written, output.suffix)
+        _join(files, [*job.kept, *job.made], written, output.suffix)
     except pl.exceptions.ComputeError as error:
         raise ResourceError(
             f"{output}: could not be written ({error}). Is the disk full? Free some space and run it again."

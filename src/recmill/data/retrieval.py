@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from recmill.batch import RetrievalBatch
+from recmill.batch import ItemBatch, RequestBatch, RetrievalBatch
 from recmill.data.click_rows import BLOCK_ROWS, ClickRows, concatenate
 from recmill.data.clicks import ChosenRows, ClickSource, SplitRows
 from recmill.data.share import Batching, Share
 from recmill.errors import DataError
 from recmill.schema import SPLITS, Dataset
+
+_ITEMS_AT_ONCE = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class RetrievalSource(ClickSource):
     """Requests are the rows with label 1.
 
     In training, the items of a global batch are its own different ones, on every rank: no result depends on the number
-    of ranks. In evaluation they are all items of the split and those before it, with the features of their first row.
+    of ranks. In evaluation they are all items of the split and those before it, with the features of their first row;
+    they come in batches of their own before the requests, so that their vectors are computed once.
     A split is not read before it is used.
     """
 
@@ -101,21 +104,32 @@ class RetrievalSource(ClickSource):
             yield self._made(self._read("train").positives, rows, share, (items, everything[places]), log_inclusion)
 
     def eval_batches(self, split: str) -> Iterator[RetrievalBatch]:
-        """Yield every positive row once, with all items of the split and those before it."""
+        """Yield all items of the split and those before it, the same on every rank, then every positive row once."""
         known = self._read(split)
-        none = np.zeros(len(known.item_ids))
+        nothing = torch.empty(0)
+        for items in self._item_blocks(split):
+            dense, sparse = self._item_inputs(known.item_rows[items])
+            yield ItemBatch(dense, sparse, 0, nothing.long(), nothing, nothing)
+        no_items = known.item_ids, known.item_rows[:0]
         for share in self._batching.shares(split, self._batching.num_used(split, len(known.positives))):
-            yield self._made(known.positives, share.positions, share, (known.item_ids, known.item_rows), none)
+            made = self._made(known.positives, share.positions, share, no_items, np.empty(0))
+            yield RequestBatch(**vars(made))
 
-    def item_inputs(self, which: slice) -> tuple[Any, ...]:
-        """Return the network's dense and sparse inputs of these items of `item_ids`, without requests."""
-        rows = self._read(SPLITS[-1]).item_rows[which]
+    def _item_blocks(self, split: str) -> list[slice]:
+        return [slice(i, i + _ITEMS_AT_ONCE) for i in range(0, len(self._read(split).item_ids), _ITEMS_AT_ONCE)]
+
+    def all_item_inputs(self) -> Iterator[tuple[Any, ...]]:
+        """Yield the network's dense and sparse inputs of all `item_ids`, without requests, block by block."""
+        for items in self._item_blocks(SPLITS[-1]):
+            yield self._item_inputs(self._read(SPLITS[-1]).item_rows[items])
+
+    def _item_inputs(self, rows: ClickRows) -> tuple[Any, ...]:
         is_used = np.repeat(self._is_of_items[:, None], len(rows), axis=1)
         return self._maker.batch(rows, len(rows), np.ones(len(rows), np.float32), is_used).inputs()
 
     def num_eval_batches(self, split: str) -> int:
         num_used = self._batching.num_used(split, len(self._read(split).positives))
-        return self._batching.num_batches(split, num_used)
+        return len(self._item_blocks(split)) + self._batching.num_batches(split, num_used)
 
     def _made(
         self,

@@ -1,6 +1,7 @@
 """The network of `two_tower`. R requests, C items, S = R + C rows, B rows with both, F dense features, D dims."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recmill.nn.click_network import TableNetwork
 from recmill.nn.mlp import linear, mlp
 from recmill.tables.spec import TableSpec
+
+_ITEMS_AT_ONCE = 1 << 13
 
 
 class TwoTowers(TableNetwork):
@@ -26,7 +29,7 @@ class TwoTowers(TableNetwork):
         averaged: Collection[str] = (),
     ) -> None:
         super().__init__(tables, device, averaged)
-        self._temperature = temperature
+        self.temperature = temperature
         is_of_items = [*is_dense_of_items]
         for feature, dim in self._columns:
             is_of_items += [feature in of_items] * dim
@@ -39,16 +42,25 @@ class TwoTowers(TableNetwork):
     request_columns: Tensor
     item_columns: Tensor
 
-    def forward(self, dense_SF: Tensor, sparse: KeyedJaggedTensor, num_requests: int | None = None) -> Tensor:
+    def forward(
+        self,
+        dense_SF: Tensor,
+        sparse: KeyedJaggedTensor,
+        num_requests: int | None = None,
+        tower: Literal["requests", "items"] | None = None,
+    ) -> Tensor:
         """Return scores [R, C] of the first R rows, which are requests, with the other rows, which are items.
 
-        Without `num_requests`, every row has both: return the scores [B] of its request with its item.
+        Without `num_requests`, every row has both: return the scores [B] of its request with its item. With `tower`:
+        return the vectors of all rows by this tower.
         """
         inputs = self.inputs(dense_SF, sparse)
+        if tower is not None:
+            return self.request_vectors(inputs) if tower == "requests" else self.item_vectors(inputs)
         if num_requests is None:
-            return (self.request_vectors(inputs) * self.item_vectors(inputs)).sum(1) / self._temperature
+            return (self.request_vectors(inputs) * self.item_vectors(inputs)).sum(1) / self.temperature
         requests_RD, items_CD = self.request_vectors(inputs[:num_requests]), self.item_vectors(inputs[num_requests:])
-        return requests_RD @ items_CD.t() / self._temperature
+        return requests_RD @ items_CD.t() / self.temperature
 
     def inputs(self, dense_SF: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """Return what both towers choose their columns from: dense features, then the vectors of all tables."""
@@ -59,6 +71,33 @@ class TwoTowers(TableNetwork):
 
     def item_vectors(self, inputs: Tensor) -> Tensor:
         return F.normalize(self.items(inputs.index_select(1, self.item_columns)), dim=1)
+
+
+def score_blocks(requests_RD: Tensor, items_CD: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the dot products of all requests with some items at a time, and the index of the first of these items."""
+    for start in range(0, len(items_CD), _ITEMS_AT_ONCE):
+        yield start, requests_RD @ items_CD[start : start + _ITEMS_AT_ONCE].t()
+
+
+def best_items(requests_RD: Tensor, items_CD: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the K largest dot products of each request, and the indices of their items; of equal ones, the lowest.
+
+    `topk` returns equal values in any order, so it gets integers that are all different: the bits of a dot product,
+    then the index.
+    """
+    best_RK = torch.empty((len(requests_RD), 0), dtype=torch.int64)
+    for start, scores_RC in score_blocks(requests_RD, items_CD):
+        indices_C = torch.arange(start, start + scores_RC.shape[1])
+        keys_RC = (_reordered(scores_RC.view(torch.int32)).long() << 32) - indices_C
+        keys_RC = torch.cat([best_RK, keys_RC], dim=1)
+        best_RK = keys_RC.topk(min(k, keys_RC.shape[1]), dim=1).values
+    indices_RK = -best_RK & 0xFFFFFFFF
+    return _reordered(((best_RK + indices_RK) >> 32).int()).view(torch.float32), indices_RK
+
+
+def _reordered(bits: Tensor) -> Tensor:
+    """Return integers in the order of the floats that have these bits, or these bits for such integers."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _tower(width: int, sizes: Sequence[int]) -> nn.Sequential:

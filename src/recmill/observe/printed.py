@@ -189,7 +189,8 @@ def print_schema(guessed: dict[str, Any]) -> None:
 
 def print_items(written: dict[str, Any]) -> None:
     """Print what `recmill items` wrote."""
-    _print(f"{written['items']:,} items, vectors of {written['dim']} dims: {written['output']}")
+    what = "items" if "items" in written else "requests"
+    _print(f"{written[what]:,} {what}, vectors of {written['dim']} dims: {written['output']}")
 
 
 def print_predictions(written: dict[str, Any]) -> None:
@@ -410,7 +411,8 @@ def _cut(text: str, width: int) -> str:
 
 
 def print_written_recommendations(written: dict[str, Any]) -> None:
-    _print(f"{written['rows']:,} rows for {written['users']:,} users: {written['output']}")
+    who = "users" if "users" in written else "requests"
+    _print(f"{written['rows']:,} rows for {written[who]:,} {who}: {written['output']}")
 
 
 def print_checks(checks: Sequence[Any], would_work: bool) -> None:

@@ -1,17 +1,19 @@
 """Retrieval: softmax over the items of a global batch, corrected for their frequency; HR, NDCG and MRR among all items.
 
-R requests, C items.
+R requests, C items, D dims.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recmill.batch import RetrievalBatch
+from recmill.batch import ItemBatch, RetrievalBatch
 from recmill.config.sections import EvalSection
 from recmill.metrics.binary import Values
 from recmill.metrics.ranking import RankingMetrics
+from recmill.nn.two_towers import score_blocks
 from recmill.registry import own_metrics
 
 PROTOCOL = "all"  # among all items of the dataset, also those that a user has had before
@@ -24,8 +26,19 @@ def loss_sum(network: Callable[..., Tensor], batch: RetrievalBatch) -> Tensor:
     return (losses_R * batch.weights_R).sum()
 
 
-def new_metrics(section: EvalSection, resamples: int = 0) -> RankingMetrics:
-    return RankingMetrics([PROTOCOL], list(section.ks), resamples, own=own_metrics(section.metrics))
+class RetrievalMetrics(RankingMetrics):
+    """Also holds the vectors of all items: first their blocks, then one tensor."""
+
+    item_vectors: Sequence[Tensor] = ()
+
+    def items_CD(self) -> Tensor:
+        if len(self.item_vectors) > 1:
+            self.item_vectors = [torch.cat([*self.item_vectors])]
+        return self.item_vectors[0]
+
+
+def new_metrics(section: EvalSection, resamples: int = 0) -> RetrievalMetrics:
+    return RetrievalMetrics([PROTOCOL], list(section.ks), resamples, own=own_metrics(section.metrics))
 
 
 def headline(values: Values) -> str:
@@ -33,9 +46,26 @@ def headline(values: Values) -> str:
     return [name for name in values if name.startswith(f"{PROTOCOL}/ndcg@")][-1]
 
 
-def update(metrics: RankingMetrics, scores_RC: Tensor, batch: RetrievalBatch) -> None:
-    """Count for each request the other items that score at least as high as its own."""
-    own_R1 = batch.answers_R[:, None]
-    is_ahead_RC = ~(scores_RC < scores_RC.gather(1, own_R1))  # so a NaN counts against the model
-    ranks_R = is_ahead_RC.scatter(1, own_R1, False).sum(1)
+def update(metrics: RetrievalMetrics, vectors: Tensor, batch: RetrievalBatch) -> None:
+    """Keep the vectors of items. Count for each request the other items that score at least as high as its own."""
+    if isinstance(batch, ItemBatch):
+        metrics.item_vectors = [*metrics.item_vectors, vectors]
+        return
+    ranks_R = _ranks(vectors, metrics.items_CD(), batch.answers_R)
     metrics.update(PROTOCOL, ranks_R.cpu().numpy()[(batch.weights_R > 0).cpu().numpy()])
+
+
+def _ranks(requests_RD: Tensor, items_CD: Tensor, answers_R: Tensor) -> Tensor:
+    """Return the rank (0: best) of each answer. Memory holds the scores of one block of items at a time.
+
+    Scores are computed twice: a score from another product might differ in its last bit, and no longer be a tie.
+    """
+    own_R1 = torch.zeros(len(requests_RD), 1, dtype=requests_RD.dtype, device=requests_RD.device)
+    for start, scores_RC in score_blocks(requests_RD, items_CD):
+        places_R1 = answers_R[:, None] - start
+        is_here_R1 = (places_R1 >= 0) & (places_R1 < scores_RC.shape[1])
+        own_R1 = torch.where(is_here_R1, scores_RC.gather(1, places_R1.clamp(0, scores_RC.shape[1] - 1)), own_R1)
+    ranks_R = torch.full_like(answers_R, -1)  # the answer itself is counted below
+    for _, scores_RC in score_blocks(requests_RD, items_CD):
+        ranks_R += (~(scores_RC < own_R1)).sum(1)  # so a NaN counts against the model
+    return ranks_R

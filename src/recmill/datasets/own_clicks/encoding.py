@@ -3,6 +3,7 @@
 A recipe is the schema with what preparation learned from the training rows. It is data, never code.
 """
 
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -90,14 +91,18 @@ def owner(feature: TableFeature) -> str:
 
 
 class Encoder:
-    """Turns raw rows into dense values and ids, and counts what it met."""
+    """Turns raw rows into dense values and ids, and counts what it met.
 
-    def __init__(self, recipe: Recipe, directory: Path) -> None:
+    The columns of the features in `without` are not read: these features are 0 and MISSING in every row.
+    """
+
+    def __init__(self, recipe: Recipe, directory: Path, without: Collection[str] = ()) -> None:
         self.recipe = recipe
+        self._without = without
         self.tally = Tally()
         self._directory = directory
         self._vocabularies: dict[str, pl.Enum] = {}
-        self.feature_columns = recipe.log.feature_columns()
+        self.feature_columns = recipe.log.feature_columns(without)
         self.label_column = recipe.log.label.column
         self.trained_rows, self.trained_tally = recipe.training_rows, recipe.tally
 
@@ -111,9 +116,10 @@ class Encoder:
         self.tally.rows += len(rows)
         dense = [values for feature in log.numeric for values in self._numbers(rows, feature)]
         sizes = [self.recipe.learned[feature.name].ids_per_row for feature in log.tables]
-        ids: np.ndarray = np.empty((len(rows), sum(sizes)), self.id_type)
+        ids: np.ndarray = np.full((len(rows), sum(sizes)), MISSING, self.id_type)
         for feature, end, size in zip(log.tables, np.cumsum(sizes).tolist(), sizes, strict=True):
-            ids[:, end - size : end] = self._ids(rows, feature)
+            if feature.name not in self._without:
+                ids[:, end - size : end] = self._ids(rows, feature)
         return ClickRows(
             np.stack(dense, axis=1).astype(np.float32) if dense else np.empty((len(rows), 0), np.float32),
             ids,
@@ -146,6 +152,8 @@ class Encoder:
         return made
 
     def _numbers(self, rows: RawRows, feature: NumericFeature) -> list[np.ndarray]:
+        if feature.name in self._without:
+            return [np.zeros(len(rows))] * len(feature.dense_names)
         learned = self.recipe.learned[feature.name]
         given = numbers(rows, feature.column, self.recipe.log.missing_texts(feature), self.recipe.log.input.decimal)
         is_missing = np.isnan(given)

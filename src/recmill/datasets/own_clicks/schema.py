@@ -5,7 +5,7 @@ It is as strict as a run config: an unknown key is an error that names the one t
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -234,10 +234,11 @@ class ClicksSchema(Section):
         """Return the texts that stand for no value of the feature."""
         return [*self.input.missing, *feature.missing_values]
 
-    def feature_columns(self) -> list[str]:
-        """Return the columns that the features are made of."""
-        of_time = [self.time.column] if self.time and any(isinstance(f, TimeFeature) for f in self.feature) else []
-        return list(dict.fromkeys([*of_time, *(column for f in self.feature for column in f.columns)]))
+    def feature_columns(self, without: Collection[str] = ()) -> list[str]:
+        """Return the columns that the features are made of, except the features named in `without`."""
+        features = [feature for feature in self.feature if feature.name not in without]
+        of_time = [self.time.column] if self.time and any(isinstance(f, TimeFeature) for f in features) else []
+        return list(dict.fromkeys([*of_time, *(column for f in features for column in f.columns)]))
 
     def coded_columns(self) -> list[str]:
         """Return the columns of which preparation stores numbers for the values: not those with measured numbers."""
