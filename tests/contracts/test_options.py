@@ -3,6 +3,7 @@
 import inspect
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,8 @@ def test_type_checkers_know_the_options_of_all_datasets() -> None:
             expected.setdefault(name, set()).update(_values(field.annotation))
     found = {name: _values(kind) for name, kind in typing.get_type_hints(prepare.PrepareOptions).items()}
     assert expected.pop("input") == {str} and found.pop("input") == {Any}  # or a frame of one of several libraries
+    assert found["schema_file"] - expected["schema_file"] == {Path}
+    found["schema_file"] = expected["schema_file"]
     assert found == expected
 
 
@@ -107,7 +110,8 @@ def _values(annotation: Any) -> set[Any]:
 def test_type_checkers_know_the_keyword_arguments_of(declared: type, function: Callable[..., Any]) -> None:
     hints = {name: kind for name, kind in function.__annotations__.items() if name in declared.__annotations__}
     keyword_only = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    assert declared.__annotations__ == hints
+    found = {name: getattr(kind, "__forward_arg__", kind) for name, kind in declared.__annotations__.items()}
+    assert found == hints
     assert keyword_only - {"frame"} == hints.keys()
 
 

@@ -72,19 +72,23 @@ class Recommendation(TypedDict):
     score: float
 
 
-class RecommendOptions(TypedDict, total=False):
-    """The keyword arguments of `Run.recommend`, for type checkers."""
-
+class _Options(TypedDict, total=False):
     users: Named | None
-    input: "AnyFrame | None"
     keep: list[str] | None
     k: int
     include_seen: bool
 
 
-class LoadingOptions(RecommendOptions, total=False):
-    """The keyword arguments of `recommend`, which also loads the model."""
+class RecommendOptions(_Options, total=False):
+    """The keyword arguments of `Run.recommend`, for type checkers."""
 
+    input: "AnyFrame | None"
+
+
+class LoadingOptions(_Options, total=False):
+    """The keyword arguments of `recommend`, which also loads the model and reads files."""
+
+    input: "str | Path | AnyFrame | None"
     checkpoint: Literal["newest", "best"] | None
     fallback: bool
     verify: bool | None
