@@ -7,7 +7,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill.batch import ItemBatch, RequestBatch, RetrievalBatch
 from recmill.config.sections import EvalSection
-from recmill.nn import two_towers
 from recmill.tasks import retrieval
 
 
@@ -28,7 +27,7 @@ def test_the_loss_is_the_corrected_cross_entropy_by_hand() -> None:
 
 def test_ranks_count_ties_and_nan_against_the_model_and_leave_fillers_out(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = retrieval.new_metrics(EvalSection(ks=[1, 2]))
-    monkeypatch.setattr(two_towers, "_ITEMS_AT_ONCE", 2)
+    monkeypatch.setattr(retrieval, "_ITEMS_AT_ONCE", 2)
     scores = torch.tensor([[3.0, 1.0, 2.0], [2.0, 2.0, 1.0], [np.nan, 1.0, 0.0], [5.0, 1.0, 1.0]])
     requests = batch_of([0, 0, 1, 0], [1.0, 1.0, 1.0, 0.0], [])
     for items in torch.eye(3).split(1):  # so that the vector of a request is its scores

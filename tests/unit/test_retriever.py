@@ -12,7 +12,7 @@ import torch
 import recmill
 from recmill.commands import retriever
 from recmill.errors import ConfigError, DataError
-from recmill.nn import two_towers
+from recmill.tasks import retrieval
 
 SCHEMA = """
 [label]
@@ -98,7 +98,7 @@ def by_brute_force(folder: Path, tmp_path: Path) -> tuple[list[str], np.ndarray]
 def test_the_best_items_are_those_of_a_search_by_brute_force(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two_towers, "_ITEMS_AT_ONCE", 7)
+    monkeypatch.setattr(retrieval, "_ITEMS_AT_ONCE", 7)
     monkeypatch.setattr(retriever, "_REQUESTS_AT_ONCE", 5)
     names, scores = by_brute_force(folder, tmp_path)
     output = tmp_path / "best.parquet"
@@ -151,7 +151,7 @@ def test_equal_scores_keep_the_order_of_the_items() -> None:
     draw = np.random.default_rng(1)
     items = torch.from_numpy(draw.integers(-2, 3, (20_000, 2)).astype(np.float32))
     requests = torch.from_numpy(draw.integers(-2, 3, (9, 2)).astype(np.float32))
-    scores, found = two_towers.best_items(requests, items, 50)
+    scores, found = retrieval.best_items(requests, items, 50)
     every = (requests @ items.T).numpy()
     order = np.argsort(-every, axis=1, kind="stable")[:, :50]
     assert found.tolist() == order.tolist()

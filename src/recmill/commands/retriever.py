@@ -128,7 +128,7 @@ class Retriever(Predictor):
         import polars as pl
         import torch
 
-        from recmill.nn.two_towers import best_items
+        from recmill.tasks.retrieval import best_items
 
         names, vectors_CD = self._offered
         items_CD = torch.from_numpy(vectors_CD)

@@ -1,6 +1,6 @@
 """The network of `two_tower`. R requests, C items, S = R + C rows, B rows with both, F dense features, D dims."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
@@ -11,8 +11,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recmill.nn.click_network import TableNetwork
 from recmill.nn.mlp import linear, mlp
 from recmill.tables.spec import TableSpec
-
-_ITEMS_AT_ONCE = 1 << 13
 
 
 class TwoTowers(TableNetwork):
@@ -71,33 +69,6 @@ class TwoTowers(TableNetwork):
 
     def item_vectors(self, inputs: Tensor) -> Tensor:
         return F.normalize(self.items(inputs.index_select(1, self.item_columns)), dim=1)
-
-
-def score_blocks(requests_RD: Tensor, items_CD: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the dot products of all requests with some items at a time, and the index of the first of these items."""
-    for start in range(0, len(items_CD), _ITEMS_AT_ONCE):
-        yield start, requests_RD @ items_CD[start : start + _ITEMS_AT_ONCE].t()
-
-
-def best_items(requests_RD: Tensor, items_CD: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the K largest dot products of each request, and the indices of their items; of equal ones, the lowest.
-
-    `topk` returns equal values in any order, so it gets integers that are all different: the bits of a dot product,
-    then the index.
-    """
-    best_RK = torch.empty((len(requests_RD), 0), dtype=torch.int64)
-    for start, scores_RC in score_blocks(requests_RD, items_CD):
-        indices_C = torch.arange(start, start + scores_RC.shape[1])
-        keys_RC = (_reordered(scores_RC.view(torch.int32)).long() << 32) - indices_C
-        keys_RC = torch.cat([best_RK, keys_RC], dim=1)
-        best_RK = keys_RC.topk(min(k, keys_RC.shape[1]), dim=1).values
-    indices_RK = -best_RK & 0xFFFFFFFF
-    return _reordered(((best_RK + indices_RK) >> 32).int()).view(torch.float32), indices_RK
-
-
-def _reordered(bits: Tensor) -> Tensor:
-    """Return integers in the order of the floats that have these bits, or these bits for such integers."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _tower(width: int, sizes: Sequence[int]) -> nn.Sequential:

@@ -3,7 +3,7 @@
 R requests, C items, D dims.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from recmill.batch import ItemBatch, RetrievalBatch
 from recmill.config.sections import EvalSection
 from recmill.metrics.binary import Values
 from recmill.metrics.ranking import RankingMetrics
-from recmill.nn.two_towers import score_blocks
 from recmill.registry import own_metrics
 
 PROTOCOL = "all"  # among all items of the dataset, also those that a user has had before
+_ITEMS_AT_ONCE = 1 << 13
 
 
 def loss_sum(network: Callable[..., Tensor], batch: RetrievalBatch) -> Tensor:
@@ -69,3 +69,30 @@ def _ranks(requests_RD: Tensor, items_CD: Tensor, answers_R: Tensor) -> Tensor:
     for _, scores_RC in score_blocks(requests_RD, items_CD):
         ranks_R += (~(scores_RC < own_R1)).sum(1)  # so a NaN counts against the model
     return ranks_R
+
+
+def score_blocks(requests_RD: Tensor, items_CD: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the dot products of all requests with some items at a time, and the index of the first of these items."""
+    for start in range(0, len(items_CD), _ITEMS_AT_ONCE):
+        yield start, requests_RD @ items_CD[start : start + _ITEMS_AT_ONCE].t()
+
+
+def best_items(requests_RD: Tensor, items_CD: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the K largest dot products of each request, and the indices of their items; of equal ones, the lowest.
+
+    `topk` returns equal values in any order, so it gets integers that are all different: the bits of a dot product,
+    then the index.
+    """
+    best_RK = torch.empty((len(requests_RD), 0), dtype=torch.int64)
+    for start, scores_RC in score_blocks(requests_RD, items_CD):
+        indices_C = torch.arange(start, start + scores_RC.shape[1])
+        keys_RC = (_reordered(scores_RC.view(torch.int32)).long() << 32) - indices_C
+        keys_RC = torch.cat([best_RK, keys_RC], dim=1)
+        best_RK = keys_RC.topk(min(k, keys_RC.shape[1]), dim=1).values
+    indices_RK = -best_RK & 0xFFFFFFFF
+    return _reordered(((best_RK + indices_RK) >> 32).int()).view(torch.float32), indices_RK
+
+
+def _reordered(bits: Tensor) -> Tensor:
+    """Return integers in the order of the floats that have these bits, or these bits for such integers."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
