@@ -122,7 +122,8 @@ def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
 
 def write(plan: Plan, work: Work) -> Description:
     size = sum(int(path.stat().st_size * expansion(path)) for path in plan.files)
-    check_disk(work, 2 * size, sum(num_rows(path, plan.log.input) for path in plan.files))
+    copies = 3 if plan.engine == "spark" else 2  # with encoded rows in the scratch directory
+    check_disk(work, copies * size, sum(num_rows(path, plan.log.input) for path in plan.files))
     if plan.engine == "spark":
         from recmill.datasets.own_clicks import spark
 
