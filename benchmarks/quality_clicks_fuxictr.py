@@ -1,6 +1,6 @@
 """FuxiCTR's DeepFM and FinalMLP on the arrays of `quality_clicks.py prepare`. Runs in FuxiCTR's environment.
 
-    /tmp/fuxictr/bin/python benchmarks/quality_clicks_fuxictr.py --data data/ml_1m_clicks --model deepfm --seeds 1,2,3
+    fuxictr/bin/python benchmarks/quality_clicks_fuxictr.py --data data/ml_1m_clicks --model deepfm --seeds 1,2,3
 
 The environment is that of prepare_clicks.py. The package has no models, so they are put together from its layers, with
 the settings of configs/ml_1m_clicks/, and trained by its `BaseModel.fit`. The last line is JSON.
