@@ -75,8 +75,8 @@ def explain(run: str | Path, *, frame: Kind = "polars", **options: Unpack[Explai
     of rows whose value is rare or not in the training rows ("unseen", null without a vocabulary). `group`:
     ["user=age,city"] adds a row for features that are shuffled together.
 
-    Sequence models need `history`: one row per item, with the "effect" of the item: by how much the score of the item
-    that is recommended first drops without it.
+    Sequence models need `history`: one row per item, with its "effect": how far the score of the top recommendation
+    drops without it.
     """
     import polars as pl
 
@@ -195,7 +195,7 @@ def _unseen(rows: ClickRows, columns: dict[str, _Columns], description: ClicksDe
 
 
 def _of_history(run: str | Path, options: Options) -> dict[str, Any]:
-    """Return the effect of each item of a history on the score of the item that is recommended first."""
+    """Return how each item of a history changes the score of the top recommendation."""
     if options.history is None:
         raise ConfigError(f"{run}: its model is a sequence model. Say what to explain: --history ITEMS.")
     recommender = Recommender(run, options.checkpoint, options.fallback, options.verify)

@@ -1,6 +1,6 @@
 """`recmill recommend`: the items that a model ranks first: after a history, for users of its dataset, or for requests.
 
-The capitals at the end of an array's name are its axes: B histories, V items, K recommended items.
+The capitals at the end of an array's name are its axes: B histories, V items, K best items.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """The best items of new requests, by the two-tower model of a run.
 
-The capitals at the end of an array's name are its axes: R requests, C items, D dims, K recommended items.
+The capitals at the end of an array's name are its axes: R requests, C items, D dims, K best items.
 """
 
 from functools import cached_property

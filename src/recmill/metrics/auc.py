@@ -90,6 +90,8 @@ def grouped_auroc(
 
 def by_score_range(scores: np.ndarray, columns: list[np.ndarray], world: "World") -> list[np.ndarray]:
     """Return the scores of this rank's range and the other columns of their rows, from all ranks."""
+    if world.size == 1:
+        return [scores, *columns]
     owners = np.searchsorted(_range_bounds(np.unique(scores), world), scores, "right")
     return [_sent(column, owners, world) for column in (scores, *columns)]
 
