@@ -1,6 +1,7 @@
 """The command line: parses flags, calls the function of the same name in `commands/`, prints what it returns."""
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -9,7 +10,7 @@ import re
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -117,11 +118,10 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@contextlib.contextmanager
-def _after_work() -> Iterator[None]:
-    """Print within the block what a command has written to files: it succeeded, even if nobody reads stdout."""
+def _print_written(print_text: Callable[..., None], *values: Any) -> None:
+    """Print what a command has written to files: it succeeded, even if nobody reads stdout."""
     try:
-        yield
+        print_text(*values)
         sys.stdout.flush()
     except OSError:
         _discard_stdout()
@@ -204,9 +204,7 @@ class _Datasets(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         def prepare(output: str, **values: Any) -> None:
             given = {name: value for name, value in values.items() if value is not None}
-            dataset = recmill.prepare(cmd_name, output, **given)
-            with _after_work():
-                printed.print_dataset(dataset)
+            _print_written(printed.print_dataset, recmill.prepare(cmd_name, output, **given))
 
         try:
             module = registry.load(registry.DATASETS, cmd_name, "dataset")
@@ -297,9 +295,32 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 def _print(report: Any, as_json: bool, print_text: Callable[[Any], None]) -> None:
     if as_json:
-        print(json.dumps(report))
+        print(json.dumps(report, default=asdict))
     else:
         print_text(report)
+
+
+def _prints(
+    print_text: Callable[[Any], None], exit_code: Callable[[Any], int] = lambda _: 0, is_written: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., int]]:
+    """Give a command the flag --json, and print what its function returns; None: it has printed everything.
+
+    `is_written`: it has written files.
+    """
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., int]:
+        @functools.wraps(function)
+        def command(as_json: bool, **values: Any) -> int:
+            report = function(**values)
+            if is_written and report is not None:
+                _print_written(_print, report, as_json, print_text)
+            elif report is not None:
+                _print(report, as_json, print_text)
+            return exit_code(report)
+
+        return _json(command)
+
+    return decorated
 
 
 def _print_versions(context: click.Context, option: click.Parameter, is_given: bool) -> None:
@@ -339,9 +360,7 @@ commands.add_command(_Datasets("prepare", help="Make a prepared dataset."))
 @click.option("--output", required=True, type=click.Path(), help="Directory to write to: VARIANT/ or a file.")
 def download_command(name: str, output: str, **options: Any) -> None:
     """Download public raw data and verify it: MovieLens, Goodreads or Criteo's 1TB logs. Mind their terms of use."""
-    path = recmill.download(name, output, **options)
-    with _after_work():
-        print(path)
+    _print_written(print, recmill.download(name, output, **options))
 
 
 @commands.command("split", cls=_Command)
@@ -356,9 +375,7 @@ def split_command(input: str, output: str, **options: Any) -> None:
 @click.argument("directory", type=click.Path())
 def adopt_command(directory: str, **options: Any) -> None:
     """Describe the npy or bin files of TorchRec's or MLPerf's scripts in DIRECTORY as a prepared dataset."""
-    dataset = recmill.adopt(directory, **options)
-    with _after_work():
-        printed.print_dataset(dataset)
+    _print_written(printed.print_dataset, recmill.adopt(directory, **options))
 
 
 @commands.command("audit", cls=_Command)
@@ -367,8 +384,7 @@ def adopt_command(directory: str, **options: Any) -> None:
 def audit_command(dataset: str, as_json: bool, **options: Any) -> int:
     """Report what in the click log DATASET would make results wrong. Exits with 3 if anything would, otherwise 0."""
     report = recmill.audit(dataset, **options)
-    facts = {**asdict(report), "failures": report.num_failures}
-    _print(facts, as_json, lambda _: printed.print_audit(report))
+    _print({**asdict(report), "failures": report.num_failures}, as_json, lambda _: printed.print_audit(report))
     return 3 if report.num_failures else 0
 
 
@@ -390,8 +406,7 @@ def _print_trained(run: str) -> None:
     from recmill.commands.results import next_command, run_report
 
     if process_environment().rank == 0:
-        with _after_work():
-            printed.print_summary(run_report(run), next_command(run))
+        _print_written(printed.print_summary, run_report(run), next_command(run))
 
 
 @commands.command("plan", cls=_Command)
@@ -411,8 +426,7 @@ def plan_command(config: str | None, calibrate: str | None, as_json: bool, **opt
         raise click.UsageError("Give either CONFIG or --calibrate FILE.")
     if calibrate is not None:
         device = calibrate_machine(calibrate)
-        with _after_work():
-            _print(device.model_dump(), as_json, lambda _: printed.print_device(device))
+        _print_written(_print, device.model_dump(), as_json, lambda _: printed.print_device(device))
         return 0
     assert config is not None
     report = recmill.plan(config, **options)
@@ -427,8 +441,7 @@ def launch_command(config: str, run: str, dry_run: bool, **options: Any) -> None
     from recmill.commands.launch import launch, start
 
     launched = launch(config, run, dry_run=dry_run, **options)
-    with _after_work():
-        printed.print_launch(launched, dry_run)
+    _print_written(printed.print_launch, launched, dry_run)
     if not dry_run:
         start(launched)
 
@@ -454,12 +467,12 @@ def run_like_command(program: str, arguments: tuple[str, ...], run: str | None, 
 
 @commands.command("status")
 @click.argument("run", type=click.Path())
-@_json
-def status_command(run: str, as_json: bool) -> None:
+@_prints(printed.print_status)
+def status_command(run: str) -> Any:
     """Show the state of RUN and of its job: queued, running, done, preempted, interrupted, failed or lost."""
     from recmill.commands.jobs import status
 
-    _print(asdict(status(run)), as_json, printed.print_status)
+    return status(run)
 
 
 @commands.command("logs")
@@ -519,59 +532,51 @@ def recommend_command(
     if output is not None:
         written = recmill.recommend_all(run, output, input=input, **options)
         if output != "-":
-            with _after_work():
-                _print(written, as_json, printed.print_written_recommendations)
+            _print_written(_print, written, as_json, printed.print_written_recommendations)
     else:
         _print(recmill.recommend(run, history, users=users, **options), as_json, printed.print_recommendations)
 
 
 @commands.command("schema", cls=_Command)
-@_json
-def schema_command(input: str, as_json: bool, **options: Any) -> None:
+@_prints(printed.print_schema)
+def schema_command(input: str, **options: Any) -> Any:
     """Guess what the columns of a click log are, and write a schema to edit, for `recmill prepare clicks`."""
-    _print(recmill.guess_schema(input, **options), as_json, printed.print_schema)
+    return recmill.guess_schema(input, **options)
 
 
 @commands.command("predict", cls=_Command)
 @click.argument("run", type=click.Path())
-@_json
-def predict_command(run: str, input: str, output: str, as_json: bool, **options: Any) -> None:
+@_prints(printed.print_predictions, is_written=True)
+def predict_command(run: str, input: str, output: str, **options: Any) -> Any:
     """Score new rows with RUN's click model: the probability of a click for each row of --input."""
     written = recmill.predict(run, input, output, **options)
-    if output != "-":
-        with _after_work():
-            _print(written, as_json, printed.print_predictions)
+    return None if output == "-" else written
 
 
 @commands.command("tune", cls=_Command)
 @click.argument("config", type=click.Path())
-@_json
-def tune_command(config: str, space: str, output: str, as_json: bool, **options: Any) -> int:
+@_prints(printed.print_study, lambda found: int(found["best"] is None), is_written=True)
+def tune_command(config: str, space: str, output: str, **options: Any) -> Any:
     """Search for better values of keys of CONFIG, by validation alone. Exits with 1 if no trial was completed."""
-    found = recmill.tune(config, space, output, **options)
-    with _after_work():
-        _print(found, as_json, printed.print_study)
-    return 0 if found["best"] is not None else 1
+    return recmill.tune(config, space, output, **options)
 
 
 @commands.command("explain", cls=_Command)
 @click.argument("run", type=click.Path())
-@_json
-def explain_command(run: str, as_json: bool, group: tuple[str, ...], **options: Any) -> None:
+@_prints(printed.print_explanation)
+def explain_command(run: str, group: tuple[str, ...], **options: Any) -> Any:
     """Show what RUN's model relies on: its features, by the AUROC that is lost when one is shuffled, or a history."""
     from recmill.commands.explain import explanation
 
-    _print(explanation(run, group=[*group], **options), as_json, printed.print_explanation)
+    return explanation(run, group=[*group], **options)
 
 
 @commands.command("items", cls=_Command)
 @click.argument("run", type=click.Path())
-@_json
-def items_command(run: str, output: str, as_json: bool, **options: Any) -> None:
+@_prints(printed.print_items, is_written=True)
+def items_command(run: str, output: str, **options: Any) -> Any:
     """Write the vectors of all items, or of the requests in a file, by RUN's two-tower model."""
-    written = recmill.write_items(run, output, **options)
-    with _after_work():
-        _print(written, as_json, printed.print_items)
+    return recmill.write_items(run, output, **options)
 
 
 checkpoint_group = click.Group(
@@ -582,29 +587,33 @@ commands.add_command(checkpoint_group)
 
 @checkpoint_group.command("list")
 @click.argument("run", type=click.Path())
-@_json
-def checkpoint_list_command(run: str, as_json: bool) -> None:
+@_prints(printed.print_checkpoints)
+def checkpoint_list_command(run: str) -> Any:
     """List steps, kinds and sizes of RUN's checkpoints; checks the names and sizes of their files."""
-    _print_checkpoints(run, as_json, digests=False)
+    from recmill.commands.checkpoint import list_checkpoints
+
+    return list_checkpoints(run)
 
 
 @checkpoint_group.command("verify")
 @click.argument("run", type=click.Path())
-@_json
-def checkpoint_verify_command(run: str, as_json: bool) -> int:
+@_prints(printed.print_checkpoints, lambda found: 4 if any(one["health"] != "complete" for one in found) else 0)
+def checkpoint_verify_command(run: str) -> Any:
     """Read every byte of RUN's checkpoints and compare digests. Exits with 4 if any is corrupt, otherwise 0."""
-    return 0 if _print_checkpoints(run, as_json, digests=True) else 4
+    from recmill.commands.checkpoint import list_checkpoints
+
+    return list_checkpoints(run, digests=True)
 
 
 @checkpoint_group.command("inspect")
 @click.argument("run", type=click.Path())
 @click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
-@_json
-def checkpoint_inspect_command(run: str, step: int | None, as_json: bool) -> None:
+@_prints(printed.print_checkpoint)
+def checkpoint_inspect_command(run: str, step: int | None) -> Any:
     """Show state and tensors of one of RUN's checkpoints: tables with their optimizer state, and layers."""
     from recmill.commands.checkpoint import inspect_checkpoint
 
-    _print(inspect_checkpoint(run, step=step), as_json, printed.print_checkpoint)
+    return inspect_checkpoint(run, step=step)
 
 
 @checkpoint_group.command("rows")
@@ -612,14 +621,10 @@ def checkpoint_inspect_command(run: str, step: int | None, as_json: bool) -> Non
 @click.argument("table")
 @click.option("--output", required=True, type=click.Path(), help="Parquet file to write.")
 @click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
-@_json
-def checkpoint_rows_command(run: str, table: str, output: str, step: int | None, as_json: bool) -> None:
+@_prints(printed.print_exported_rows, is_written=True)
+def checkpoint_rows_command(run: str, table: str, output: str, step: int | None) -> Any:
     """Write the rows of a TABLE of RUN to a Parquet file, by id, with their optimizer state."""
-    from recmill.commands.checkpoint import export_rows
-
-    facts = export_rows(run, table, output, step=step)
-    with _after_work():
-        _print(facts, as_json, printed.print_exported_rows)
+    return recmill.export_rows(run, table, output, step=step)
 
 
 @checkpoint_group.command("write-rows")
@@ -628,25 +633,10 @@ def checkpoint_rows_command(run: str, table: str, output: str, step: int | None,
 @click.option("--input", "file", required=True, type=click.Path(), help="Parquet file as written by `checkpoint rows`.")
 @click.option("--output", required=True, type=click.Path(), help="Run directory to create.")
 @click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
-@_json
-def checkpoint_write_rows_command(
-    run: str, table: str, file: str, output: str, step: int | None, as_json: bool
-) -> None:
+@_prints(printed.print_imported_rows, is_written=True)
+def checkpoint_write_rows_command(run: str, table: str, file: str, output: str, step: int | None) -> Any:
     """Copy a checkpoint of RUN to a new run, with rows of TABLE replaced by those of a Parquet file."""
-    from recmill.commands.import_rows import import_rows
-
-    facts = import_rows(run, table, file, output, step=step)
-    with _after_work():
-        _print(facts, as_json, printed.print_imported_rows)
-
-
-def _print_checkpoints(run: str, as_json: bool, digests: bool) -> bool:
-    """Print the checkpoints of a run, and return whether all are complete."""
-    from recmill.commands.checkpoint import list_checkpoints
-
-    found = list_checkpoints(run, digests=digests)
-    _print(found, as_json, printed.print_checkpoints)
-    return all(facts["health"] == "complete" for facts in found)
+    return recmill.import_rows(run, table, file, output, step=step)
 
 
 @commands.command("results")
@@ -674,12 +664,12 @@ def _matching_configs(context: click.Context, parameter: click.Parameter, incomp
 
 
 @configs_group.command("list")
-@_json
-def configs_list_command(as_json: bool) -> None:
+@_prints(lambda found: printed.print_table(["config", "what it is"], [*found.items()]))
+def configs_list_command() -> Any:
     """List the configs for `recmill train` and, under clusters/, the profiles for `recmill launch`."""
     from recmill.commands.configs import list_configs
 
-    _print(list_configs(), as_json, lambda found: printed.print_table(["config", "what it is"], [*found.items()]))
+    return list_configs()
 
 
 @configs_group.command("show")
@@ -703,29 +693,25 @@ def configs_copy_command(name: str, destination: str) -> None:
 
 @commands.command("check-plugin", cls=_Command)
 @click.argument("name")
-@_json
-def check_plugin_command(name: str, as_json: bool, **options: Any) -> int:
+@_prints(printed.print_outcomes, lambda outcomes: int(any(outcome.problem for outcome in outcomes)))
+def check_plugin_command(name: str, **options: Any) -> Any:
     """Check that NAME, a module like my_package.fm, works as a model, dataset or metric of Recmill.
 
     Exits with 0 if every check passes, otherwise 1.
     """
     from recmill.commands.check_plugin import check_plugin
 
-    outcomes = check_plugin(name, **options)
-    _print([asdict(outcome) for outcome in outcomes], as_json, printed.print_outcomes)
-    return 1 if any(outcome.problem for outcome in outcomes) else 0
+    return check_plugin(name, **options)
 
 
 @commands.command("trace", cls=_Command)
 @click.argument("run", required=False, type=click.Path())
-@_json
-def trace_command(run: str | None, as_json: bool, **options: Any) -> None:
+@_prints(printed.print_timeline, is_written=True)
+def trace_command(run: str | None, **options: Any) -> Any:
     """Merge what the processes of RUN did into one timeline, RUN/trace.json.gz, for https://ui.perfetto.dev."""
     from recmill.commands.trace import trace
 
-    merged = trace(run, **options)
-    with _after_work():
-        _print(asdict(merged), as_json, lambda _: printed.print_timeline(merged))
+    return trace(run, **options)
 
 
 @commands.command("export-metrics", cls=_Command)
@@ -734,9 +720,7 @@ def export_metrics_command(run: str, **options: Any) -> None:
     """Write the metrics of RUN as a CSV file, or for TensorBoard, Weights & Biases (offline) or MLflow (SQLite)."""
     from recmill.commands.export_metrics import export_metrics
 
-    path = export_metrics(run, **options)
-    with _after_work():
-        print(path)
+    _print_written(print, export_metrics(run, **options))
 
 
 @commands.command("doctor")
@@ -754,25 +738,20 @@ def doctor_command(store: str | None) -> int:
 @click.argument("runs", nargs=-1, required=True, type=click.Path())
 def plot_command(runs: tuple[str, ...], **options: Any) -> None:
     """Draw the learning curves of RUNS: training loss and validation metrics by step or epoch."""
-    path = recmill.plot(*runs, **options)
-    with _after_work():
-        print(path)
+    _print_written(print, recmill.plot(*runs, **options))
 
 
 @commands.command("report", cls=_Command)
 @click.argument("runs", nargs=-1, required=True, type=click.Path())
 def report_command(runs: tuple[str, ...], **options: Any) -> None:
     """Write one HTML file about RUNS: curves, where the time went, machine, tables, config, how to reproduce it."""
-    path = recmill.report(*runs, **options)
-    with _after_work():
-        print(path)
+    _print_written(print, recmill.report(*runs, **options))
 
 
 @commands.command("compare")
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@_json
-def compare_command(a: str, b: str, as_json: bool) -> None:
+@_prints(printed.print_comparison)
+def compare_command(a: str, b: str) -> Any:
     """Compare run A with run B: config, environment, metrics, speed, curves. "same" marks what is within the noise."""
-    found = recmill.compare(a, b)
-    _print(asdict(found), as_json, lambda _: printed.print_comparison(found))
+    return recmill.compare(a, b)

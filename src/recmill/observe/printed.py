@@ -425,17 +425,17 @@ def print_checks(checks: Sequence[Any], would_work: bool) -> None:
     _print("Training would work." if would_work else "Training would not work until the problems above are fixed.")
 
 
-def print_outcomes(outcomes: Sequence[dict[str, str]]) -> None:
+def print_outcomes(outcomes: Sequence[Any]) -> None:
     """Print what `commands.check_plugin` found: each check with its rule and, if it fails, the problem."""
     for outcome in outcomes:
-        verdict = "FAIL" if outcome["problem"] else "skip" if outcome["cause"] else "pass"
-        _print(f"{verdict}  {outcome['check']}", 6)
-        _print(f"      rule: {outcome['rule']}", 6)
-        if problem := outcome["problem"]:
-            _print(f"      problem: {problem}", 6)
-        if cause := outcome["cause"]:
-            _print(f"      the problem of: {cause}", 6)
-    failed, skipped = (sum(bool(outcome[key]) for outcome in outcomes) for key in ("problem", "cause"))
+        verdict = "FAIL" if outcome.problem else "skip" if outcome.cause else "pass"
+        _print(f"{verdict}  {outcome.check}", 6)
+        _print(f"      rule: {outcome.rule}", 6)
+        if outcome.problem:
+            _print(f"      problem: {outcome.problem}", 6)
+        if outcome.cause:
+            _print(f"      the problem of: {outcome.cause}", 6)
+    failed, skipped = (sum(bool(getattr(one, kind)) for one in outcomes) for kind in ("problem", "cause"))
     passed = f"{counted(len(outcomes), 'check')}: {len(outcomes) - failed - skipped} passed, {failed} failed"
     _print(f"{passed}, {skipped} skipped" if skipped else passed)
 
@@ -621,10 +621,10 @@ def print_launch(launched: Any, is_dry_run: bool) -> None:
         print(f"start this on each of {', '.join(launched.job.place.hosts)}: {launched.command}")
 
 
-def print_status(facts: dict[str, Any]) -> None:
-    print(f"{facts['state']} at step {facts['step']:,}" + (f": {facts['reason']}" if facts["reason"] else ""))
-    if facts["job"]:
-        print(f"{facts['launcher']} job {facts['job']} is {facts['job_state']}, submitted {facts['submitted_at']}")
+def print_status(run: Any) -> None:
+    print(f"{run.state} at step {run.step:,}" + (f": {run.reason}" if run.reason else ""))
+    if run.job:
+        print(f"{run.launcher} job {run.job} is {run.job_state}, submitted {run.submitted_at}")
 
 
 def print_cancelled(jobs: Sequence[str]) -> None:
