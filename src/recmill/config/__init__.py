@@ -13,21 +13,3 @@ from recmill.config.load import (
     to_toml,
 )
 from recmill.config.sections import Section, Settings, config_keys
-
-__all__ = [
-    "Config",
-    "Overrides",
-    "Section",
-    "Settings",
-    "config_keys",
-    "differences",
-    "fingerprint",
-    "flat",
-    "key_of",
-    "load_config",
-    "override_texts",
-    "plain",
-    "read_settings",
-    "read_toml",
-    "to_toml",
-]
