@@ -36,8 +36,13 @@ MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 _METADATA = ".metadata"
 _FORMATS = 2, 3  # 3: with row files
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _STEP_NAME = re.compile(r"step-\d+")
+
+
+class _Strict:
+    """What state.json holds: pydantic refuses other fields and other types."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class PrunedError(CheckpointError):
@@ -45,14 +50,12 @@ class PrunedError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Position:
+class Position(_Strict):
     """How far training got: `step` steps are done, and the next batch is `batch` of `epoch`.
 
     Order, masks and dropout are functions of the seed and these numbers: a resumed run does what an uninterrupted one
     would do.
     """
-
-    __pydantic_config__ = _STRICT
 
     step: NonNegativeInt = 0
     epoch: NonNegativeInt = 0
@@ -92,10 +95,8 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Origin:
+class Origin(_Strict):
     """What wrote a checkpoint. Random numbers are counter-based: the seed is their only state."""
-
-    __pydantic_config__ = _STRICT
 
     config: str  # fingerprint of all keys that may not change on resume
     dataset: str  # fingerprint of the training data
@@ -106,10 +107,8 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class RowChange:
+class RowChange(_Strict):
     """Changed rows of one tensor."""
-
-    __pydantic_config__ = _STRICT
 
     key: str  # of the complete tensor, in the full checkpoint
     ids: str  # key of the row numbers, in this checkpoint
@@ -119,10 +118,8 @@ class RowChange:
 
 
 @dataclass(frozen=True)
-class SavedTable:
+class SavedTable(_Strict):
     """A table of which only rows that are not first values are saved."""
-
-    __pydantic_config__ = _STRICT
 
     name: str
     key: str  # of its rows, as of a complete tensor
@@ -137,20 +134,16 @@ class SavedTable:
 
 
 @dataclass(frozen=True)
-class KeyList:
+class KeyList(_Strict):
     """What is known about the keys of a dynamic table on one process, at the end of its row file."""
-
-    __pydantic_config__ = _STRICT
 
     clock: NonNegativeInt  # batches that the table was trained with
     count: NonNegativeInt
 
 
 @dataclass(frozen=True)
-class RowFile:
+class RowFile(_Strict):
     """A file with rows of tables; `row_files` reads it."""
-
-    __pydantic_config__ = _STRICT
 
     name: str
     tables: list[SavedTable]
@@ -161,10 +154,8 @@ class RowFile:
 
 
 @dataclass(frozen=True)
-class WrittenRows:
+class WrittenRows(_Strict):
     """Rows that were not trained: `row_writing` replaced those of a checkpoint by the rows of a file."""
-
-    __pydantic_config__ = _STRICT
 
     table: str
     rows: PositiveInt
@@ -174,10 +165,8 @@ class WrittenRows:
 
 
 @dataclass(frozen=True)
-class State:
+class State(_Strict):
     """Everything in a checkpoint that is not a tensor."""
-
-    __pydantic_config__ = _STRICT
 
     position: Position
     origin: Origin
