@@ -4,6 +4,7 @@ import logging
 import os
 import tempfile
 import time
+import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,13 +129,7 @@ def copy_seconds() -> float:
     """Return how long copying a part of memory takes, at best."""
     source = np.zeros(_COPY_BYTES // 8)
     target = np.ones_like(source)
-    return min(_timed(lambda: np.copyto(target, source)) for _ in range(5))
-
-
-def _timed(action: Any) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+    return min(timeit.repeat(lambda: np.copyto(target, source), number=1))
 
 
 def write_seconds(directory: Path) -> float:
