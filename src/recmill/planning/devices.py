@@ -3,7 +3,7 @@
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -58,39 +58,32 @@ class Site:
 # GPUs), times 0.7, a round share that programs reach. A step takes the host 7.2 ms: MLCommons' 284,615 records/s with
 # batches of 2,048, which are too small to keep a GPU busy. The times of exchanges and the rate of the disk are assumed.
 _REACHED = 0.7
-_GPU: dict[str, Any] = {"step_ms": 7.2, "link_us": 30.0, "network_us": 10.0, "row_min_bytes": 64.0}
+
+
+def _gpu(memory_gb: float, tf32: float, half: float, gemm: float, memory: float, link: float, network: float) -> Device:
+    return Device(
+        kind="cuda",
+        source="datasheets x 0.7",
+        memory_gb=memory_gb,
+        gemm_gflops=_REACHED * gemm,
+        tf32_gflops=_REACHED * tf32,
+        half_gflops=_REACHED * half,
+        memory_gb_per_s=_REACHED * memory,
+        row_gb_per_s=_REACHED * memory,
+        link_gb_per_s=_REACHED * link,
+        network_gb_per_s=_REACHED * network,
+        disk_gb_per_s=2.0,
+        step_ms=7.2,
+        link_us=30.0,
+        network_us=10.0,
+        row_min_bytes=64.0,
+    )
+
+
 DEVICES = {
-    "a100-40gb": Device(
-        kind="cuda",
-        source="datasheets x 0.7",
-        memory_gb=40.0,
-        gemm_gflops=_REACHED * 19_500,
-        tf32_gflops=_REACHED * 156_000,
-        half_gflops=_REACHED * 312_000,
-        memory_gb_per_s=_REACHED * 1_555,
-        row_gb_per_s=_REACHED * 1_555,
-        link_gb_per_s=_REACHED * 300,
-        network_gb_per_s=_REACHED * 6.25,
-        disk_gb_per_s=2.0,
-        **_GPU,
-    ),
-    "h100-80gb": Device(
-        kind="cuda",
-        source="datasheets x 0.7",
-        memory_gb=80.0,
-        gemm_gflops=_REACHED * 67_000,
-        tf32_gflops=_REACHED * 494_000,
-        half_gflops=_REACHED * 989_000,
-        memory_gb_per_s=_REACHED * 3_350,
-        row_gb_per_s=_REACHED * 3_350,
-        link_gb_per_s=_REACHED * 450,
-        network_gb_per_s=_REACHED * 50,
-        disk_gb_per_s=2.0,
-        **_GPU,
-    ),
+    "a100-40gb": _gpu(40, gemm=19_500, tf32=156_000, half=312_000, memory=1_555, link=300, network=6.25),
+    "h100-80gb": _gpu(80, gemm=67_000, tf32=494_000, half=989_000, memory=3_350, link=450, network=50),
 }
-
-
 # Two cores of a shared AMD EPYC, by `recmill plan --calibrate`; the network and the time of a message are assumed.
 CPU = Device(
     kind="cpu",
