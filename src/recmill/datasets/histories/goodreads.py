@@ -4,7 +4,6 @@ The file has no times: the next item is the next row of the user. Filters apply 
 items, items, users, k-core.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import polars as pl
@@ -78,10 +77,6 @@ def _titles(books: Path, book_ids: Path) -> pl.DataFrame:
     """Return original_id, title for the ids of the interactions, which are not the ids of the books."""
     fields = delimited.Field("original_id", "book_id_csv", "integer"), delimited.Field("book", "book_id", "integer")
     ids = pl.concat(delimited.Table(book_ids, InputSection()).rows(*fields)).cast(pl.String)
-    return pl.concat(_books(books)).join(ids, on="book").select("original_id", "title")
-
-
-def _books(path: Path) -> Iterator[pl.DataFrame]:
-    """Yield frames of book, title from JSON lines, without the books that have no title."""
-    for frame in json_lines.frames(path, InputSection(kind="jsonl"), ["book_id", "title"], "--"):
-        yield frame.filter(pl.col("title") != "").rename({"book_id": "book"})
+    frames = json_lines.frames(books, InputSection(kind="jsonl"), ["book_id", "title"], "--")
+    titled = pl.concat(frame.filter(pl.col("title") != "") for frame in frames)
+    return titled.join(ids, left_on="book_id", right_on="book").select("original_id", "title")
