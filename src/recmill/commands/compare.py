@@ -243,10 +243,9 @@ def _pairs(a: str | Path, b: str | Path, split: str, name: str) -> Iterator[tupl
     while first and second:
         if first[0] == second[0]:
             yield first[0], first[1], second[1]
-        step = max(first[0], second[0])
-        is_common = first[0] == second[0]
-        first = next(left, None) if is_common or first[0] < step else first
-        second = next(right, None) if is_common or second[0] < step else second
+        lead = first[0] - second[0]
+        first = first if lead > 0 else next(left, None)
+        second = second if lead < 0 else next(right, None)
 
 
 def _common(
