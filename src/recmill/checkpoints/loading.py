@@ -86,7 +86,8 @@ def load(
             _create_dense_state(optimizer)
         state = state_of(model, optimizer)
         in_caches = saved_tables(model, state)
-        ours = _on_any_rank({key: tuple(value.size()) for key, value in state.items()} | _sizes_of(in_caches, state))
+        in_files = {key: (t.rows, *state[key].size()[1:]) for t in in_caches for key in (t.key, *t.state_keys)}
+        ours = _on_any_rank({key: tuple(value.size()) for key, value in state.items()} | in_files)
         if optimizer is None:
             saved = {key: size for key, size in saved.items() if key.startswith("model.")}
         fitting = {key: value for key, value in state.items() if saved.get(key) == ours[key]}
@@ -131,11 +132,6 @@ def saved_tables(model: nn.Module, state: dict[str, Tensor]) -> list[SavedTable]
 def without_tables(state: dict[str, Tensor], tables: list[SavedTable]) -> dict[str, Tensor]:
     keys = {key for table in tables for key in (table.key, *table.state_keys)}
     return {key: value for key, value in state.items() if key not in keys}
-
-
-def _sizes_of(tables: list[SavedTable], state: dict[str, Tensor]) -> Sizes:
-    """Return the sizes of cached tables and their states."""
-    return {key: (table.rows, *state[key].size()[1:]) for table in tables for key in (table.key, *table.state_keys)}
 
 
 def _read(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
