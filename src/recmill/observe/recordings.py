@@ -10,7 +10,7 @@ import numpy as np
 
 from recmill.observe.figures import Curve
 from recmill.observe.recorder import PARTS, PAUSES, SPAN, STEP, WARM_UP_STEPS, rank_files
-from recmill.observe.timeline import Clock, clocks_by_start, json_lines, placed, records
+from recmill.observe.timeline import Clock, clocks_by_start, json_lines, placed, rates, records
 
 BINS = 60  # stretches of the steps of a run
 SHOWN_RANKS = 8  # whose spans and counters are kept: the lowest
@@ -23,8 +23,6 @@ _OF_RUN = ("start-up", "save", "validate", "test")
 _HIDDEN = ("step", "start-up", "profile")  # not shown among the parts of steps
 _MAX_STEP = 1 << 40
 _MAX_SECONDS = 1e8  # longer ones are not what a rank writes
-
-_RATES = {"cores used": ("cpu_s", 1.0), "disk read": ("read_bytes", 1e6), "disk written": ("write_bytes", 1e6)}
 
 
 @dataclass
@@ -157,11 +155,7 @@ def _add_counters(found: Recordings, own: Rank, clock: Clock, begin: int, offset
         if not isinstance(line.get("clock_ns"), int) or line["clock_ns"] <= before.get("clock_ns", -1):
             continue
         first = first or line
-        seconds = (line["clock_ns"] - before.get("clock_ns", line["clock_ns"])) / 1e9
-        values = {"memory": line["rss"] / 1e9} if "rss" in line else {}
-        for name, (key, unit) in _RATES.items():
-            if seconds > 0 and key in line and key in before:
-                values[name] = (line[key] - before[key]) / seconds / unit
+        values = ({"memory": line["rss"] / 1e9} if "rss" in line else {}) | rates(line, before)
         if gpus := read.get("gpus"):
             values["GPU use"] = sum(gpu["percent"] for gpu in gpus) / len(gpus)
         for name, value in values.items() if keep else ():

@@ -29,6 +29,7 @@ _FILES_TRACK = 20
 _PROFILER_TRACK = 100
 _START = re.compile(r'"traceEvents"\s*:\s*\[')
 _BASE = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d+)')
+_RATES = {"cores used": ("cpu_s", 1.0), "disk read": ("read_bytes", 1e6), "disk written": ("write_bytes", 1e6)}
 _BROKEN = (EOFError, OSError, zlib.error, ValueError)
 
 
@@ -298,23 +299,24 @@ def records(path: Path, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
 def _write_counters(clock: Clock, begin: int, path: Path, file: _File, merged: Merged) -> None:
     """Write memory as it is, and CPU time and bytes of the disk as rates between two lines."""
     before: dict[str, Any] = {}
-    rank = clock.facts["rank"]
-    rates = {
-        "cpu_s": ("cores used", 1.0),
-        "read_bytes": ("disk read MB/s", 1e6),
-        "write_bytes": ("disk write MB/s", 1e6),
-    }
+    names = {"cores used": "cores used", "disk read": "disk read MB/s", "disk written": "disk write MB/s"}
     for line in json_lines(path, merged.notes):
         ts = (clock.unix(line["clock_ns"]) - begin) / 1000
         values = {"memory MB": line["rss"] / 1e6} if "rss" in line else {}
-        seconds = (line["clock_ns"] - before.get("clock_ns", line["clock_ns"])) / 1e9
-        for key, (name, unit) in rates.items():
-            if seconds > 0 and key in line and key in before:
-                values[name] = (line[key] - before[key]) / seconds / unit
-        for name, value in values.items():
-            args = {"value": round(value, 3)}
-            file.add(json.dumps({"ph": "C", "pid": rank, "name": name, "ts": round(ts, 3), "args": args}))
+        for name, value in (values | {names[name]: rate for name, rate in rates(line, before).items()}).items():
+            facts = {"ph": "C", "pid": clock.facts["rank"], "name": name, "ts": round(ts, 3)}
+            file.add(json.dumps(facts | {"args": {"value": round(value, 3)}}))
         before = line
+
+
+def rates(line: dict[str, Any], before: dict[str, Any]) -> dict[str, float]:
+    """Return the rates between two lines of counters: cores, and MB/s of the disk."""
+    seconds = (line["clock_ns"] - before.get("clock_ns", line["clock_ns"])) / 1e9
+    return {
+        name: (line[key] - before[key]) / seconds / unit
+        for name, (key, unit) in _RATES.items()
+        if seconds > 0 and key in line and key in before
+    }
 
 
 def json_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
