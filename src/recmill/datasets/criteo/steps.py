@@ -125,8 +125,7 @@ class _Preparation:
             self._map_in_rounds()
         if self.rules.shuffle != "none":
             self._scatter()
-        write = {"npy": self._write_npy, "parquet": self._write_parquet, "bin": self._write_records}
-        file_rows = write[self.rules.format]()
+        file_rows = self._write_npy() if self.rules.format == "npy" else self._write_segments()
         notes = []
         if self.num_rounded_ids:
             notes.append(
@@ -387,29 +386,26 @@ class _Preparation:
                 progress.advance(1)
         return file_rows
 
-    def _write_records(self) -> dict[str, int]:
-        """Write one file per split. A segment has its place in the file, so that a repeated part writes it again."""
-        file_rows: dict[str, int] = {}
-        with Progress("writing", total=sum(segment.rows for segment in self.segments), unit="rows") as progress:
-            for segment in self.segments:
-                file = record_file(segment)
-                blocks = self._rows_to_write(segment, progress)
-                make = partial(write_records, self.work.data / file, segment.offset, blocks)
-                self.work.part(f"write-{segment.split}-{self.plan.logs[segment.log_index].name}", make)
-                self._remove_scratch(segment)
-                file_rows[file] = max(segment.offset + segment.rows, file_rows.get(file, 0))
-        return file_rows
+    def _write_segments(self) -> dict[str, int]:
+        """Write records, one file per split, or Parquet files of each segment.
 
-    def _write_parquet(self) -> dict[str, int]:
+        In a file of records a segment has its own range, so that a repeated part writes it again.
+        """
         file_rows: dict[str, int] = {}
+        types = (self.rules.label_type, self.id_type.type)
         with Progress("writing", total=sum(segment.rows for segment in self.segments), unit="rows") as progress:
             for segment in self.segments:
                 stem = f"{segment.split}-{self.plan.logs[segment.log_index].name}"
                 blocks = self._rows_to_write(segment, progress)
-                types = (self.rules.label_type, self.id_type.type)
-                rows_per_file = self.plan.limits.rows_per_file
-                make = partial(write_parquet_parts, self.work.data, stem, blocks, *types, rows_per_file)
-                file_rows |= self.work.part(f"write-{stem}", make)
+                if self.rules.format == "bin":
+                    file = record_file(segment)
+                    make = partial(write_records, self.work.data / file, segment.offset, blocks)
+                    self.work.part(f"write-{stem}", make)
+                    file_rows[file] = max(segment.offset + segment.rows, file_rows.get(file, 0))
+                else:
+                    rows_per_file = self.plan.limits.rows_per_file
+                    parts = partial(write_parquet_parts, self.work.data, stem, blocks, *types, rows_per_file)
+                    file_rows |= self.work.part(f"write-{stem}", parts)
                 self._remove_scratch(segment)
         return file_rows
 
