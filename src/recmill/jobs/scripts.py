@@ -62,21 +62,14 @@ def _slurm(job: Job) -> list[str]:
     place = job.place
     tasks = [f"--ntasks-per-node={place.procs}", *([f"--cpus-per-task={place.cpus}"] if place.cpus else [])]
     options = [f"--job-name={job.name}", f"--nodes={place.nodes}", *tasks]
-    options += [f"--time={_clock(place.seconds)}"] if place.seconds else []
-    options += [f"--account={place.account}"] if place.account else []
-    options += [f"--partition={place.queue}"] if place.queue else []
-    options += [f"--gpus-per-node={place.gpus}"] if place.gpus else []
-    options += [f"--mem={place.memory_gb}G"] if place.memory_gb else []
+    given = {"time": place.seconds and _clock(place.seconds), "account": place.account, "partition": place.queue}
+    given |= {"gpus-per-node": place.gpus, "mem": place.memory_gb and f"{place.memory_gb}G"}
+    options += [f"--{name}={value}" for name, value in given.items() if value]
     output = quote(str(job.jobs).replace("%", "%%") + "/%j.out")
-    options += [
-        f"--signal={SLURM_SIGNAL}@{place.warning_seconds}",
-        "--requeue",
-        "--open-mode=append",
-        f"--output={output}",
-    ]
+    options += [f"--signal={SLURM_SIGNAL}@{place.warning_seconds}", "--requeue", "--open-mode=append"]
     # srun no longer takes --cpus-per-task from sbatch; without it each task would be bound to one core.
     return [
-        *_head(job, "#SBATCH", [*options, *place.directives], "$SLURM_JOB_ID"),
+        *_head(job, "#SBATCH", [*options, f"--output={output}", *place.directives], "$SLURM_JOB_ID"),
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         'address=$(scontrol -o show node "$head" | tr " " "\\n" | sed -n "s/^NodeAddr=//p")',
         'export MASTER_ADDR="${address:-$head}"',
