@@ -14,7 +14,7 @@ from recmill.commands.results import RunReport
 from recmill.config import read_settings
 from recmill.data.opening import open_dataset
 from recmill.errors import UserError
-from recmill.files.reading import read_json, read_small
+from recmill.files.reading import read_json_of, read_small
 from recmill.observe import page
 from recmill.observe.figures import MAX_SERIES, Chart, Curve, Series, bars, heat_map, lanes, line_chart, text
 from recmill.observe.printed import counted
@@ -58,22 +58,14 @@ def gather(run: str | Path, found: RunReport) -> Facts:
     facts = Facts(Path(run), str(run), found)
     _read_curves(facts)
     facts.recordings = read_recordings(facts.path / "trace", found.step)
-    facts.timing = _read(facts.path / "results.json", dict).get("timing") or {}
-    facts.environment = _read(facts.path / "env.json", dict)
-    facts.tables = [row for row in _read(facts.path / "sharding.json", list) if isinstance(row, dict)]
+    facts.timing = read_json_of(facts.path / "results.json", dict).get("timing") or {}
+    facts.environment = read_json_of(facts.path / "env.json", dict)
+    facts.tables = [row for row in read_json_of(facts.path / "sharding.json", list) if isinstance(row, dict)]
     try:
         facts.checkpoints = list_checkpoints(run)
     except UserError as error:
         facts.no_checkpoints = str(error)
     return facts
-
-
-def _read(path: Path, kind: type) -> Any:
-    """Return the content of a JSON file; empty if there is none, or something else."""
-    with suppress(OSError, ValueError):
-        if isinstance(value := read_json(path), kind):
-            return value
-    return kind()
 
 
 def _read_curves(facts: Facts) -> None:

@@ -1,6 +1,7 @@
 """Small files that somebody else may have changed."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,3 +22,11 @@ def read_json(path: Path) -> Any:
         return json.loads(read_small(path))
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def read_json_of(path: Path, kind: type) -> Any:
+    """Return the list or mapping that a small file of JSON holds; an empty one if it does not."""
+    with suppress(OSError, ValueError):
+        if isinstance(value := read_json(path), kind):
+            return value
+    return kind()

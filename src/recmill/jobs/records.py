@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recmill.files.atomic import write_json
-from recmill.files.reading import read_json
+from recmill.files.reading import read_json_of
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,8 @@ def write_job_end(jobs: Path, job_id: str, facts: dict[str, Any]) -> None:
 
 def read_job_end(jobs: Path, job_id: str) -> dict[str, Any]:
     """Return how a job ended; empty if its script did not get that far."""
-    try:
-        found = read_json(jobs / f"{job_id}.end.json")
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    found: dict[str, Any] = read_json_of(jobs / f"{job_id}.end.json", dict)
+    return found
 
 
 def request_cancel(jobs: Path, job_id: str) -> None:
