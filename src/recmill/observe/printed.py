@@ -14,6 +14,7 @@ Row = Sequence[str]
 Values = Mapping[str, float | int | str]  # metrics by name
 _CONSPICUOUS = 0.5  # share of the values of a feature that are missing or unseen, if that of training is not known
 _LARGE = 1e6  # larger numbers are shown like 5.5e+32
+_NOISE_OF_SPEED = "the difference is at most twice the spread of ten equal parts of the run"
 _AT_1 = re.compile(r"(ndcg|mrr)@1$")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -171,7 +172,7 @@ def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> 
         "best reachable": [shown(best.get(name, "")) for name in names],
     }
     kept = {title: cells for title, cells in columns.items() if any(cells)}
-    print_table([split, *kept], list(zip(names, *kept.values(), strict=True)))
+    print_table([split, *kept], [*zip(names, *kept.values(), strict=True)])
     if values.get("step") is not None:  # else these are results of an earlier version
         _print(f"step {values['step']:,}: {values['checkpoint']}")
 
@@ -361,7 +362,9 @@ def print_comparison(found: Any) -> None:
         for line in textwrap.wrap(run.verdict, 77):
             _print(f"   {line}")
     for title, rows in {"config": found.config, "environment": found.environment}.items():
-        cells = [[_cut(row.name, 36), *(_cut(_setting(value), 20) for value in (row.a, row.b))] for row in rows]
+        cells = [
+            [_cut(row.name, 36), *(_cut("-" if x is None else str(x), 20) for x in (row.a, row.b))] for row in rows
+        ]
         _print()
         print_table([title, "A", "B"], cells) if cells else _print(f"{title}: no difference")
     if found.warning:
@@ -375,18 +378,13 @@ def print_comparison(found: Any) -> None:
         print_table([f"step: {name}", "A", "B", "B - A"], rows)
     _print()
     if found.last_common_step is not None:
-        parted = (
-            f"differ from step {found.first_difference:,} on" if found.first_difference is not None else "are equal"
-        )
+        first = found.first_difference
+        parted = "are equal" if first is None else f"differ from step {first:,} on"
         _print(f"losses at common steps {parted} (last: {found.last_common_step:,})")
-    notes = [f"noise ({found.metrics_of}): {found.noise_of_metrics}"] if found.noise_of_metrics else []
-    notes += (
-        ["noise (speed): the difference is at most twice the spread of ten equal parts of the run"]
-        if found.speed
-        else []
-    )
-    for line in (line for note in notes for line in textwrap.wrap(note, 80, subsequent_indent="  ")):
-        _print(line)
+    rules = {found.metrics_of: found.noise_of_metrics, "speed": _NOISE_OF_SPEED if found.speed else ""}
+    for what, rule in rules.items():
+        for line in textwrap.wrap(f"noise ({what}): {rule}", 80, subsequent_indent="  ") if rule else ():
+            _print(line)
 
 
 def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any) -> None:
@@ -400,10 +398,6 @@ def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any)
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _setting(value: Any) -> str:
-    return "-" if value is None else str(value)
 
 
 def _cut(text: str, width: int) -> str:
@@ -502,8 +496,7 @@ def print_timeline(merged: Any) -> None:
     _print(f"{merged.output}: {counted(merged.events, 'event')}; open it at https://ui.perfetto.dev")
 
 
-_HELD = {"rows": "rows", "state": "state", "gradients": "gradients", "cache": "cache", "looked_up": "activations"}
-_HELD |= {"ids": "ids"}
+_HELD = {name: name for name in ("rows", "state", "gradients", "cache")} | {"looked_up": "activations", "ids": "ids"}
 
 
 def print_plan(report: Any) -> None:
