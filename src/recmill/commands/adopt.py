@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from recmill.commands.keywords import checked_keywords
 from recmill.config.options import checked_options, given_path
-from recmill.config.sections import Section
+from recmill.config.sections import Section, key
 from recmill.data.checks import BadValues, ClickChecks, bad_labels
 from recmill.data.click_rows import split_blocks
 from recmill.data.npy_files import npy_array, npz_arrays
@@ -54,32 +54,27 @@ _UNKNOWN_SIZE = 2**63 - 1  # of a table, until all ids were read
 
 
 class Options(Section):
-    last_day: Literal["val-first", "test-first", "none"] | None = Field(
-        None,
-        description="Which half of the last day is for validation (default: val-first). none: train on all.",
+    last_day: Literal["val-first", "test-first", "none"] | None = key(
+        None, "Which half of the last day is for validation (default: val-first). none: train on all."
     )
-    val_fraction: float | None = Field(
+    val_fraction: float | None = key(
         None,
+        f"Share of the rows for val, and the same for test (default for a single day: {VAL_FRACTION}).",
         gt=0.0,
         lt=0.5,
-        description=f"Share of the rows for val, and the same for test (default for a single day: {VAL_FRACTION}).",
     )
-    table_size: list[PositiveInt] | None = Field(
-        None,
-        min_length=1,
-        description="Rows of all tables, or of each one, like 10,1000 (default: the largest id + 1).",
+    table_size: list[PositiveInt] | None = key(
+        None, "Rows of all tables, or of each one, like 10,1000 (default: the largest id + 1).", min_length=1
     )
-    dense_transform: str | None = Field(
-        None, description="How the dense values were made, like 'log(x+3)'; kept as a note in dataset.json."
+    dense_transform: str | None = key(
+        None, "How the dense values were made, like 'log(x+3)'; kept as a note in dataset.json."
     )
-    verify_mlperf: bool = Field(
-        False, description="Check that these are the files of MLPerf's DLRMv2, all 24 days, by their published MD5s."
+    verify_mlperf: bool = key(
+        False, "Check that these are the files of MLPerf's DLRMv2, all 24 days, by their published MD5s."
     )
-    modulo: bool = Field(
-        False, description="Take ids modulo --table-size when they are read, as TorchRec's loader does."
-    )
-    output: str | None = Field(
-        None, description="Write dataset.json to this directory, with links to the files, and not beside them."
+    modulo: bool = key(False, "Take ids modulo --table-size when they are read, as TorchRec's loader does.")
+    output: str | None = key(
+        None, "Write dataset.json to this directory, with links to the files, and not beside them."
     )
 
     @property

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
 import numpy as np
-from pydantic import Field
 
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Verify, dataset_checks
 from recmill.config.options import checked_options, given_path
-from recmill.config.sections import Section
+from recmill.config.sections import Section, key
 from recmill.config.sizes import parse_bytes
 from recmill.data.checks import BadValues, ClickChecks
 from recmill.data.click_rows import BLOCK_ROWS, Block, StoredDay, split_blocks
@@ -43,7 +42,7 @@ _BAD_VALUES = {"id": "ids outside their tables", "dense": "dense values that are
 
 
 class Options(Section):
-    memory_budget: str = Field("2GB", description="Most memory to use; with less the data is read more often.")
+    memory_budget: str = key("2GB", "Most memory to use; with less the data is read more often.")
     verify: Verify = None
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from recmill.config.sections import Section
+from recmill.config.sections import Section, key
 from recmill.datasets.click_log import LogFormat
 from recmill.errors import ConfigError
 from recmill.schema import ClicksLayout
@@ -42,60 +42,56 @@ _SYSTEMS = {
 
 
 class Options(Section):
-    input: str = Field(description="Directory of the raw logs, or a single log; or of TorchRec's npy files.")
-    sparse_input: str | None = Field(
-        None, description="Directory of day_N_sparse.npy, if they are not with the other npy files."
+    input: str = key(..., "Directory of the raw logs, or a single log; or of TorchRec's npy files.")
+    sparse_input: str | None = key(None, "Directory of day_N_sparse.npy, if they are not with the other npy files.")
+    source: Literal["1tb", "kaggle"] | None = key(
+        None, "1tb: day_0, day_1, ...; kaggle: train.txt and test.txt. By default found by their names."
     )
-    source: Literal["1tb", "kaggle"] | None = Field(
-        None, description="1tb: day_0, day_1, ...; kaggle: train.txt and test.txt. By default found by their names."
+    ids: Literal["contiguous", "mod", "hash64"] | None = key(
+        None, "contiguous: by vocabulary (default); mod: modulo table size; hash64: xxhash64. 0: missing."
     )
-    ids: Literal["contiguous", "mod", "hash64"] | None = Field(
-        None, description="contiguous: by vocabulary (default); mod: modulo table size; hash64: xxhash64. 0: missing."
+    min_frequency: NonNegativeInt | None = key(
+        None, "Ids that occur less often share id 1. 2 or more also trains that row for unseen ids."
     )
-    min_frequency: NonNegativeInt | None = Field(
-        None, description="Ids that occur less often share id 1. 2 or more also trains that row for unseen ids."
+    id_order: Literal["frequency", "first-seen"] | None = key(
+        None, "Contiguous ids: the most frequent first (default), or in order of occurrence."
     )
-    id_order: Literal["frequency", "first-seen"] | None = Field(
-        None, description="Contiguous ids: the most frequent first (default), or in order of occurrence."
+    table_size: list[Annotated[int, Field(ge=3, le=2**32)]] | None = key(
+        None, "Maximum rows per table: one number, or 26. Contiguous ids beyond it share id 1."
     )
-    table_size: list[Annotated[int, Field(ge=3, le=2**32)]] | None = Field(
-        None, description="Maximum rows per table: one number, or 26. Contiguous ids beyond it share id 1."
+    dense: Literal["log3", "log-min", "log2", "log1-clip"] | None = key(
+        None, "log(x+3) (default for 1tb); log(x-min+2) (default for kaggle); log(x+2); log(1+max(x,0))."
     )
-    dense: Literal["log3", "log-min", "log2", "log1-clip"] | None = Field(
-        None, description="log(x+3) (default for 1tb); log(x-min+2) (default for kaggle); log(x+2); log(1+max(x,0))."
+    last_day: Literal["val-first", "test-first", "none"] | None = key(
+        None, "Which half of the last day is for val (default val-first); none: no day is held out."
     )
-    last_day: Literal["val-first", "test-first", "none"] | None = Field(
+    val_fraction: float | None = key(
+        None, "One log or --last-day none: fraction of rows for val, and the same for test.", gt=0, lt=0.5
+    )
+    shuffle: Literal["none", "day", "global"] | None = key(
+        None, "Shuffle the training rows: not at all (default), within each day, or over all days."
+    )
+    seed: int = key(0, "Seed of --shuffle and --multi-hot. Same seed, same bytes.", ge=0, lt=2**32)
+    format: ClicksLayout | None = key(
+        None, "npy (default), parquet (default for spark), or bin: records, as TorchRec's NVTabular scripts."
+    )
+    multi_hot: list[PositiveInt] | None = key(
+        None, "Ids per row and table, one number or 26: a fixed table adds others to each id."
+    )
+    multi_hot_distribution: Literal["uniform", "pareto"] | None = key(
+        None, "Distribution of the ids that --multi-hot adds (default uniform)."
+    )
+    memory_budget: str | None = key(None, "Maximum memory to use, like 4GB (default).")
+    engine: Literal["polars", "spark"] = key("polars", "polars: this machine. spark: a Spark cluster.")
+    spark_master: str | None = key(None, "Spark's address, like spark://host:7077 (default local[*]).")
+    compat: Literal["torchrec", "torchrec-fixed", "mlperf-v2", "oneflow"] | None = key(
         None,
-        description="Which half of the last day is for val (default val-first); none: no day is held out.",
-    )
-    val_fraction: float | None = Field(
-        None, gt=0, lt=0.5, description="One log or --last-day none: fraction of rows for val, and the same for test."
-    )
-    shuffle: Literal["none", "day", "global"] | None = Field(
-        None, description="Shuffle the training rows: not at all (default), within each day, or over all days."
-    )
-    seed: int = Field(0, ge=0, lt=2**32, description="Seed of --shuffle and --multi-hot. Same seed, same bytes.")
-    format: ClicksLayout | None = Field(
-        None,
-        description="npy (default), parquet (default for spark), or bin: records, as TorchRec's NVTabular scripts.",
-    )
-    multi_hot: list[PositiveInt] | None = Field(
-        None, description="Ids per row and table, one number or 26: a fixed table adds others to each id."
-    )
-    multi_hot_distribution: Literal["uniform", "pareto"] | None = Field(
-        None, description="Distribution of the ids that --multi-hot adds (default uniform)."
-    )
-    memory_budget: str | None = Field(None, description="Maximum memory to use, like 4GB (default).")
-    engine: Literal["polars", "spark"] = Field("polars", description="polars: this machine. spark: a Spark cluster.")
-    spark_master: str | None = Field(None, description="Spark's address, like spark://host:7077 (default local[*]).")
-    compat: Literal["torchrec", "torchrec-fixed", "mlperf-v2", "oneflow"] | None = Field(
-        None,
-        description="Do exactly what that system's scripts do, including their defects, which the log names. "
+        "Do exactly what that system's scripts do, including their defects, which the log names. "
         "torchrec-fixed: with one dense minimum for all files, exact ids, and our own shuffled order.",
     )
-    on_bad_row: Literal["fail", "skip"] = Field("fail", description="Stop at a row that cannot be parsed, or skip it.")
-    max_bad_rows: NonNegativeInt | None = Field(
-        None, description=f"With --on-bad-row skip: stop after more than this many (default {_DEFAULT_BAD_ROWS})."
+    on_bad_row: Literal["fail", "skip"] = key("fail", "Stop at a row that cannot be parsed, or skip it.")
+    max_bad_rows: NonNegativeInt | None = key(
+        None, f"With --on-bad-row skip: stop after more than this many (default {_DEFAULT_BAD_ROWS})."
     )
 
     @model_validator(mode="after")

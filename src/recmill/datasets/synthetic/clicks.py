@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import Field, PositiveFloat
+from pydantic import PositiveFloat
 
 from recmill import rng
+from recmill.config.sections import key
 from recmill.data.click_rows import ClickRows
 from recmill.datasets.clicks import BLOCK_ROWS, ClickOptions, rows_per_day, seal_clicks, write_day
 from recmill.datasets.synthetic.plan import GeneratedPlan, plan
@@ -28,8 +29,8 @@ FACTOR_DIM = 2
 
 
 class Options(ClickOptions):
-    click_rate: float = Field(0.25, gt=0.0, lt=1.0, description="Approximate share of clicks.")
-    signal: PositiveFloat = Field(1.5, description="Standard deviation of the planted logit; larger is easier.")
+    click_rate: float = key(0.25, "Approximate share of clicks.", gt=0.0, lt=1.0)
+    signal: PositiveFloat = key(1.5, "Standard deviation of the planted logit; larger is easier.")
 
 
 @dataclass(frozen=True)
