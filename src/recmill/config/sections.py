@@ -5,15 +5,7 @@ import re
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -455,9 +447,7 @@ class EvalSection(Section):
     target_auroc: float = key(0.0, "Stop when validation reaches this AUROC (clicks); 0: off.", ge=0.0, le=1.0)
     patience: NonNegativeInt = key(0, "Stop after N validations without an improvement; 0: off.")
     protocols: list[RankingProtocol] = key(
-        ["full", "pop100"],
-        "How targets are ranked: full, pop<N>, uni<N> (histories only).",
-        min_length=1,
+        ["full", "pop100"], "How targets are ranked: full, pop<N>, uni<N> (histories only).", min_length=1
     )
     ks: list[PositiveInt] = key([1, 5, 10], "Cut-offs of HR@K, NDCG@K and MRR@K (histories, two_tower).", min_length=1)
     group: str = key(

@@ -85,12 +85,7 @@ def _run_order(job: Path, rank: int, failure: Exception | None) -> int:
 
 
 def _run(
-    job: Path,
-    rank: int,
-    command: str,
-    arguments: dict[str, Any],
-    stop: StopRequest | None,
-    failure: Exception | None,
+    job: Path, rank: int, command: str, arguments: dict[str, Any], stop: StopRequest | None, failure: Exception | None
 ) -> int:
     reserve = None
     try:
