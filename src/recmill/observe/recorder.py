@@ -140,7 +140,9 @@ class Recorder:
                 self._count_step(at)
                 self._counted_has_spans = bool(more)
             elif kind == _WAIT:
-                self._count_wait(at, more)
+                self._exchanged += more - at
+                if self._counted_has_spans and not self._parts[UPDATE]:  # not those of a validation after the step
+                    self._spans.append((at, more - at, self._counted_step, EXCHANGE, 0))
             else:
                 self._count_lap(kind, at)
         self._counted_at = _now()
@@ -156,11 +158,6 @@ class Recorder:
                 spent -= self._exchanged
             self._exchanged = 0
         self._parts[part] += spent
-
-    def _count_wait(self, start: int, end: int) -> None:
-        self._exchanged += end - start
-        if self._counted_has_spans and not self._parts[UPDATE]:  # not those of a validation after the step
-            self._spans.append((start, end - start, self._counted_step, EXCHANGE, 0))
 
     def _count_step(self, now: int) -> None:
         parts = self._parts
