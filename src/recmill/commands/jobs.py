@@ -8,8 +8,7 @@ from pathlib import Path
 
 from recmill.config.options import given_path
 from recmill.errors import ConfigError
-from recmill.files.locks import is_holder_gone
-from recmill.jobs.records import Record, read_job_end, read_jobs, request_cancel, write_job_end
+from recmill.jobs.records import read_job_end, read_jobs, request_cancel, write_job_end
 from recmill.jobs.schedulers import SCHEDULERS, JobState, job_state, pods_command, stop_job
 from recmill.observe.run_dir import RunDirectory
 
@@ -40,7 +39,7 @@ def status(run: str | Path) -> RunStatus:
     found = job_state(record) if record else None
     own = directory.read_status()  # after its scheduler was asked: a job that has ended has written its last state
     end = read_job_end(jobs, record.number) if record else {}
-    is_gone = is_holder_gone(directory.path / ".lock")
+    is_gone = directory.has_lost_its_process()
     state, reason = _combined(str(own.get("state", "new")), str(own.get("reason", "")), found, end, is_gone)
     step = int(own.get("step", 0))
     if record is None or found is None:
@@ -72,7 +71,9 @@ def logs(run: str | Path, *, rank: int | None = None, follow: bool = False) -> I
     directory = _directory(run)
     record = next(reversed(read_jobs(directory.path / "jobs")), None)
     if record and record.launcher == "kubernetes" and rank is None:
-        yield from _pod_logs(record, follow)
+        with subprocess.Popen(pods_command(record, follow), stdout=subprocess.PIPE, text=True) as kubectl:
+            assert kubectl.stdout is not None
+            yield from kubectl.stdout
         return
     file = directory.path / ("log.txt" if not rank else f"log.rank-{rank}.txt")
     if record and rank is None and (output := directory.path / "jobs" / f"{record.number}.out").exists():
@@ -92,12 +93,6 @@ def logs(run: str | Path, *, rank: int | None = None, follow: bool = False) -> I
         if has_ended:
             return
         time.sleep(_POLL_SECONDS)
-
-
-def _pod_logs(record: Record, follow: bool) -> Iterator[str]:
-    with subprocess.Popen(pods_command(record, follow), stdout=subprocess.PIPE, text=True) as kubectl:
-        assert kubectl.stdout is not None
-        yield from kubectl.stdout
 
 
 def cancel(run: str | Path, *, now: bool = False) -> list[str]:

@@ -68,7 +68,9 @@ def job_state(record: Record) -> JobState:
             return _kubernetes_state(record)
     except ResourceError as error:
         return JobState("unknown", str(error))
-    return _process_state(record)
+    if record.host != socket.gethostname():
+        return JobState("unknown", f"it runs on {record.host}")
+    return JobState("running" if started_at(int(record.id)) == record.started else "gone")
 
 
 def stop_job(record: Record, now: bool) -> None:
@@ -158,12 +160,6 @@ def pods_command(record: Record, follow: bool) -> list[str]:
     # Of pods that a label selects, 10 lines are printed unless all are asked for, and 5 pods are followed.
     options = ["--prefix", "--tail=-1", f"--max-log-requests={record.nodes}", *(["--follow"] if follow else [])]
     return ["kubectl", "logs", f"--selector={label}={record.name}", *options, *_namespace(record)]
-
-
-def _process_state(record: Record) -> JobState:
-    if record.host != socket.gethostname():
-        return JobState("unknown", f"it runs on {record.host}")
-    return JobState("running" if started_at(int(record.id)) == record.started else "gone")
 
 
 def started_at(pid: int) -> int:
