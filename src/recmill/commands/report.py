@@ -15,7 +15,7 @@ from recmill.files.atomic import new_file
 from recmill.files.timestamps import utc_now
 from recmill.observe import page
 from recmill.observe.figures import MAX_SERIES, Chart, Series, legend, line_chart, text
-from recmill.observe.printed import counted, distinct, shown
+from recmill.observe.printed import counted, distinct, shown, state_text
 from recmill.observe.progress import human_rate, human_time
 
 MAX_BYTES = 1_000_000
@@ -55,7 +55,8 @@ def html_of(runs: Sequence[Facts]) -> str:
     body = [_head(runs[0]) if is_one else _heads(runs), page.section("Learning", _learning(runs), name="learning")]
     left_out = []
     for run in runs:
-        own = ("" if is_one else f'<h2 class="run">{text(run.name)}</h2>' + _verdict(run)) + _sections(run, is_one)
+        own = "" if is_one else f'<h2 class="run">{text(run.name)}</h2>' + _verdict(run)
+        own += "".join(page.section(title, show(run), name=_anchor(title) * is_one) for title, show in SECTIONS.items())
         if len("".join([*body, own]).encode(errors="replace")) < MAX_BYTES - _FRAME_BYTES:
             body.append(own)
         else:
@@ -67,17 +68,11 @@ def html_of(runs: Sequence[Facts]) -> str:
     return page.page(f"{title} - Recmill", "\n".join(body))
 
 
-def _sections(run: Facts, is_linked: bool) -> str:
-    names = {title: title.lower().replace(" ", "-") if is_linked else "" for title in SECTIONS}
-    return "".join(page.section(title, content(run), name=names[title]) for title, content in SECTIONS.items())
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
 
 
 # The beginning
-
-
-def _state(run: RunReport) -> str:
-    words = "done" if run.state == "done" else f"{run.state} at step {run.step:,}"
-    return f'<span class="state {text(run.state)}">{text(words)}</span>'
 
 
 def _verdict(run: Facts) -> str:
@@ -99,11 +94,10 @@ def _verdict(run: Facts) -> str:
 def _head(run: Facts) -> str:
     found = run.report
     about = [text(part) for part in (found.model, found.dataset) if part]
-    links = "".join(
-        f'<a href="#{title.lower().replace(" ", "-")}">{text(title)}</a>' for title in ("Learning", *SECTIONS)
-    )
+    state = f'<span class="state {text(found.state)}">{text(state_text(found))}</span>'
+    links = "".join(f'<a href="#{_anchor(title)}">{text(title)}</a>' for title in ("Learning", *SECTIONS))
     return (
-        f'<p class="kind">Recmill run</p><h1>{text(run.name)}</h1><p>{" &middot; ".join([_state(found), *about])}</p>'
+        f'<p class="kind">Recmill run</p><h1>{text(run.name)}</h1><p>{" &middot; ".join([state, *about])}</p>'
         f"{_verdict(run)}{page.numbers(_numbers(run))}{_tested(run.report)}<nav>{links}</nav>"
     )
 
@@ -147,11 +141,10 @@ def _heads(runs: Sequence[Facts]) -> str:
     rows = []
     for run in runs:
         found = run.report
-        words = "done" if found.state == "done" else f"{found.state} at step {found.step:,}"
         speed = human_rate(found.samples_per_s) if found.samples_per_s else ""
         time = "" if found.seconds is None else human_time(found.seconds)
         best = "" if found.best_value is None else f"{found.metric} {shown(found.best_value)}"
-        rows.append([run.name, found.model, words, f"{found.step:,}", time, speed, best, found.verdict])
+        rows.append([run.name, found.model, state_text(found), f"{found.step:,}", time, speed, best, found.verdict])
     header = ["run", "model", "state", "steps", "time", "samples/s", "best validation", "limit"]
     names = distinct(dict.fromkeys(name for run in runs for name in run.report.values))
     columns = [("test", names)]  # two runs may have one name

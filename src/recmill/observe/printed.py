@@ -271,12 +271,12 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
         values = [shown(report.values.get(name, "")) for name in names]
         values = [f"{v} {delta[name]:+.4f}" if name in delta else v for name, v in zip(names, values, strict=True)]
         bests = [best if metric == report.metric else "" for metric in headlines]
-        columns.append([report.run, report.model, _state(report), *steps, *bests, *values])
+        columns.append([report.run, report.model, state_text(report), *steps, *bests, *values])
     columns += [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in _references(reports, names).items()]
     _print_columns([*labels, *names], columns, shutil.get_terminal_size((10_000, 0)).columns)
     for report in reports:
         if report.state != "done" and report.reason:
-            _print(f"{report.run}: {_state(report)}: {report.reason}")
+            _print(f"{report.run}: {state_text(report)}: {report.reason}")
 
 
 def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[str]]:
@@ -300,7 +300,7 @@ def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[
     return columns
 
 
-def _state(report: Any) -> str:
+def state_text(report: Any) -> str:
     return "done" if report.state == "done" else f"{report.state} at step {report.step:,}"
 
 
@@ -356,7 +356,7 @@ def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:
 def print_comparison(found: Any) -> None:
     """Print a `commands.compare.Comparison`, in 80 columns."""
     for letter, run in zip("AB", found.runs, strict=True):
-        words = [run.run, run.model, _state(run), human_time(run.seconds) if run.seconds is not None else ""]
+        words = [run.run, run.model, state_text(run), human_time(run.seconds) if run.seconds is not None else ""]
         for line in textwrap.wrap(f"{letter}  {', '.join(filter(None, words))}", 80, subsequent_indent="   "):
             _print(line)
         for line in textwrap.wrap(run.verdict, 77):
