@@ -3,11 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from recmill.compat.program import Flag, Given, Plan, Program, Step, put
+from recmill.compat.program import BOTH_DECAYS, BOTH_RATES, Flag, Given, Plan, Program, Step, put
 
 _SAVE_EPOCHS = 10
-_BOTH_RATES = "optim.dense.lr, optim.tables.lr"
-_BOTH_DECAYS = "optim.dense.weight_decay, optim.tables.weight_decay"
 _PER_PROCESS = "theirs times the number of processes"
 
 FLAGS = (
@@ -22,11 +20,11 @@ FLAGS = (
          note="any prepared dataset; `random`: `recmill prepare random-histories`, which has the same filters"),
     Flag("--min_rating", int, 0, ours="`recmill prepare movielens --min-rating`", note="no effect on random data"),
     Flag("--num_epochs", int, 100, "train.num_epochs"),
-    Flag("--lr", float, 0.001, _BOTH_RATES, 'one rate for both there; `optim.tables.name = "adam"`'),
+    Flag("--lr", float, 0.001, BOTH_RATES, 'one rate for both there; `optim.tables.name = "adam"`'),
     Flag("--decay_step", int, 25, ours="`optim.schedule.step_size`",
          note='as a share of the run like "25%": theirs is in epochs; with `optim.schedule.name = "step"`'),
     Flag("--gamma", float, 1.0, ours="`optim.schedule.gamma`", note="1.0 there, which means off"),
-    Flag("--weight_decay", float, 0.0, _BOTH_DECAYS, "of the tables, only rows that a batch looks up"),
+    Flag("--weight_decay", float, 0.0, BOTH_DECAYS, "of the tables, only rows that a batch looks up"),
     Flag("--train_batch_size", int, 128, "train.global_batch_size", _PER_PROCESS, is_per_process=True),
     Flag("--val_batch_size", int, 128, "eval.global_batch_size", _PER_PROCESS, is_per_process=True),
     Flag("--test_batch_size", int, 128, ours="`eval.global_batch_size`",

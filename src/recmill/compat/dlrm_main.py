@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from recmill.compat.program import Flag, Given, Plan, Program, Step, ints, put
+from recmill.compat.program import BOTH_RATES, Flag, Given, Plan, Program, Step, ints, put
 from recmill.errors import ConfigError
 
 NUM_TABLES = 26
@@ -54,7 +54,7 @@ FLAGS = (
     Flag("--in_memory_binary_criteo_path", str, ours="`data.path`", note="after `recmill adopt`"),
     Flag("--synthetic_multi_hot_criteo_path", str, ours="`data.path`",
          note="after `recmill adopt`, or from `recmill prepare criteo --multi-hot`"),
-    Flag("--learning_rate", float, _RATE, "optim.dense.lr, optim.tables.lr",
+    Flag("--learning_rate", float, _RATE, BOTH_RATES,
          "one rate for both there; random data: 1, not their default"),
     Flag("--eps", float, 1e-8, "optim.dense.eps, optim.tables.eps", "with `--adagrad`; a constant in MLPerf's code"),
     Flag("--adagrad", bool, ours='`optim.dense.name = "adagrad"`, `optim.tables.name = "adagrad"`',

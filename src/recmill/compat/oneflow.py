@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recmill.compat.program import Flag, Given, Plan, Program, Step, ints
+from recmill.compat.program import BOTH_RATES, Flag, Given, Plan, Program, Step, ints
 from recmill.errors import ConfigError, DataError
 
 _TABLE_SIZES = [39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10]
@@ -12,7 +12,6 @@ _TABLE_SIZES += [2208, 11938, 155, 4, 976, 14, 39979771, 25641295, 39664984, 585
 _STATIC_SCALE = 1024.0
 _DRIVER_GB = 360
 _PADDING = "`model.pad_to_multiple_of = 1`"
-_BOTH_RATES = "optim.dense.lr, optim.tables.lr"
 
 FLAGS = (
     Flag("--data_dir", str, None, "data.path", "what `compat/tools/criteo1t_parquet.py` or `recmill prepare criteo` "
@@ -41,7 +40,7 @@ FLAGS = (
     Flag("--interaction_itself", bool, None, "model.interaction_itself"),
     Flag("--train_batch_size", int, 55296, "train.global_batch_size", "global in both"),
     Flag("--train_batches", int, 75000, "train.max_steps", "with as many `train.num_epochs` as needed"),
-    Flag("--learning_rate", float, 24.0, _BOTH_RATES,
+    Flag("--learning_rate", float, 24.0, BOTH_RATES,
          'with `optim.dense.name = "sgd"`, `optim.tables.name = "sgd"`'),
     Flag("--warmup_batches", int, 2750, "optim.schedule.warmup_steps", 'with `optim.schedule.name = "oneflow"`'),
     Flag("--decay_start", int, 49315, "optim.schedule.decay_start_step"),

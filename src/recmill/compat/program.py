@@ -16,6 +16,8 @@ from recmill.errors import ConfigError
 from recmill.registry import nearest
 
 Values = dict[str, Any]
+BOTH_RATES = "optim.dense.lr, optim.tables.lr"
+BOTH_DECAYS = "optim.dense.weight_decay, optim.tables.weight_decay"
 
 
 def ints(text: str) -> list[int]:

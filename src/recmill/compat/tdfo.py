@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recmill.compat.program import Flag, Given, Plan, Program, Step, Values
+from recmill.compat.program import BOTH_DECAYS, BOTH_RATES, Flag, Given, Plan, Program, Step, Values
 from recmill.errors import ConfigError
 from recmill.registry import unknown
 
 _FILE = "config.toml"
-_BOTH_RATES = "optim.dense.lr, optim.tables.lr"
-_BOTH_DECAYS = "optim.dense.weight_decay, optim.tables.weight_decay"
 _NO_PARTS = "not offered: training and evaluation use parts of every history, not sets of files. Leave it as it was"
 
 KEYS = (
@@ -24,8 +22,8 @@ KEYS = (
     Flag("train_data", str, "train_part_*.parquet", ours=_NO_PARTS, is_refused=True),
     Flag("eval_data", str, "eval_part_*.parquet", ours=_NO_PARTS, is_refused=True),
     Flag("n_epochs", int, 10, "train.num_epochs"),
-    Flag("learning_rate", float, 3e-4, _BOTH_RATES, 'one rate for both there; `optim.tables.name = "adam"`'),
-    Flag("weight_decay", float, 1e-4, _BOTH_DECAYS, "of the tables, only rows that a batch looks up"),
+    Flag("learning_rate", float, 3e-4, BOTH_RATES, 'one rate for both there; `optim.tables.name = "adam"`'),
+    Flag("weight_decay", float, 1e-4, BOTH_DECAYS, "of the tables, only rows that a batch looks up"),
     Flag("embed_dim", int, 16, "model.embedding_dim"),
     Flag("n_heads", int, 2, "model.num_heads"),
     Flag("n_layers", int, 2, "model.num_layers"),

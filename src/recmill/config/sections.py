@@ -33,13 +33,11 @@ def _checked_steps(value: Any) -> int | str:
     raise PydanticCustomError("steps", "should be a number of steps, or a share of the run like '10%'")
 
 
-def _checked_decay(value: Any) -> int | str:
-    return TO_THE_END if value == TO_THE_END else _checked_steps(value)
-
-
 # No fractions like 0.1: 1.0 would be the complete run, and 1 a step.
 Steps = Annotated[int | str, BeforeValidator(_checked_steps)]
-DecaySteps = Annotated[int | str, BeforeValidator(_checked_decay)]
+DecaySteps = Annotated[
+    int | str, BeforeValidator(lambda value: value if value == TO_THE_END else _checked_steps(value))
+]
 
 
 def number_of_steps(value: int | str, total: int) -> int:
