@@ -56,7 +56,9 @@ def html_of(runs: Sequence[Facts]) -> str:
     left_out = []
     for run in runs:
         own = "" if is_one else f'<h2 class="run">{text(run.name)}</h2>' + _verdict(run)
-        own += "".join(page.section(title, show(run), name=_anchor(title) * is_one) for title, show in SECTIONS.items())
+        own += "".join(
+            page.section(title, show(run), name=_anchor(title) if is_one else "") for title, show in SECTIONS.items()
+        )
         if len("".join([*body, own]).encode(errors="replace")) < MAX_BYTES - _FRAME_BYTES:
             body.append(own)
         else:
