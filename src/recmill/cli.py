@@ -303,10 +303,7 @@ def _print(report: Any, as_json: bool, print_text: Callable[[Any], None]) -> Non
 def _prints(
     print_text: Callable[[Any], None], exit_code: Callable[[Any], int] = lambda _: 0, is_written: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., int]]:
-    """Give a command the flag --json, and print what its function returns; None: it has printed everything.
-
-    `is_written`: it has written files.
-    """
+    """Give a command the flag --json, and print what its function returns, if anything. `is_written`: to files, too."""
 
     def decorated(function: Callable[..., Any]) -> Callable[..., int]:
         @functools.wraps(function)

@@ -86,10 +86,7 @@ def _check_finite(chunk: "Chunk", cached: "CachedTables", tables: list[SavedTabl
 
 
 def saved_rows(directory: Path, file: RowFile) -> "Iterator[tuple[SavedTable, np.ndarray, np.ndarray, np.ndarray]]":
-    """Yield a table, numbers of rows, their values and their optimizer states, for each table of each chunk.
-
-    The rows of dynamic tables are named as in `CachedTables.keys_of`.
-    """
+    """Yield a table, numbers of rows (names, as in `CachedTables.keys_of`), values and states, by chunk and table."""
     starts = _starts(file.tables)
     with _opened(directory, file) as content:
         for count in file.chunks:

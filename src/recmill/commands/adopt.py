@@ -84,8 +84,6 @@ class Options(Section):
 
 
 class AdoptOptions(TypedDict, total=False):
-    """The fields of `Options`, for type checkers."""
-
     last_day: Literal["val-first", "test-first", "none"] | None
     val_fraction: float | None
     table_size: list[int] | None

@@ -94,8 +94,6 @@ class AuditReport:
 
 
 class AuditOptions(TypedDict, total=False):
-    """The fields of `Options`, for type checkers."""
-
     memory_budget: str
     verify: bool | None
 

@@ -43,10 +43,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of both runs. `is_same`: the difference is no more than noise, or it is none.
-
-    None: the runs cannot be compared.
-    """
+    """A number of both runs. `is_same`: the difference is none or noise; None: the runs cannot be compared."""
 
     name: str
     a: float
@@ -222,12 +219,9 @@ def _within_noise(
 
 
 def _spread(values: list[float]) -> float:
-    """Return the standard deviation of noise on a smooth curve, from how far points are from the middle of neighbours.
-
-    That distance has 1.5 times the variance of the noise.
-    """
+    """Return the standard deviation of noise on a curve, from how far points are from the middle of their neighbours."""
     middle = np.array(values[1:-1]) - (np.array(values[:-2]) + np.array(values[2:])) / 2
-    return float(np.sqrt((middle**2).mean() / 1.5))
+    return float(np.sqrt((middle**2).mean() / 1.5))  # such a distance has 1.5 times the variance of the noise
 
 
 def _pairs(a: str | Path, b: str | Path, split: str, name: str) -> Iterator[tuple[int, float, float]]:

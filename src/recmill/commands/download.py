@@ -91,8 +91,6 @@ class Options(Section):
 
 
 class DownloadOptions(TypedDict, total=False):
-    """The fields of `Options`, for type checkers."""
-
     variant: str | None
     url: str | None
 

@@ -28,8 +28,6 @@ class Options(Section):
 
 
 class SplitOptions(TypedDict, total=False):
-    """The fields of `Options`, for type checkers."""
-
     lines: int
     days: int
 

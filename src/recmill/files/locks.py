@@ -23,10 +23,7 @@ _STALE_SECONDS = 60.0
 
 @contextmanager
 def exclusive_lock(path: Path, remedy: str) -> Iterator[None]:
-    """Hold the lock file `path`, created if absent, within the block.
-
-    If another process holds it, raise ResourceError, which names that process and ends with `remedy`.
-    """
+    """Hold the lock file `path` within the block, or raise ResourceError with the process that holds it and a remedy."""
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -43,10 +43,7 @@ def check_with_slurm(script: str, queue: str | None) -> None:
 
 
 def submit(launcher: str, script: Path, name: str, after: str | None = None) -> str:
-    """Submit a script and return the job's id: for Slurm, ID or ID;CLUSTER.
-
-    `after`: start only if this job ends without success.
-    """
+    """Submit a script, to start only if job `after` fails, and return the job's id: for Slurm, ID or ID;CLUSTER."""
     if launcher == "slurm":
         return _ask(["sbatch", "--parsable", str(script)]).strip()
     if launcher == "pbs":

@@ -45,10 +45,7 @@ def main() -> None:
 
 
 def _import_ahead(launcher: int) -> Exception | None:
-    """Import torch while the launcher checks what the user wants, then take over the variables that it sends.
-
-    Return the error that an import raised: it can be reported now.
-    """
+    """Import torch while the launcher checks the config, then take over its variables. Return an import's error."""
     stop_with_parent(signal.SIGKILL)
     if os.getppid() != launcher:  # it was killed before that
         leave(1)

@@ -250,10 +250,7 @@ def lanes(title: str, rows: Sequence[tuple[str, Intervals]], axis: Sequence[str]
 
 
 def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], str]], axis: Sequence[str], highest: float) -> str:
-    """Draw a row of cells for each (label, values up to `highest`, total): the stronger the colour, the higher.
-
-    NaN has no cell.
-    """
+    """Draw a row of cells for each (label, values up to `highest`, total), stronger for higher; NaN has no cell."""
     lines = []
     for label, values, total in rows:
         by_level: dict[int, list[int]] = {}

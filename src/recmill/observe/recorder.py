@@ -230,10 +230,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def writing(self, directory: Path | None, facts: dict[str, Any]) -> Iterator[None]:
-        """Within the block, write what is recorded to `directory`, which exists; None: to no file.
-
-        `facts` are kept with it: rank, host and others.
-        """
+        """Within the block, write what is recorded to `directory`, which exists, with `facts`; None: to no file."""
         if directory is None:
             yield
             return

@@ -60,10 +60,7 @@ Measured = Sequence[tuple[Work, float]]  # the work of a step, and its seconds
 
 
 def fitted_costs(costs: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the factors of the columns of `costs` that explain `seconds` best, by relative error.
-
-    A factor that would be negative or too small to be measured is 0.
-    """
+    """Return the factors of columns that explain `seconds` best, by relative error; 0: too small to be measured."""
     relative = costs / seconds[:, None]
     factors = np.zeros(costs.shape[1])
     used = [column for column in range(costs.shape[1]) if relative[:, column].any()]

@@ -106,8 +106,7 @@ CPU = Device(
 
 
 def read_device(name: str) -> Device:
-    """Return a device by its name, or the one of a TOML file. 'cpu' is this machine, with rates that were measured on
-    two cores of another one, in proportion to its cores."""
+    """Return a device by its name, or that of a TOML file. 'cpu': this machine, with `CPU`'s rates for its cores."""
     if name == "cpu":
         speedup = num_cores() / CPU.cores
         scaled = ("gemm_gflops", "memory_gb_per_s", "row_gb_per_s", "link_gb_per_s")

@@ -42,10 +42,7 @@ class RankMemory:
 
 
 def explain(case: Case, work: Work, in_background: bool) -> tuple[list[TableMemory], list[RankMemory]]:
-    """Return the memory of each table and of each rank; equal ranks are one entry. ConfigError: a cache is too small.
-
-    `in_background`: whether checkpoints are written from a copy.
-    """
+    """Return the memory of each table and of each rank, equal ranks as one entry. ConfigError: a cache is too small."""
     request, machines = case.request, case.machines
     of_tables: list[TableMemory] = []
     of_ranks = {rank: ShardBytes() for rank in range(machines.world_size)}
