@@ -219,7 +219,7 @@ def _within_noise(
 
 
 def _spread(values: list[float]) -> float:
-    """Return the standard deviation of noise on a curve, from how far points are from the middle of their neighbours."""
+    """Return the standard deviation of noise on a curve, from how far points are from the middle of neighbours."""
     middle = np.array(values[1:-1]) - (np.array(values[:-2]) + np.array(values[2:])) / 2
     return float(np.sqrt((middle**2).mean() / 1.5))  # such a distance has 1.5 times the variance of the noise
 

@@ -23,7 +23,7 @@ _STALE_SECONDS = 60.0
 
 @contextmanager
 def exclusive_lock(path: Path, remedy: str) -> Iterator[None]:
-    """Hold the lock file `path` within the block, or raise ResourceError with the process that holds it and a remedy."""
+    """Hold the lock file `path` within the block, or raise ResourceError with its holder and the remedy."""
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

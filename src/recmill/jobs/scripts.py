@@ -62,8 +62,9 @@ def _slurm(job: Job) -> list[str]:
     place = job.place
     tasks = [f"--ntasks-per-node={place.procs}", *([f"--cpus-per-task={place.cpus}"] if place.cpus else [])]
     options = [f"--job-name={job.name}", f"--nodes={place.nodes}", *tasks]
-    given = {"time": place.seconds and _clock(place.seconds), "account": place.account, "partition": place.queue}
-    given |= {"gpus-per-node": place.gpus, "mem": place.memory_gb and f"{place.memory_gb}G"}
+    time, memory = place.seconds and _clock(place.seconds), place.memory_gb and f"{place.memory_gb}G"
+    given = {"time": time, "account": place.account, "partition": place.queue}
+    given |= {"gpus-per-node": place.gpus and str(place.gpus), "mem": memory}
     options += [f"--{name}={value}" for name, value in given.items() if value]
     output = quote(str(job.jobs).replace("%", "%%") + "/%j.out")
     options += [f"--signal={SLURM_SIGNAL}@{place.warning_seconds}", "--requeue", "--open-mode=append"]

@@ -124,12 +124,11 @@ def _add_steps(found: Recordings, own: Rank, clock: Clock, last_step: int, is_fi
             found.starts[-1].first_step = int(steps["step"][0] - steps["steps"][0])
         seen += len(steps)
         if is_first:
-            for pause in steps[parts[:, PARTS.index("save")] > 0]:
-                found.saves[int(pause["step"])] = float(pause["parts"][PARTS.index("save")])
-        pauses = parts[:, PAUSES]
+            for saved in steps[parts[:, PARTS.index("save")] > 0]:
+                found.saves[int(saved["step"])] = float(saved["parts"][PARTS.index("save")])
+        for pause in PAUSES:
+            np.add.at(own.parts[:, pause], bins, parts[:, pause])
         parts[:, PAUSES] = 0
-        np.add.at(own.parts[:, PAUSES[0]], bins, pauses[:, 0])
-        np.add.at(own.parts[:, PAUSES[1]], bins, pauses[:, 1])
         np.add.at(own.parts, bins[is_warm], parts[is_warm])
         np.add.at(own.steps, bins[is_warm], steps["steps"][is_warm])
         if is_first and is_warm.any():

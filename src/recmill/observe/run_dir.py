@@ -146,24 +146,18 @@ class RunDirectory:
             return
         with self.metrics_file.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                values = None
+                values: Any = None
                 with suppress(ValueError, RecursionError):
                     values = json.loads(line)
-                if (
-                    isinstance(values, dict)
-                    and isinstance(values.get("step"), int)
-                    and isinstance(values.get("split", ""), str)
-                ):
-                    yield values
+                found = values if isinstance(values, dict) else {}
+                if isinstance(found.get("step"), int) and isinstance(found.get("split", ""), str):
+                    yield found
 
     def new_trace(self) -> Path | None:
         """Create the next directory for what the ranks record; None and a warning if that is not possible."""
         try:
-            numbers = (
-                [int(path.name) for path in self.trace.iterdir() if path.name.isdecimal()]
-                if self.trace.is_dir()
-                else []
-            )
+            names = [path.name for path in self.trace.iterdir()] if self.trace.is_dir() else []
+            numbers = [int(name) for name in names if name.isdecimal()]
             new = self.trace / str(max(numbers, default=-1) + 1)
             new.mkdir(parents=True)
         except OSError as error:

@@ -147,16 +147,11 @@ def _about_late(ranks: Sequence[RankTimes], late: RankTimes, lateness: float) ->
 
 
 def _remedy(kind: str, hints: Hints) -> str:
-    if kind == "input":
-        wanted = next((size for size in (2, 8) if size > hints.prefetch), None)
-        return f"try data.prefetch={wanted}" if wanted else "copy the dataset to a local disk"
-    if kind == "save":
-        return (
-            "save less often (checkpoint.every_steps)"
-            if hints.saves_in_background
-            else ("try checkpoint.background=true")
-        )
+    wanted = next((size for size in (2, 8) if size > hints.prefetch), None)
+    in_background = hints.saves_in_background
     return {
+        "input": f"try data.prefetch={wanted}" if wanted else "copy the dataset to a local disk",
+        "save": "save less often (checkpoint.every_steps)" if in_background else "try checkpoint.background=true",
         "exchange": "try a larger train.global_batch_size or another sharding.default",
         "sync": "the ranks are late in turns: other programs may use their cores",
         "validate": "validate less often (eval.every_steps)",
