@@ -7,7 +7,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from recmill.checkpoints.format import Checkpoint, Origin, Position, choose, verify
+from recmill.checkpoints.choosing import choose
+from recmill.checkpoints.format import Checkpoint, Origin, Position, verify
 from recmill.checkpoints.incremental import apply_changes, has_table_rows
 from recmill.checkpoints.loading import read_row_files
 from recmill.checkpoints.safe_reader import SafeReader, described_tensors

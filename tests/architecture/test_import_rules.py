@@ -86,7 +86,7 @@ TORCH_FREE_MODULES = [
         )
     ),
     *("recmill.planning.devices", "recmill.planning.published"),
-    *("recmill.checkpoints.format", "recmill.tables.pins", "recmill.tables.spec"),
+    *("recmill.checkpoints.choosing", "recmill.checkpoints.format", "recmill.tables.pins", "recmill.tables.spec"),
     *(f"recmill.data.{name}" for name in ("checks", "click_rows", "npy_files", "opening", "parquet_files", "seen")),
     *("recmill.data.verification", "recmill.data.windows"),
 ]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill.checkpoints import loading as checkpoint
-from recmill.checkpoints.format import Origin, Position, choose
+from recmill.checkpoints.choosing import choose
+from recmill.checkpoints.format import Origin, Position
 from recmill.checkpoints.saver import Saver
 from recmill.commands.assemble import build_sharded, open_matching_dataset
 from recmill.config import Config, load_config

@@ -85,7 +85,7 @@ def scores_of_the_network(run: Path, user: int) -> dict[str, float]:
     import torch
 
     from recmill.checkpoints import loading as checkpoint
-    from recmill.checkpoints.format import choose
+    from recmill.checkpoints.choosing import choose
 
     directory, config = open_trained_run(run)
     dataset = open_matching_dataset(config)

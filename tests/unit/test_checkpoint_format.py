@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from recmill.checkpoints import choosing, loading
 from recmill.checkpoints import format as format_module
-from recmill.checkpoints import loading
-from recmill.checkpoints.format import Checkpoint, Position, best_path, choose, committed, file_facts
+from recmill.checkpoints.choosing import best_path, choose
+from recmill.checkpoints.format import Checkpoint, Position, committed, file_facts
 from recmill.errors import CheckpointError, ResourceError
 
 from ..checkpoints import ALONE, ORIGIN, new_saver, newest_in, save_network
@@ -251,7 +252,7 @@ def test_a_checkpoint_that_is_being_read_is_pruned_later(tmp_path: Path) -> None
 def test_a_reader_chooses_again_if_a_checkpoint_is_pruned_where_files_cannot_be_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(format_module, "held", lambda path: nullcontext())
+    monkeypatch.setattr(choosing, "held", lambda path: nullcontext())
     found = choose_while_a_run_saves(tmp_path)
     assert found is not None
     assert found.position.step == 3

@@ -15,7 +15,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recmill import rng
 from recmill.checkpoints.cached_loading import load_into_caches
-from recmill.checkpoints.format import Checkpoint, OnBlock, SavedTable, choose, committed, set_aside
+from recmill.checkpoints.choosing import choose
+from recmill.checkpoints.format import Checkpoint, OnBlock, SavedTable, committed, set_aside
 from recmill.checkpoints.incremental import apply_changes, has_table_rows, write_rows
 from recmill.checkpoints.row_files import saved_rows
 from recmill.checkpoints.safe_reader import described_tensors, read_into

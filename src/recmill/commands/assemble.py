@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from recmill import registry
-from recmill.checkpoints.format import best_path, committed, lost_error, step_of, step_path
+from recmill.checkpoints.choosing import best_path, lost_error
+from recmill.checkpoints.format import committed, step_of, step_path
 from recmill.config import Config, fingerprint, load_config
 from recmill.config.options import given_path
 from recmill.config.sections import ALL_TABLES, DYNAMIC_ON_CUDA, SSD_ON_CUDA, DynamicTable

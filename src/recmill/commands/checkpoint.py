@@ -10,17 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from recmill.checkpoints.format import (
-    PrunedError,
-    best_path,
-    committed,
-    held,
-    lost_error,
-    read,
-    step_of,
-    step_path,
-    verify,
-)
+from recmill.checkpoints.choosing import best_path, lost_error
+from recmill.checkpoints.format import PrunedError, committed, held, read, step_of, step_path, verify
 from recmill.commands.assemble import open_trained_directory
 from recmill.commands.keywords import checked_keywords
 from recmill.config.options import given_path
