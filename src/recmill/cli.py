@@ -25,7 +25,7 @@ from recmill.errors import ConfigError, ResourceError, as_user_error
 from recmill.launch.early import begin, end_with, leave, restore_default_signals
 from recmill.launch.failures import WorkerError, report_failure
 from recmill.launch.processes import needs_worker
-from recmill.observe import printed
+from recmill.observe import printed, printed_plan, printed_runs
 
 _PROCESSES = re.compile(r"(n|num_)?_?gpus?|nproc(_per_node|s)?|(num_)?(workers|processes)|world_size|devices")
 _DEBUG = "--debug"  # accepted anywhere on the command line
@@ -403,7 +403,7 @@ def _print_trained(run: str) -> None:
     from recmill.commands.results import next_command, run_report
 
     if process_environment().rank == 0:
-        _print_written(printed.print_summary, run_report(run), next_command(run))
+        _print_written(printed_runs.print_summary, run_report(run), next_command(run))
 
 
 @commands.command("plan", cls=_Command)
@@ -423,11 +423,11 @@ def plan_command(config: str | None, calibrate: str | None, as_json: bool, **opt
         raise click.UsageError("Give either CONFIG or --calibrate FILE.")
     if calibrate is not None:
         device = calibrate_machine(calibrate)
-        _print_written(_print, device.model_dump(), as_json, lambda _: printed.print_device(device))
+        _print_written(_print, device.model_dump(), as_json, lambda _: printed_plan.print_device(device))
         return 0
     assert config is not None
     report = recmill.plan(config, **options)
-    _print(report.as_dict(), as_json, lambda _: printed.print_plan(report))
+    _print(report.as_dict(), as_json, lambda _: printed_plan.print_plan(report))
     return 0 if report.fits else 5
 
 
@@ -646,7 +646,7 @@ def results_command(runs: tuple[str, ...], as_json: bool) -> None:
     reports = [run_report(run) for run in runs]
     differences = deltas(reports)
     facts = [asdict(report) | {"delta": delta} for report, delta in zip(reports, differences, strict=True)]
-    _print(facts, as_json, lambda _: printed.print_results(reports, differences))
+    _print(facts, as_json, lambda _: printed_runs.print_results(reports, differences))
 
 
 configs_group = click.Group("configs", help="List, show or copy the configs that come with Recmill.")
@@ -748,7 +748,7 @@ def report_command(runs: tuple[str, ...], **options: Any) -> None:
 @commands.command("compare")
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@_prints(printed.print_comparison)
+@_prints(printed_runs.print_comparison)
 def compare_command(a: str, b: str) -> Any:
     """Compare run A with run B: config, environment, metrics, speed, curves. "same" marks what is within the noise."""
     return recmill.compare(a, b)

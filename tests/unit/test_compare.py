@@ -8,7 +8,7 @@ import pytest
 
 import recmill
 from recmill.commands.compare import Measured
-from recmill.observe.printed import print_comparison
+from recmill.observe.printed_runs import print_comparison
 from recmill.observe.recorder import PARTS, STEP
 
 from ..conftest import Config, RunCli

@@ -18,7 +18,7 @@ from recmill.commands.results import RunReport, deltas, next_command, run_report
 from recmill.errors import CheckpointError
 from recmill.files.locks import exclusive_lock
 from recmill.metrics.binary import Values
-from recmill.observe.printed import print_results, print_summary
+from recmill.observe.printed_runs import print_results, print_summary
 
 from ..conftest import Config, RunCli
 

@@ -1,0 +1,157 @@
+"""What `train`, `recmill results` and `recmill compare` print about runs."""
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from recmill.observe.printed import (
+    Row,
+    Values,
+    counted,
+    distinct,
+    print_line,
+    print_table,
+    print_values,
+    shown,
+    state_text,
+    table_lines,
+)
+from recmill.observe.progress import human_rate, human_time
+
+_NOISE_OF_SPEED = "the difference is at most twice the spread of ten equal parts of the run"
+
+
+def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
+    """Print one column per `commands.results.RunReport`, with the differences of its metrics to the first run's."""
+    names = distinct(dict.fromkeys(name for report in reports for name in report.values))
+    headlines = dict.fromkeys(report.metric for report in reports if report.metric)
+    labels = ["test", "model", "state", "best step", "tested step", *(f"best val {metric}" for metric in headlines)]
+    columns = []
+    for report, delta in zip(reports, deltas, strict=True):
+        steps = ["" if step is None else f"{step:,}" for step in (report.best_step, report.tested_step)]
+        best = "" if report.best_value is None else shown(report.best_value)
+        values = [shown(report.values.get(name, "")) for name in names]
+        values = [f"{v} {delta[name]:+.4f}" if name in delta else v for name, v in zip(names, values, strict=True)]
+        bests = [best if metric == report.metric else "" for metric in headlines]
+        columns.append([report.run, report.model, state_text(report), *steps, *bests, *values])
+    columns += [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in _references(reports, names).items()]
+    _print_columns([*labels, *names], columns, shutil.get_terminal_size((10_000, 0)).columns)
+    for report in reports:
+        if report.state != "done" and report.reason:
+            print_line(f"{report.run}: {state_text(report)}: {report.reason}")
+
+
+def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[str]]:
+    """Return columns with what popularity reaches and what is reachable, by title, in the order of `names`.
+
+    Where runs on several datasets have the same metric, each dataset has its own columns.
+    """
+    datasets = [{report.dataset for report in reports if name in report.values} for name in names]
+    is_one = all(len(found) == 1 for found in datasets)
+    columns = {}
+    for dataset in [""] if is_one else list(dict.fromkeys(report.dataset for report in reports)):
+        own = [report for report in reports if is_one or report.dataset == dataset]
+        for title, attribute in {"popularity": "popularity", "best reachable": "reachable"}.items():
+            known = [
+                {shown(getattr(report, attribute).get(name, "")) for report in own if name in report.values} - {""}
+                for name in names
+            ]
+            cells = [found.pop() if len(found) == 1 else "differs" if found else "" for found in known]
+            if any(cells):
+                columns[title if is_one else f"{title}, {dataset}"] = cells
+    return columns
+
+
+def _print_columns(labels: Row, columns: Sequence[Row], width: int) -> None:
+    """Print the labels and as many columns as fit, then again with the next ones."""
+    count = len(columns)
+    while count > 1 and any(
+        len(line) > width for line in table_lines(list(zip(labels, *columns[:count], strict=True)))
+    ):
+        count -= 1
+    header, *rows = zip(labels, *columns[:count], strict=True)
+    print_table(header, rows)
+    if columns[count:]:
+        print_line()
+        _print_columns(labels, columns[count:], width)
+
+
+def print_summary(report: Any, next_command: str) -> None:
+    """Print the end of a training, a `commands.results.RunReport`."""
+    seconds = f" in {human_time(report.seconds)}" if report.seconds is not None else ""
+    rate = f", {human_rate(report.samples_per_s)} samples/s" if report.samples_per_s else ""
+    print_line(f"{report.model} is trained: {counted(report.step, 'step')}{seconds}{rate}")
+    if report.verdict:
+        print_line(report.verdict)
+    if report.best_step is not None:
+        print_line(f"best validation: {report.metric} {shown(report.best_value)} at step {report.best_step:,}")
+    if report.values:
+        _print_tested(report)
+    print_line()
+    print_line(f"{report.run}/: results.json metrics.jsonl log.txt sharding.json checkpoints/")
+    print_line(f"next: {next_command}")
+
+
+def _print_tested(report: Any) -> None:
+    print_line()
+    popularity = {f"popularity/{name}": value for name, value in report.popularity.items()}
+    tested = {"step": report.tested_step, "checkpoint": report.checkpoint}
+    print_values("test", {**report.values, **popularity, **tested}, report.reachable)
+    value, baseline = report.values.get(report.metric), report.popularity.get(report.metric)
+    if isinstance(value, float) and isinstance(baseline, float) and value < baseline:
+        print_line(
+            f"warning: {report.metric} {shown(value)} is less than ranking by popularity reaches, {shown(baseline)}. "
+            "Train longer (train.num_epochs), or change optim.dense.lr and optim.tables.lr."
+        )
+
+
+def print_comparison(found: Any) -> None:
+    """Print a `commands.compare.Comparison`, in 80 columns."""
+    for letter, run in zip("AB", found.runs, strict=True):
+        words = [run.run, run.model, state_text(run), human_time(run.seconds) if run.seconds is not None else ""]
+        for line in textwrap.wrap(f"{letter}  {', '.join(filter(None, words))}", 80, subsequent_indent="   "):
+            print_line(line)
+        for line in textwrap.wrap(run.verdict, 77):
+            print_line(f"   {line}")
+    for title, rows in {"config": found.config, "environment": found.environment}.items():
+        cells = [
+            [_cut(row.name, 36), *(_cut("-" if x is None else str(x), 20) for x in (row.a, row.b))] for row in rows
+        ]
+        print_line()
+        print_table([title, "A", "B"], cells) if cells else print_line(f"{title}: no difference")
+    if found.warning:
+        print_line()
+        print_line(f"warning: {found.warning}")
+    _print_measured(found.metrics_of, found.metrics, lambda row: f"{row.b - row.a:+.4f}", shown)
+    _print_measured("speed", found.speed, lambda row: f"{row.b / row.a:.2f}" if row.a else "", _short)
+    for name, curve in found.curves.items():
+        print_line()
+        rows = [[f"{step:,}", f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"] for step, a, b in curve]
+        print_table([f"step: {name}", "A", "B", "B - A"], rows)
+    print_line()
+    if found.last_common_step is not None:
+        first = found.first_difference
+        parted = "are equal" if first is None else f"differ from step {first:,} on"
+        print_line(f"losses at common steps {parted} (last: {found.last_common_step:,})")
+    rules = {found.metrics_of: found.noise_of_metrics, "speed": _NOISE_OF_SPEED if found.speed else ""}
+    for what, rule in rules.items():
+        for line in textwrap.wrap(f"noise ({what}): {rule}", 80, subsequent_indent="  ") if rule else ():
+            print_line(line)
+
+
+def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any) -> None:
+    cells = [[row.name, text(row.a), text(row.b), difference(row), "same" if row.is_same else ""] for row in rows]
+    header = [title, "A", "B", "B / A" if title == "speed" else "B - A", ""]
+    width = 3 if any(row.is_same is None for row in rows) else len(header)
+    if cells:
+        print_line()
+        print_table(header[:width], [row[:width] for row in cells])
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
