@@ -1,25 +1,23 @@
-"""The command line: parses flags, calls the function of the same name in `commands/`, prints what it returns."""
+"""The command line: calls the function of the same name in `commands/`, prints what it returns, and reports errors."""
 
 import contextlib
 import functools
 import gc
-import importlib
 import json
 import os
 import re
 import sys
 import traceback
-import typing
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from annotated_types import Gt
 
 import recmill  # imports each command at its first use
 from recmill import registry
+from recmill.commands.flags import Command, flags
 from recmill.environment import errors_directory, is_launched, process_environment
 from recmill.errors import ConfigError, ResourceError, as_user_error
 from recmill.launch.early import begin, end_with, leave, restore_default_signals
@@ -127,20 +125,6 @@ def _print_written(print_text: Callable[..., None], *values: Any) -> None:
         _discard_stdout()
 
 
-class _Command(click.Command):
-    """A command that also has the fields of `Options` in its module as flags. The module is imported for them."""
-
-    _has_flags = False
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        if not self._has_flags:
-            module = f"recmill.commands.{(self.name or '').replace('-', '_')}"
-            self.params += _flags(importlib.import_module(module).Options)
-            self.params.sort(key=lambda parameter: parameter.name == "as_json")  # --json comes last in the help
-            self._has_flags = True
-        return super().get_params(ctx)
-
-
 # By topic, the commands and what `recmill --help` says about them: at most 60 characters, so that 80 columns suffice.
 _TOPICS = {
     "Data": {
@@ -212,15 +196,15 @@ class _Datasets(click.Group):
             if cmd_name in registry.installed("dataset"):  # an installed package that is broken: the others can be used
                 return _broken_command(cmd_name, error)
             raise
-        flags: list[click.Parameter] = [
+        parameters: list[click.Parameter] = [
             click.Option(
                 ["--output"], required=True, help="Directory to write; it appears when the dataset is complete."
             ),
-            *_flags(module.Options),
+            *flags(module.Options),
             click.Option(["--overwrite"], is_flag=True, help="Replace an existing dataset."),
         ]
         summary = ((module.__doc__ or "").strip() or cmd_name).splitlines()[0]
-        return click.Command(cmd_name, callback=prepare, params=flags, help=module.__doc__, short_help=summary)
+        return click.Command(cmd_name, callback=prepare, params=parameters, help=module.__doc__, short_help=summary)
 
 
 def _broken_command(name: str, error: ConfigError) -> click.Command:
@@ -232,62 +216,6 @@ def _broken_command(name: str, error: ConfigError) -> click.Command:
     anything: list[click.Parameter] = [click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)]
     settings = {"ignore_unknown_options": True}
     return click.Command(name, settings, fail, anything, help=str(error), short_help="(cannot be used)")
-
-
-def _flags(options: Any) -> list[click.Option]:
-    return [_option(name, field) for name, field in options.model_fields.items()]
-
-
-def _option(name: str, field: Any) -> click.Option:
-    """Return the flag of a field of an `Options` class.
-
-    The values of a list are separated by commas, but a flag of type `list[str]` is repeated. The field's
-    `json_schema_extra` may hold other "flags" than the field's name, and a "metavar".
-    """
-    extra = field.json_schema_extra or {}
-    kind = _without_none(field.annotation)
-    is_repeated = field.annotation == list[str]
-    default = field.default
-    if isinstance(default, list) and not is_repeated:
-        default = ",".join(map(str, default))
-    return click.Option(
-        [name, *extra.get("flags", [f"--{name.replace('_', '-')}"])],
-        type=str if is_repeated else _click_type(kind, field),
-        multiple=is_repeated,
-        is_flag=True if kind is bool else None,  # False would mean that the value may be left out
-        **({"required": True} if field.is_required() else {"default": default}),
-        show_default=not is_repeated,
-        metavar=extra.get("metavar"),
-        help=field.description,
-    )
-
-
-def _without_none(annotation: Any) -> Any:
-    """Return the type without None and without constraints."""
-    if type(None) in typing.get_args(annotation):
-        annotation = next(part for part in typing.get_args(annotation) if part is not type(None))
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
-
-
-def _click_type(kind: Any, field: Any) -> Any:
-    if typing.get_origin(kind) is typing.Literal:
-        return click.Choice(typing.get_args(kind))
-    if typing.get_origin(kind) is list:
-        return _CommaList(int if _without_none(typing.get_args(kind)[0]) is int else str)
-    is_positive = kind is int and Gt(0) in field.metadata
-    return click.IntRange(min=1) if is_positive else kind
-
-
-class _CommaList(click.ParamType):
-    def __init__(self, kind: type[int] | type[str]) -> None:
-        self.name = "INTEGERS" if kind is int else "NAMES"
-        self._kind = kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int | str]:
-        try:
-            return [self._kind(part.strip()) for part in str(value).split(",")]
-        except ValueError:
-            self.fail(f"{value!r}: expected integers separated by commas, like 10,1000,50000.", param, ctx)
 
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -352,7 +280,7 @@ def commands(context: click.Context, debug: bool) -> None:
 commands.add_command(_Datasets("prepare", help="Make a prepared dataset."))
 
 
-@commands.command("download", cls=_Command)
+@commands.command("download", cls=Command)
 @click.argument("name", metavar="{movielens|goodreads|criteo}")
 @click.option("--output", required=True, type=click.Path(), help="Directory to write to: VARIANT/ or a file.")
 def download_command(name: str, output: str, **options: Any) -> None:
@@ -360,7 +288,7 @@ def download_command(name: str, output: str, **options: Any) -> None:
     _print_written(print, recmill.download(name, output, **options))
 
 
-@commands.command("split", cls=_Command)
+@commands.command("split", cls=Command)
 @click.option("--input", required=True, type=click.Path(), help="One raw log: plain, .gz or .zst.")
 @click.option("--output", required=True, type=click.Path(), help="Directory to write; it appears when it is complete.")
 def split_command(input: str, output: str, **options: Any) -> None:
@@ -368,14 +296,14 @@ def split_command(input: str, output: str, **options: Any) -> None:
     recmill.split(input, output, **options)
 
 
-@commands.command("adopt", cls=_Command)
+@commands.command("adopt", cls=Command)
 @click.argument("directory", type=click.Path())
 def adopt_command(directory: str, **options: Any) -> None:
     """Describe the npy or bin files of TorchRec's or MLPerf's scripts in DIRECTORY as a prepared dataset."""
     _print_written(printed.print_dataset, recmill.adopt(directory, **options))
 
 
-@commands.command("audit", cls=_Command)
+@commands.command("audit", cls=Command)
 @click.argument("dataset", type=click.Path())
 @_json
 def audit_command(dataset: str, as_json: bool, **options: Any) -> int:
@@ -385,7 +313,7 @@ def audit_command(dataset: str, as_json: bool, **options: Any) -> int:
     return 3 if report.num_failures else 0
 
 
-@commands.command("train", cls=_Command)
+@commands.command("train", cls=Command)
 @click.argument("config", type=click.Path())
 def train_command(config: str, run: str, **options: Any) -> None:
     """Train the model of CONFIG (a TOML file, or a name that `recmill configs list` shows) and test it.
@@ -406,7 +334,7 @@ def _print_trained(run: str) -> None:
         _print_written(printed_runs.print_summary, run_report(run), next_command(run))
 
 
-@commands.command("plan", cls=_Command)
+@commands.command("plan", cls=Command)
 @click.argument("config", required=False, type=click.Path())
 @click.option(
     "--calibrate",
@@ -431,7 +359,7 @@ def plan_command(config: str | None, calibrate: str | None, as_json: bool, **opt
     return 0 if report.fits else 5
 
 
-@commands.command("launch", cls=_Command)
+@commands.command("launch", cls=Command)
 @click.argument("config", type=click.Path())
 def launch_command(config: str, run: str, dry_run: bool, **options: Any) -> None:
     """Check a run of CONFIG, then start it with Slurm, PBS, Kubernetes, MPI, torchrun, torchx or on this machine."""
@@ -443,7 +371,7 @@ def launch_command(config: str, run: str, dry_run: bool, **options: Any) -> None
         start(launched)
 
 
-@commands.command("run-like", cls=_Command)
+@commands.command("run-like", cls=Command)
 @click.argument("program")
 @click.argument("arguments", metavar="-- ARGUMENTS...", nargs=-1, type=click.UNPROCESSED)
 def run_like_command(program: str, arguments: tuple[str, ...], run: str | None, procs: int, show: bool) -> None:
@@ -496,7 +424,7 @@ def cancel_command(run: str, now: bool) -> None:
     printed.print_cancelled(cancel(run, now=now))
 
 
-@commands.command("evaluate", cls=_Command)
+@commands.command("evaluate", cls=Command)
 @click.argument("run", type=click.Path())
 @_json
 def evaluate_command(run: str, split: Any, as_json: bool, **options: Any) -> None:
@@ -508,7 +436,7 @@ def evaluate_command(run: str, split: Any, as_json: bool, **options: Any) -> Non
         _print(values, as_json, lambda values: printed.print_values(split, values, best_of_run(run, split)))
 
 
-@commands.command("recommend", cls=_Command)
+@commands.command("recommend", cls=Command)
 @click.argument("run", type=click.Path())
 @_json
 def recommend_command(
@@ -534,14 +462,14 @@ def recommend_command(
         _print(recmill.recommend(run, history, users=users, **options), as_json, printed.print_recommendations)
 
 
-@commands.command("schema", cls=_Command)
+@commands.command("schema", cls=Command)
 @_prints(printed.print_schema)
 def schema_command(input: str, **options: Any) -> Any:
     """Guess what the columns of a click log are, and write a schema to edit, for `recmill prepare clicks`."""
     return recmill.guess_schema(input, **options)
 
 
-@commands.command("predict", cls=_Command)
+@commands.command("predict", cls=Command)
 @click.argument("run", type=click.Path())
 @_prints(printed.print_predictions, is_written=True)
 def predict_command(run: str, input: str, output: str, **options: Any) -> Any:
@@ -550,7 +478,7 @@ def predict_command(run: str, input: str, output: str, **options: Any) -> Any:
     return None if output == "-" else written
 
 
-@commands.command("tune", cls=_Command)
+@commands.command("tune", cls=Command)
 @click.argument("config", type=click.Path())
 @_prints(printed.print_study, lambda found: int(found["best"] is None), is_written=True)
 def tune_command(config: str, space: str, output: str, **options: Any) -> Any:
@@ -558,7 +486,7 @@ def tune_command(config: str, space: str, output: str, **options: Any) -> Any:
     return recmill.tune(config, space, output, **options)
 
 
-@commands.command("explain", cls=_Command)
+@commands.command("explain", cls=Command)
 @click.argument("run", type=click.Path())
 @_prints(printed.print_explanation)
 def explain_command(run: str, group: tuple[str, ...], **options: Any) -> Any:
@@ -568,7 +496,7 @@ def explain_command(run: str, group: tuple[str, ...], **options: Any) -> Any:
     return explanation(run, group=[*group], **options)
 
 
-@commands.command("items", cls=_Command)
+@commands.command("items", cls=Command)
 @click.argument("run", type=click.Path())
 @_prints(printed.print_items, is_written=True)
 def items_command(run: str, output: str, **options: Any) -> Any:
@@ -688,7 +616,7 @@ def configs_copy_command(name: str, destination: str) -> None:
     print(copy_config(name, destination))
 
 
-@commands.command("check-plugin", cls=_Command)
+@commands.command("check-plugin", cls=Command)
 @click.argument("name")
 @_prints(printed.print_outcomes, lambda outcomes: int(any(outcome.problem for outcome in outcomes)))
 def check_plugin_command(name: str, **options: Any) -> Any:
@@ -701,7 +629,7 @@ def check_plugin_command(name: str, **options: Any) -> Any:
     return check_plugin(name, **options)
 
 
-@commands.command("trace", cls=_Command)
+@commands.command("trace", cls=Command)
 @click.argument("run", required=False, type=click.Path())
 @_prints(printed.print_timeline, is_written=True)
 def trace_command(run: str | None, **options: Any) -> Any:
@@ -711,7 +639,7 @@ def trace_command(run: str | None, **options: Any) -> Any:
     return trace(run, **options)
 
 
-@commands.command("export-metrics", cls=_Command)
+@commands.command("export-metrics", cls=Command)
 @click.argument("run", type=click.Path())
 def export_metrics_command(run: str, **options: Any) -> None:
     """Write the metrics of RUN as a CSV file, or for TensorBoard, Weights & Biases (offline) or MLflow (SQLite)."""
@@ -731,14 +659,14 @@ def doctor_command(store: str | None) -> int:
     return 0 if would_work(checks) else 5
 
 
-@commands.command("plot", cls=_Command)
+@commands.command("plot", cls=Command)
 @click.argument("runs", nargs=-1, required=True, type=click.Path())
 def plot_command(runs: tuple[str, ...], **options: Any) -> None:
     """Draw the learning curves of RUNS: training loss and validation metrics by step or epoch."""
     _print_written(print, recmill.plot(*runs, **options))
 
 
-@commands.command("report", cls=_Command)
+@commands.command("report", cls=Command)
 @click.argument("runs", nargs=-1, required=True, type=click.Path())
 def report_command(runs: tuple[str, ...], **options: Any) -> None:
     """Write one HTML file about RUNS: curves, where the time went, machine, tables, config, how to reproduce it."""

@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt
 
 import recmill
 from recmill import cli
+from recmill.commands.flags import flags
 from recmill.config import Section
 from recmill.errors import DataError
 
@@ -33,7 +34,7 @@ class Options(Section):
 def parsed(*arguments: str) -> Any:
     """What a command with these options receives, or what the command line answers instead."""
     received: dict[str, Any] = {}
-    command = click.Command("test", callback=received.update, params=list(cli._flags(Options)))
+    command = click.Command("test", callback=received.update, params=[*flags(Options)])
     result = CliRunner().invoke(command, list(arguments))
     return result.output if result.exit_code or "--help" in arguments else received
 
