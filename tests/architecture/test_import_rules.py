@@ -67,10 +67,7 @@ TORCH_FREE = {
 }
 TORCH_FREE |= {"environment", "models", "observe", "protocols", "registry", "rng", "schema"}
 TORCH_FREE_MODULES = [
-    *(
-        f"recmill.commands.{name}"
-        for name in ("adopt", "audit", "checkpoint", "configs", "doctor", "download")
-    ),
+    *(f"recmill.commands.{name}" for name in ("adopt", "audit", "checkpoint", "configs", "doctor", "download")),
     *(f"recmill.commands.{name}" for name in ("evaluate", "export_metrics", "history", "plot", "prepare", "recommend")),
     *(f"recmill.commands.{name}" for name in ("check_plugin", "jobs", "launch", "report", "results", "split", "trace")),
     *(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recmill import prepare
-from recmill.config.sizes import parse_bytes
+from recmill.config.options import parse_bytes
 from recmill.errors import ConfigError
 
 from ..criteo_raw import dense_of, random_rows, stored, write_days, write_rows

@@ -10,9 +10,8 @@ import numpy as np
 
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Verify, dataset_checks
-from recmill.config.options import checked_options, given_path
+from recmill.config.options import checked_options, given_path, parse_bytes
 from recmill.config.sections import Section, key
-from recmill.config.sizes import parse_bytes
 from recmill.data.checks import BadValues, ClickChecks
 from recmill.data.click_rows import BLOCK_ROWS, Block, StoredDay, split_blocks
 from recmill.data.opening import open_dataset

@@ -1,6 +1,7 @@
 """Keyword arguments or command-line flags -> a validated `Options` model."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from recmill.config.sections import Section
 from recmill.errors import ConfigError, as_user_error
 from recmill.registry import unknown
 
+_MAX_SIZE_CHARACTERS = 50
 OptionsT = TypeVar("OptionsT", bound=Section)
 
 
@@ -48,3 +50,13 @@ def checked_options(command: str, options_class: type[OptionsT], options: dict[s
                 message = problem["msg"].replace("Input should be", "should be")
                 lines.append(f"--{key.replace('_', '-')}: {message}, got {problem['input']!r}.")
         raise ConfigError("\n".join(lines)) from None
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Return the bytes of a size like 4GB, 512 MB or 1.5GiB; `option` names it in the error."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if not match or len(text) > _MAX_SIZE_CHARACTERS:
+        raise ConfigError(f"{option} {text[:_MAX_SIZE_CHARACTERS]!r}: expected a size like 4GB or 512MB.")
+    number, unit, binary = match.groups()
+    exponent = " KMGT".index(unit.upper() or " ")
+    return int(float(number) * (1024 if binary else 1000) ** exponent)

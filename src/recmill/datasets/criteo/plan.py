@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recmill.config.options import given_path
-from recmill.config.sizes import parse_bytes
+from recmill.config.options import given_path, parse_bytes
 from recmill.data.click_rows import BLOCK_ROWS
 from recmill.datasets.click_log import ParsedLog
 from recmill.datasets.clicks import PARQUET_ROWS, dense_names, sparse_names, split_rows
