@@ -58,16 +58,14 @@ def process_environment(variables: Mapping[str, str] = os.environ) -> ProcessEnv
     Launchers run inside each other (torchrun in srun, mpirun in sbatch), so the innermost counts: our own, torchrun,
     MPI, Slurm. Raise ConfigError if variables are missing or contradict each other.
     """
-    place = _place(variables)
-    asked = _number(variables, _ASKED, place.size if place else 1, at_least=1)
-    if asked != (place.size if place else 1):
-        found = f"{place.launcher} started {place.size}" if place else "no launcher's variables are set here"
+    place = _place(variables) or _Place("", "RANK", 0, "WORLD_SIZE", 1, 0, 1)
+    asked = _number(variables, _ASKED, place.size, at_least=1)
+    if asked != place.size:
+        found = f"{place.launcher} started {place.size}" if place.launcher else "no launcher's variables are set here"
         raise ConfigError(
             f"{asked} processes were asked for ({_ASKED}), but {found}. Start one process per rank, with srun or "
             "mpiexec and the same numbers as the job, or with `recmill launch`."
         )
-    if place is None:
-        place = _Place("", "RANK", 0, "WORLD_SIZE", 1, 0, 1)
     local_rank, local_size = _local(place)
     restarts = _number(variables, "SLURM_RESTART_COUNT", 0)
     return ProcessEnvironment(
