@@ -49,19 +49,14 @@ class Curve:
             self._open = 1
             return
         self._open += 1
-        low, high = self._stretches[-1]
-        if y < low[1]:
-            self._stretches[-1] = (point, high)
-        elif y > high[1]:
-            self._stretches[-1] = (low, point)
+        self._stretches[-1] = _merged(self._stretches[-1], (point, point))
 
     @property
     def points(self) -> list[Point]:
         """The points to draw, with the first and the last of all."""
         if self.first is None or self.last is None:
             return []
-        found = {self.first, self.last, *(point for stretch in self._stretches for point in stretch)}
-        return sorted(found)
+        return sorted({self.first, self.last, *(point for stretch in self._stretches for point in stretch)})
 
 
 def _merged(a: tuple[Point, Point], b: tuple[Point, Point]) -> tuple[Point, Point]:
