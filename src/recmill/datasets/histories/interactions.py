@@ -93,12 +93,6 @@ class InteractionsPlan:
         return {**options, "files": files, **self._frame}
 
     @property
-    def chosen_filters(self) -> set[str]:
-        """The filters that are not the default ones."""
-        changed = self.options.model_dump(exclude_defaults=True)
-        return {name for name in changed if name.startswith(("min_", "max_", "k_core", "only_"))}
-
-    @property
     def inputs(self) -> dict[str, Any]:
         files = {str(path.absolute()): file_state(path) for path in self.files}
         return {**files, **self._frame}
@@ -129,7 +123,9 @@ def write(plan: InteractionsPlan, work: Work) -> Description:
         steps = "".join(f"\n  {note}" for note in notes)
         source = "input" if plan.frame_digest else plan.files[0]
         text = f"{source}: none of {read['rows']:,} interactions is left:{steps}\nRelax the filters."
-        raise ConfigError(text) if plan.chosen_filters else DataError(text)
+        changed = plan.options.model_dump(exclude_defaults=True)
+        has_filters = any(name.startswith(("min_", "max_", "k_core", "only_")) for name in changed)
+        raise ConfigError(text) if has_filters else DataError(text)
     _write_arrays(work.data, buckets, kept, plan.has_time)
     user_table = _kept_ids(users, kept.users, first_id=0)
     item_table = _kept_ids(items, kept.items, first_id=1)
