@@ -219,10 +219,8 @@ class ShardingSection(Section):
         """Return the types by the config key that requests them."""
         if self.mode == "ddp":
             return {"sharding.mode": "data_parallel"}
-        return {
-            "sharding.default": self.default,
-            **{f"sharding.tables.{name}": kind for name, kind in self.tables.items()},
-        }
+        of_tables = {f"sharding.tables.{name}": kind for name, kind in self.tables.items()}
+        return {"sharding.default": self.default, **of_tables}
 
     def contradictions(self) -> list[str]:
         problems = []

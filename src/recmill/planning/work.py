@@ -72,9 +72,7 @@ class _Tables:
     row_values: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     ids: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     vectors: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # and as much for their gradients
-    added: dict[int, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # within a machine, before they are sent
+    added: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # in a machine, before they are sent
     replicated: int = 0  # bytes of tables that every rank holds
     kinds: set[str] = field(default_factory=set)  # each has exchanges of its own
 
