@@ -64,11 +64,11 @@ def _run(arguments: list[str]) -> int:
             _print_error("".join(traceback.format_exception(error)))
         known = as_user_error(error)
         if known is None:
-            name = type(error).__name__
+            fact = f"{type(error).__name__}: {error}"
             if place := registry.place_in_plugin(error):
-                _print_error(f"recmill: error: {place}{name}: {error}\nRun again with {_DEBUG} to see the traceback.")
-                return 1
-            _print_error(f"recmill: internal error; please report it with {_DEBUG} output: {name}: {error}")
+                _print_error(f"recmill: error: {place}{fact}\nRun again with {_DEBUG} to see the traceback.")
+            else:
+                _print_error(f"recmill: internal error; please report it with {_DEBUG} output: {fact}")
             return 1
         hint = f"\nRun again with {_DEBUG} to see the traceback." if isinstance(error, WorkerError) else ""
         _print_error(f"recmill: {known.kind}: {known}{hint}")
@@ -82,19 +82,17 @@ def _with_key(error: click.NoSuchOption, command: click.Command) -> click.UsageE
     flags = {parameter.name: parameter for parameter in command.params if parameter.name}
     name = error.option_name.lstrip("-").replace("-", "_")
     arguments = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
+    hint = ""
     if error.ctx and any(name == argument.name for argument in arguments):
         usage = " ".join([error.ctx.command_path, *(argument.make_metavar(error.ctx) for argument in arguments)])
-        fact = f"No such option '{error.option_name}'. Give {name.upper()} without a flag: {usage}"
-        return click.UsageError(fact, error.ctx)
-    if "procs" in flags and _PROCESSES.fullmatch(name):
+        hint = f"Give {name.upper()} without a flag: {usage}"
+    elif "procs" in flags and _PROCESSES.fullmatch(name):
         hint = (
             "Did you mean '--procs N'? It is the number of processes on a machine; each uses one GPU, if there are any."
         )
-        return click.UsageError(f"No such option '{error.option_name}'. {hint}", error.ctx)
-    if "overrides" in flags and (key := meant_key(name, [*flags])):
-        fact = f"No such option '{error.option_name}'. Did you mean '--set {key}=VALUE'?"
-        return click.UsageError(fact, error.ctx)
-    return error
+    elif "overrides" in flags and (key := meant_key(name, [*flags])):
+        hint = f"Did you mean '--set {key}=VALUE'?"
+    return click.UsageError(f"No such option '{error.option_name}'. {hint}", error.ctx) if hint else error
 
 
 def _rank() -> int:
