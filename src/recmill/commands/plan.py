@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -150,7 +151,7 @@ def check_fits(config: Config, dataset: Dataset, site: Site) -> None:
         case = plan_case(config, dataset, site)
         if case.planned.fits:
             return
-        changes = find_changes(config, case, site.nodes, _tried(config, dataset, site))
+        changes = find_changes(config, case, site.nodes, partial(_try_plan, config, dataset, site))
     help_text = f" It fits with {changes[0]}." if changes else ""
     raise ResourceError(f"{does_not_fit(case.planned, case.request, case.machines)}{help_text}")
 
@@ -177,19 +178,14 @@ def plan_case(config: Config, dataset: Dataset, site: Site) -> "Case":
     return Case(network, request, machines, planned, _average_sample(config, dataset))
 
 
-def _tried(config: Config, dataset: Dataset, site: Site) -> "Callable[[Change], Case]":
-    """Return a function that plans with a change."""
+def _try_plan(config: Config, dataset: Dataset, site: Site, change: "Change") -> "Case":
+    from recmill.tables.slots import plan_caches
 
-    def try_plan(change: "Change") -> "Case":
-        from recmill.tables.slots import plan_caches
-
-        changed = load_config(config.as_dict(), change.overrides)
-        case = plan_case(changed, dataset, replace(site, nodes=change.nodes or site.nodes))
-        if case.request.cached:
-            plan_caches(case.planned.sharding, case.request, case.machines.world_size)  # ConfigError: too small
-        return case
-
-    return try_plan
+    changed = load_config(config.as_dict(), change.overrides)
+    case = plan_case(changed, dataset, replace(site, nodes=change.nodes or site.nodes))
+    if case.request.cached:
+        plan_caches(case.planned.sharding, case.request, case.machines.world_size)  # ConfigError: too small
+    return case
 
 
 def _dataset(config: Config, options: Options) -> tuple[Dataset, str, int]:
@@ -273,7 +269,7 @@ def _report(
         fits=fits,
         tables=tables,
         ranks=ranks,
-        changes=[] if fits else find_changes(config, case, site.nodes, _tried(config, dataset, site)),
+        changes=[] if fits else find_changes(config, case, site.nodes, partial(_try_plan, config, dataset, site)),
         step=step,
         samples_per_s=settings.train.global_batch_size / step.total,
         run=run,
