@@ -108,7 +108,12 @@ def test_validation_that_has_not_improved_for_half_the_run_is_reported_once() ->
     assert found[1][0].startswith("validation has not improved since step 20 (0.7000), for 50% of the run.")
 
 
-def test_a_run_that_patience_ends_is_not_told_to_set_it() -> None:
-    advice = ValidationAdvice(RunSteps(100, 10), patience=5)
-    (text,) = advice.after(Position(step=60, best=0.5, best_step=10), 0.4, None)
-    assert text.endswith("checkpoint.keep_best keeps the best checkpoint, and eval.patience = 5 ends such a run.")
+def test_only_keys_that_are_not_set_are_suggested() -> None:
+    def found(patience: int, keeps_best: bool) -> list[str]:
+        advice = ValidationAdvice(RunSteps(100, 10, patience=patience), keeps_best=keeps_best)
+        return [*advice.after(Position(step=60, best=0.5, best_step=10), 0.4, None)]
+
+    assert ". Set checkpoint.keep_best=true to test the best step and eval.patience='25%' to end" in found(0, False)[0]
+    assert ". Set eval.patience='25%' to end such runs early; both" in found(0, True)[0]
+    assert ". Set checkpoint.keep_best=true to test the best step; both" in found(9, False)[0]
+    assert found(9, True) == []

@@ -88,14 +88,14 @@ def test_mistakes_in_the_model_s_own_section_are_found_with_the_others() -> None
         *(
             (
                 schedule(name="linear", warmup_steps=value),
-                f"warmup_steps': should be a number of steps, or a share of the run like '10%', got {value!r}.",
+                f"warmup_steps': should be a whole number, or a share of the run like '10%', got {value!r}.",
             )
             for value in (0.1, -1, True, "0%", "101%", "10 %", "10", "1e1%", "to the end")
         ),
-        ({**GOOD, "eval": {"every_steps": 0.1}}, "'eval.every_steps': should be a number of steps, or a share"),
+        ({**GOOD, "eval": {"every_steps": 0.1}}, "'eval.every_steps': should be a whole number, or a share"),
         (
             schedule(name="linear", decay_steps="the end"),
-            "'optim.schedule.decay_steps': should be a number of steps, or",
+            "'optim.schedule.decay_steps': should be a whole number, or",
         ),
     ],
 )
@@ -519,7 +519,7 @@ def test_an_error_names_the_variable_that_caused_it() -> None:
     for line in (
         "RECMILL__TRAIN__SEDE: unknown key 'train.sede'. Did you mean 'train.seed'?",
         "RECMILL__OPTIM=2: 'optim' is a section: set its keys one by one.",
-        "RECMILL__EVAL__PATIENCE: 'eval.patience': should be a valid integer",
+        "RECMILL__EVAL__PATIENCE: 'eval.patience': should be a whole number, or a share of the run like '10%'",
         "--set: 'checkpoint.keep': should be greater than",
     ):
         assert line in str(caught.value)

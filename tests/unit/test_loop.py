@@ -33,13 +33,15 @@ def test_validation_is_due_every_n_steps_or_after_each_epoch_or_both() -> None:
 
 def test_a_target_or_patience_ends_training_early() -> None:
     at = Position(step=30, best=0.75, best_step=10, worse_evals=2)
-    assert loop.early_end(at, EvalSection()) is None
-    assert loop.early_end(at, EvalSection(target_auroc=0.76, patience=3)) is None
-    assert loop.early_end(at, EvalSection(target_auroc=0.75)) == (
+    assert loop.early_end(at, EvalSection(), 0) is None
+    assert loop.early_end(at, EvalSection(target_auroc=0.76, patience=3), 3) is None
+    assert loop.early_end(at, EvalSection(target_auroc=0.75), 0) == (
         "validation reached auroc 0.75000, eval.target_auroc is 0.75"
     )
-    assert loop.early_end(at, EvalSection(patience=2)) == ("no better validation than at step 10 for eval.patience = 2")
-    assert loop.early_end(Position(), EvalSection(target_auroc=0.5)) is None, "nothing was validated yet"
+    reached = "no better validation than at step 10 for eval.patience = 2"
+    assert loop.early_end(at, EvalSection(patience=2), 2) == reached
+    assert loop.early_end(at, EvalSection(patience="25%"), 2) == f"{reached} (25% of the run)"
+    assert loop.early_end(Position(), EvalSection(target_auroc=0.5), 0) is None, "nothing was validated yet"
 
 
 def test_batches_are_taken_in_stretches_that_end_at_validations_and_at_the_end() -> None:

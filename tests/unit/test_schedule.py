@@ -49,6 +49,16 @@ def test_a_short_run_validates_and_saves_at_most_every_50_steps_or_5_times(
     assert run_steps(settings({}, eval={"every_steps": 3}), steps).validation == 3, "a number of steps is as it is"
 
 
+def test_patience_as_a_share_of_the_run_is_a_number_of_validations_rounded_up() -> None:
+    def patience(steps: int, **eval: Any) -> int:
+        return run_steps(settings({}, eval=eval), steps).patience
+
+    assert patience(282, every_steps="5%", patience="25%") == 2, "71 steps, a validation every 50"
+    assert patience(2000, every_steps="5%", patience="25%") == 5
+    assert patience(100, patience="25%") == 1, "25 steps of an epoch of 100"
+    assert patience(2000, every_steps="5%", patience=7) == 7
+
+
 @pytest.mark.parametrize(
     ("validation", "checkpoint", "expected"),
     [

@@ -377,7 +377,7 @@ def _train(
         for line in run.read_metrics()
         if line.get("split") == "val" and (value := number(line.get(str(line.get("headline"))))) is not None
     }
-    validation_advice = advice.ValidationAdvice(steps, earlier_values, settings.eval.patience)
+    validation_advice = advice.ValidationAdvice(steps, earlier_values, settings.checkpoint.keep_best)
 
     def evaluate(split: str, at: Position) -> None:
         nonlocal popularity
@@ -449,7 +449,7 @@ def _train(
         is_success = not settings.eval.target_auroc or (at.best or 0.0) >= settings.eval.target_auroc
         mlperf.stop(at.step, "success" if is_success else "aborted")
     reach("train.end")
-    early = early_end(at, settings.eval)
+    early = early_end(at, settings.eval, steps.patience)
     end = early or "all steps done"
     if world.is_main:
         extra = {} if early else {"console": ""}  # the summary says the same

@@ -30,7 +30,7 @@ def _checked_steps(value: Any) -> int | str:
         return value
     if isinstance(value, str) and _SHARE.fullmatch(value) and 0 < Fraction(value[:-1]) <= 100:
         return value
-    raise PydanticCustomError("steps", "should be a number of steps, or a share of the run like '10%'")
+    raise PydanticCustomError("steps", "should be a whole number, or a share of the run like '10%'")
 
 
 # No fractions like 0.1: 1.0 would be the complete run, and 1 a step.
@@ -441,7 +441,9 @@ class EvalSection(Section):
     each_epoch: bool = key(False, "If every_steps is set, validate after each epoch as well.")
     before_training: bool = key(False, "Validate before the first step, as a baseline (step 0).")
     target_auroc: float = key(0.0, "Stop when validation reaches this AUROC (clicks); 0: off.", ge=0.0, le=1.0)
-    patience: NonNegativeInt = key(0, "Stop after N validations without an improvement; 0: off.")
+    patience: Steps = key(
+        0, "Stop after N validations without an improvement, or after a share of the run like '25%'; 0: off."
+    )
     protocols: list[RankingProtocol] = key(
         ["full", "pop100"], "How targets are ranked: full, pop<N>, uni<N> (histories only).", min_length=1
     )

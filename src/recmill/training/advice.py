@@ -58,7 +58,8 @@ def _first_step_without_rate(optim: OptimSection, steps: RunSteps) -> int:
 def on_resume(optim: OptimSection, before: RunSteps, now: RunSteps, step: int) -> Iterator[str]:
     """Yield a warning if a changed number of steps changes the learning rate of the next step."""
     then, next_rate = (learning_rate(optim.schedule, steps, optim.dense.lr, step) for steps in (before, now))
-    if replace(before, total=now.total, validation=now.validation, checkpoint=now.checkpoint) != now:
+    unrelated = {name: getattr(now, name) for name in ("total", "validation", "checkpoint", "patience")}
+    if replace(before, **unrelated) != now:
         yield (
             f"the run had {before.total:,} steps and now has {now.total:,}, and optim.schedule has shares of the run: "
             f"the learning rate of step {step + 1:,} is {next_rate:.3g} instead of {then:.3g}. To keep it, leave "
@@ -69,9 +70,9 @@ def on_resume(optim: OptimSection, before: RunSteps, now: RunSteps, step: int) -
 class ValidationAdvice:
     """Warnings about validation results, each at most once per run. `earlier`: results by step, before a resume."""
 
-    def __init__(self, steps: RunSteps, earlier: Mapping[int, float] | None = None, patience: int = 0) -> None:
+    def __init__(self, steps: RunSteps, earlier: Mapping[int, float] | None = None, keeps_best: bool = False) -> None:
         self._steps = steps
-        self._patience = patience  # eval.patience
+        self._keeps_best = keeps_best
         self._earlier = earlier or {}
         self._given: set[str] = set()
 
@@ -91,17 +92,15 @@ class ValidationAdvice:
         since_best = at.step - at.best_step
         was_long = 2 * (max(self._earlier, default=0) - at.best_step) >= self._steps.total
         if at.best is not None and 2 * since_best >= self._steps.total and not was_long:
-            end = (
-                f"eval.patience = {self._patience} ends such a run."
-                if self._patience
-                else "eval.patience ends such a run: stop it with Ctrl-C, and resume it with --set eval.patience=3."
-            )
-            yield from self._once(
-                "best",
-                f"validation has not improved since step {at.best_step:,} ({at.best:.4f}), for "
-                f"{since_best / self._steps.total:.0%} of the run. checkpoint.keep_best keeps the best checkpoint, and "
-                + end,
-            )
+            remedies = [] if self._keeps_best else ["checkpoint.keep_best=true to test the best step"]
+            remedies += [] if self._steps.patience else ["eval.patience='25%' to end such runs early"]
+            if remedies:
+                yield from self._once(
+                    "best",
+                    f"validation has not improved since step {at.best_step:,} ({at.best:.4f}), for "
+                    f"{since_best / self._steps.total:.0%} of the run. Set {' and '.join(remedies)}; both may change "
+                    "when a run is resumed.",
+                )
 
     def _once(self, name: str, text: str) -> Iterator[str]:
         if name not in self._given:

@@ -99,7 +99,7 @@ def fit(
         agreed = _agreed(batches, flags, world, _sums_ahead(world.device), recorder)
         profiled = ProfiledSteps(sections.observe.profile_steps, recorder.directory, world.rank, world.device)
         recorder.begin(start.step)
-        while position.step < num_steps and not early_end(position, sections.eval):
+        while position.step < num_steps and not early_end(position, sections.eval, sections.steps.patience):
             parts.heartbeat.beat("training", position.step)
             reach("train.step", position.step)
             if profiled.before(position.step):
@@ -175,12 +175,16 @@ def fit(
         return position, signal
 
 
-def early_end(position: Position, section: EvalSection) -> str | None:
-    """Return why training ends early, if it does. Only `position` decides, so a resumed run ends at the same step."""
+def early_end(position: Position, section: EvalSection, patience: int) -> str | None:
+    """Return why training ends early, if it does. Only `position` decides, so a resumed run ends at the same step.
+
+    `patience`: validations without an improvement that end the run.
+    """
     if section.target_auroc and position.best is not None and position.best >= section.target_auroc:
         return f"validation reached auroc {position.best:.5f}, eval.target_auroc is {section.target_auroc}"
-    if section.patience and position.worse_evals >= section.patience:
-        return f"no better validation than at step {position.best_step:,} for eval.patience = {section.patience}"
+    if patience and position.worse_evals >= patience:
+        share = f" ({section.patience} of the run)" if isinstance(section.patience, str) else ""
+        return f"no better validation than at step {position.best_step:,} for eval.patience = {patience}{share}"
     return None
 
 

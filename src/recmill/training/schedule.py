@@ -25,6 +25,7 @@ class RunSteps:
     step_size: int = 0
     validation: int = 0  # between two validations; 0: an epoch
     checkpoint: int = 0
+    patience: int = 0  # validations without an improvement that end the run; 0: it is not ended
 
     @property
     def described(self) -> str:
@@ -63,7 +64,13 @@ def run_steps(settings: Settings, batches_per_epoch: int) -> RunSteps:
         step_size=number_of_steps(schedule.step_size, total),
         validation=validation,
         checkpoint=checkpoint,
+        patience=_patience(settings.eval.patience, total, validation or batches_per_epoch),
     )
+
+
+def _patience(value: int | str, total: int, interval: int) -> int:
+    """Return eval.patience as a number of validations: a share of the run is rounded up."""
+    return math.ceil(number_of_steps(value, total) / interval) if isinstance(value, str) else value
 
 
 def _intervals(settings: Settings, total: int) -> tuple[int, int]:
