@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.text import Text
 
 import recmill  # imports each command at its first use
 from recmill import registry
@@ -24,6 +25,7 @@ from recmill.launch.early import begin, end_with, leave, restore_default_signals
 from recmill.launch.failures import WorkerError, report_failure
 from recmill.launch.processes import needs_worker
 from recmill.observe import printed, printed_plan, printed_runs
+from recmill.observe.progress import CONSOLE
 
 _PROCESSES = re.compile(r"(n|num_)?_?gpus?|nproc(_per_node|s)?|(num_)?(workers|processes)|world_size|devices")
 _DEBUG = "--debug"  # accepted anywhere on the command line
@@ -106,7 +108,13 @@ def _print_error(text: str) -> None:
     rank = _rank()
     with contextlib.suppress(OSError):  # nobody reads stderr
         text = printed.escaped(f"[rank {rank}] {text}" if rank else text, keep="\n\t")
-        print(printed.fitted(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+        if not sys.stderr.isatty():
+            print(text, file=sys.stderr, flush=True)
+            return
+        kind = re.match(r"recmill: [a-z ]+: ", text)
+        shown = Text(printed.fitted(text))
+        shown.stylize("bold red", 0, kind.end() if kind else 0)
+        CONSOLE.print(shown)
 
 
 def _discard_stdout() -> None:
@@ -340,8 +348,9 @@ def _print_trained(run: str) -> None:
     metavar="FILE",
     help="Measure this machine instead, and write a file for --device.",
 )
+@click.option("--details", is_flag=True, help="Print all tables, and the facts about the device as well.")
 @_json
-def plan_command(config: str | None, calibrate: str | None, as_json: bool, **options: Any) -> int:
+def plan_command(config: str | None, calibrate: str | None, details: bool, as_json: bool, **options: Any) -> int:
     """Plan a run of CONFIG for given machines: memory, speed, time. Exits with 5 if the tables do not fit."""
     from recmill.commands.calibrate import calibrate_machine
 
@@ -353,7 +362,7 @@ def plan_command(config: str | None, calibrate: str | None, as_json: bool, **opt
         return 0
     assert config is not None
     report = recmill.plan(config, **options)
-    _print(report.as_dict(), as_json, lambda _: printed_plan.print_plan(report))
+    _print(report.as_dict(), as_json, lambda _: printed_plan.print_plan(report, details))
     return 0 if report.fits else 5
 
 

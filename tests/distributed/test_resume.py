@@ -210,7 +210,7 @@ def test_a_finished_run_is_kept_and_guarded(dlrm: dict[str, Any], tmp_path: Path
     assert len(metric_lines(run)) == before == 4  # two losses, val, test
     with pytest.raises(ConfigError, match=r"train.seed: 1 -> 2"):
         group.train(dlrm, run, overrides=["train.seed=2"])
-    with pytest.raises(ConfigError, match=rf"optim.dense.lr: .* -> 0.5\nTo continue .*: --run NEW --init-from {run}"):
+    with pytest.raises(ConfigError, match=rf"optim.dense.lr: .* -> 0.5\nTo train .*: --init-from {run} as well"):
         group.train(dlrm, run, overrides=["optim.dense.lr=0.5"])
     with pytest.raises(
         ConfigError, match=rf"^{run} is a run of dlrm on .*, not of logistic on .*\. Choose another --run\.$"

@@ -4,6 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from recmill.commands.assemble import open_directory
 from recmill.commands.keywords import checked_keywords
 from recmill.config.options import given_path
 from recmill.data.frames import Kind, converted
@@ -40,6 +41,8 @@ def history(run: str | Path, frame: Kind = "polars") -> "AnyFrame":
     directory = RunDirectory(given_path(run, "RUN"))
     lines = directory.read_metrics()
     if not lines:
+        if not directory.path.is_dir():
+            open_directory(run)  # it says what is wrong
         raise CheckpointError(f"{directory.metrics_file}: no metrics yet. Train first: recmill train.")
     names = dict.fromkeys(["step", "epoch", "split", "time", *(name for line in lines for name in line)])
     columns = {}

@@ -141,8 +141,8 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
             raise ConfigError(f"{directory.path} is a run of {theirs}, not of {ours}. Choose another --run.")
         facts = "\n  ".join([f"{directory.path} was started with another config:", *changed])
         raise ConfigError(
-            f"{facts}\nTo continue from its weights with other settings: --run NEW --init-from {directory.path}\n"
-            "To resume it, use its own config.toml."
+            f"{facts}\nTo train with these settings: another --run; to start it from this run's weights: --init-from "
+            f"{directory.path} as well.\nTo resume this run, use its own config.toml."
         )
     if saved is not None and (most := checked.settings.train.max_steps):
         step = directory.saved_step()
@@ -404,7 +404,8 @@ def _train(
         if mlperf:
             mlperf.validated(at.step, began, value)
         _log_validation(at, results["val"], parts)
-        for text in validation_advice.after(at, value, popularity) if world.is_main else ():
+        entropy = number(results["val"].get("normalised_entropy"))
+        for text in validation_advice.after(at, value, popularity, entropy) if world.is_main else ():
             _warn(text)
         return at
 

@@ -21,7 +21,7 @@ from recmill.config import Config, load_config, to_toml
 from recmill.config.load import Overrides, override_texts, read_toml
 from recmill.config.options import checked_options, given_path
 from recmill.config.sections import Section
-from recmill.errors import ConfigError, ResourceError
+from recmill.errors import ConfigError, ResourceError, did_you_mean_path
 from recmill.files.atomic import write_json, write_text
 from recmill.files.locks import exclusive_lock, is_holder_gone
 from recmill.launch.processes import variables
@@ -141,6 +141,8 @@ def _read_space(path: Path, base: Config) -> dict[str, Parameter]:
     """Read and check a space: the config must be valid with both ends of each range, and with each choice."""
     found: dict[str, Parameter] = {}
     problems = []
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file. {did_you_mean_path(path)}--space is a TOML file of the keys to vary.")
     for key, values in _flat(read_toml(path)):
         try:
             if not isinstance(values, dict):
@@ -154,7 +156,8 @@ def _read_space(path: Path, base: Config) -> dict[str, Parameter]:
             first = error.errors()[0]
             problems.append(f"  '{key}': {'.'.join(map(str, first['loc']))}: {first['msg']}")
         except ConfigError as error:
-            problems.append(f"  '{key}': {str(error).replace('--set: ', '')}")  # the user gave no --set
+            text, named = str(error).replace("--set: ", ""), f"'{key}'"  # the user gave no --set
+            problems.append(f"  {text}" if named in text else f"  {named}: {text}")
     if problems:
         raise ConfigError(f"{path}: {counted(len(problems), 'problem')} in the space:\n" + "\n".join(problems))
     if not found:
@@ -240,7 +243,7 @@ class _Study:
         words = ["train", str(self._directory / "config.toml"), "--run", str(run), "--procs", str(self._options.procs)]
         for text in [*override_texts(values), *_SEPARATE_TEST]:
             words += ["--set", text]
-        log.info("trial %d: %s", trial.number, ", ".join(override_texts(values)))
+        log.info("trial %d: %s", trial.number, ", ".join(f"{key}={_short(value)}" for key, value in values.items()))
         with _output(run).open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "recmill", *words, "--no-verify"],
@@ -267,16 +270,25 @@ class _Study:
                 return False
             job.process.terminate()
             job.process.wait()
-            job.trial.set_user_attr("reason", f"stopped after {len(validations)} validations")
+            reason = f"stopped after {counted(len(validations), 'validation')}"
+            job.trial.set_user_attr("reason", reason)
             self._study.tell(job.trial, state=states.PRUNED)
+            log.info("trial %d %s: %.4f is below the median", job.trial.number, reason, max(validations))
         elif code == 0 and validations:
             self._study.tell(job.trial, max(validations))
+            best = self._study.best_trial
+            reached = f"trial {job.trial.number} reached {max(validations):.4f}"
+            log.info("%s; best: %.4f of trial %d", reached, best.value, best.number)
         else:
             reason = str(job.run.read_status().get("reason") or _last_line(_output(job.run.path)))
             job.trial.set_user_attr("reason", reason)
             self._study.tell(job.trial, state=states.FAIL)
             log.warning("trial %d failed: %s", job.trial.number, reason)
         return True
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _values(params: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def _described(path: Path) -> Dataset:
         text = read_small(path / DESCRIPTION_FILE)
         return Dataset(path, from_json(text), fingerprint=xxhash.xxh3_128_hexdigest(text))
     except FileNotFoundError:
+        if (path / "config.toml").is_file():
+            raise DataError(f"{path} is a run: its dataset is the data.path in {path / 'config.toml'}.") from None
         raise DataError(
             f"{path}: no {DESCRIPTION_FILE}, so this is not a complete prepared dataset "
             f"(it is written last). Move it away, then prepare it again: recmill prepare NAME --output {path}."

@@ -10,6 +10,7 @@ from pathlib import Path
 from recmill.observe.printed import escaped, fitted
 from recmill.observe.progress import CONSOLE, show_progress
 
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}  # on a terminal
 _NOISY = ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace", "torch.distributed")
 
 
@@ -29,7 +30,7 @@ class _ConsoleHandler(logging.Handler):
         text = self.format(record) if short is None else escaped(short, keep="\n")
         if text:
             with contextlib.suppress(OSError):  # a closed terminal does not end a run; log.txt has every line
-                CONSOLE.print(fitted(text) if CONSOLE.is_terminal else text)
+                CONSOLE.print(fitted(text) if CONSOLE.is_terminal else text, style=_STYLES.get(record.levelno))
 
 
 def set_up_console() -> None:

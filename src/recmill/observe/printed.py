@@ -68,6 +68,26 @@ def print_table(header: Row, rows: Sequence[Row]) -> None:
         print_line(line, last)
 
 
+def print_columns(labels: Row, columns: Sequence[Row]) -> None:
+    """Print the labels and as many columns as the terminal has place for, then again with the next ones."""
+    width = shutil.get_terminal_size((10_000, 0)).columns
+    count = len(columns)
+    while count > 1 and any(
+        len(line) > width for line in table_lines(list(zip(labels, *columns[:count], strict=True)))
+    ):
+        count -= 1
+    header, *rows = zip(labels, *columns[:count], strict=True)
+    print_table(header, rows)
+    if columns[count:]:
+        print_line()
+        print_columns(labels, columns[count:])
+
+
+def print_command(before: str, command: str) -> None:
+    """Print a command without line breaks, which would end it where it is pasted."""
+    print(f"{escaped(before)}{escaped(command)}")
+
+
 def print_dataset(description: dict[str, Any]) -> None:
     size = human_bytes(sum(file["bytes"] for file in description["files"].values()))
     if description["kind"] == "clicks":
@@ -183,7 +203,8 @@ def print_schema(guessed: dict[str, Any]) -> None:
     print_table(["column", "guess", "why"], [list(row.values()) for row in guessed["columns"]])
     if guessed["output"]:
         words = ["--schema", guessed["output"], "--input", guessed["input"], "--output", "data/mine"]
-        print_line(f"check {guessed['output']}, then: {shlex.join(['recmill', 'prepare', 'clicks', *words])}")
+        print_line(f"check {guessed['output']}, then:")
+        print_command("", shlex.join(["recmill", "prepare", "clicks", *words]))
         return
     for line in ["", *guessed["schema"].splitlines()]:
         print_line(line)
@@ -233,7 +254,7 @@ def print_study(found: dict[str, Any]) -> None:
         print_line("no trial was completed: see what they printed, trials/NUMBER.txt")
         return
     print_line(f"best: trial {found['best']}, whose config is {found['config']}")
-    print_line(f"next: {found['next']}")
+    print_command("next: ", found["next"])
 
 
 def print_explanation(found: dict[str, Any]) -> None:

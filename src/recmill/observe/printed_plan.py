@@ -3,44 +3,60 @@
 from collections.abc import Sequence
 from typing import Any
 
-from recmill.observe.printed import counted, print_line, print_table
+from recmill.observe.printed import counted, print_columns, print_line, print_table
 from recmill.observe.progress import human_bytes, human_rate, human_time
 
+_LARGEST = 5  # tables that are shown
 _HELD = {name: name for name in ("rows", "state", "gradients", "cache")} | {"looked_up": "activations", "ids": "ids"}
 
 
-def print_plan(report: Any) -> None:
-    """Print a `commands.plan.PlanReport`."""
+def print_plan(report: Any, has_details: bool) -> None:
+    """Print a `commands.plan.PlanReport`; with details, all tables and the facts about the device as well."""
     site = report.site
     machines = f"{counted(site.nodes, 'machine')} with {counted(site.procs, 'process')}{' each' * (site.nodes > 1)}"
     print_line(f"{report.config} on {machines}, {report.device}; rows of tables: {report.sizes_from}")
     print_line()
     held = [name for name in _HELD if any(getattr(table.bytes, name) for table in report.tables)]
-    tables = sorted(report.tables, key=lambda table: -table.bytes.total)
+    largest = sorted(report.tables, key=lambda table: -table.bytes.total)
+    tables = largest if has_details else largest[:_LARGEST]
     rows = [
         [t.table, f"{t.rows:,}", str(t.dim), t.sharding, t.ranks, *(_mb(getattr(t.bytes, name)) for name in held)]
         for t in tables
     ]
-    print_table(["table", "rows", "dim", "sharding", "process", *(f"MB of {_HELD[name]}" for name in held)], rows)
+    if len(tables) < len(largest):
+        sums = [_mb(sum(getattr(t.bytes, name) for t in largest)) for name in held]
+        rows.append([f"all {len(largest)}", f"{sum(t.rows for t in largest):,}", "", "", "", *sums])
+    names = [_HELD[name] for name in held]
+    print_table(["table", "rows", "dim", "sharding", "process", f"MB of {names[0]}", *names[1:]], rows)
     print_line()
-    dense = "dense" if site.device.kind == "cuda" else "(dense)"
-    header = ["process", *(_HELD[name] for name in held), dense, "NCCL", "(layers)", "total MB", "can use"]
-    rows = [
-        [
-            r.ranks,
-            *(_mb(getattr(r.tables, name)) for name in held),
-            *map(_mb, (r.dense, r.buffers, r.layer_values, r.total, r.usable)),
-            f"{_mb(r.checkpoint_peak)}{', waits' * r.checkpoint_waits}",
-        ]
-        for r in sorted(report.ranks, key=lambda rank: -rank.total)
-    ]
-    print_table([*header, "at a checkpoint"], rows)
+    _print_memory(report, held)
     print_line()
-    print_device(site.device)
+    if has_details:
+        print_device(site.device)
+    else:
+        print_line("(--details: all tables, and the facts about the device behind the forecast below)")
     _print_scaling(report.scaling)
     print_line()
     _print_forecast(report)
     _print_fit(report)
+
+
+def _print_memory(report: Any, held: Sequence[str]) -> None:
+    """Print what a process holds in MB, one column for each group of processes that hold the same."""
+    is_cuda = report.site.device.kind == "cuda"
+    parts = {_HELD[name]: [getattr(rank.tables, name) for rank in report.ranks] for name in held}
+    parts["dense"] = [rank.dense for rank in report.ranks]
+    parts["NCCL"] = [rank.buffers for rank in report.ranks]
+    parts["layers"] = [rank.layer_values for rank in report.ranks]
+    cells = {name: [*map(_mb, values)] for name, values in parts.items() if any(values)}
+    if not is_cuda:  # in host memory, as the rest of the process: not counted as memory of tables
+        cells = {f"({name})" if name in ("dense", "layers") else name: values for name, values in cells.items()}
+    cells["total"] = [_mb(rank.total) for rank in report.ranks]
+    cells["at a checkpoint"] = [f"{_mb(r.checkpoint_peak)}{', waits' * r.checkpoint_waits}" for r in report.ranks]
+    cells["can use"] = [_mb(rank.usable) for rank in report.ranks]
+    order = sorted(range(len(report.ranks)), key=lambda number: -report.ranks[number].total)
+    columns = [[f"process {report.ranks[n].ranks}", *(values[n] for values in cells.values())] for n in order]
+    print_columns(["MB", *cells], columns)
 
 
 def _mb(count: float) -> str:

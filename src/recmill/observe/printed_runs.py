@@ -1,21 +1,22 @@
 """What `train`, `recmill results` and `recmill compare` print about runs."""
 
-import shutil
 import textwrap
 from collections.abc import Sequence
+from os.path import commonpath
+from pathlib import Path
 from typing import Any
 
 from recmill.observe.printed import (
-    Row,
     Values,
     counted,
     distinct,
+    print_columns,
+    print_command,
     print_line,
     print_table,
     print_values,
     shown,
     state_text,
-    table_lines,
 )
 from recmill.observe.progress import human_rate, human_time
 
@@ -26,17 +27,21 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
     """Print one column per `commands.results.RunReport`, with the differences of its metrics to the first run's."""
     names = distinct(dict.fromkeys(name for report in reports for name in report.values))
     headlines = dict.fromkeys(report.metric for report in reports if report.metric)
-    labels = ["test", "model", "state", "best step", "tested step", *(f"best val {metric}" for metric in headlines)]
+    datasets = _short_paths([report.dataset for report in reports])
+    has_several = len(set(datasets)) > 1  # whose metrics cannot be compared
+    labels = ["test", "model", *["dataset"] * has_several, "state", "best step", "tested step"]
+    labels += [f"best val {metric}" for metric in headlines]
     columns = []
-    for report, delta in zip(reports, deltas, strict=True):
+    for report, delta, dataset in zip(reports, deltas, datasets, strict=True):
         steps = ["" if step is None else f"{step:,}" for step in (report.best_step, report.tested_step)]
         best = "" if report.best_value is None else shown(report.best_value)
         values = [shown(report.values.get(name, "")) for name in names]
         values = [f"{v} {delta[name]:+.4f}" if name in delta else v for name, v in zip(names, values, strict=True)]
         bests = [best if metric == report.metric else "" for metric in headlines]
-        columns.append([report.run, report.model, state_text(report), *steps, *bests, *values])
+        facts = [report.run, report.model, *[dataset] * has_several, state_text(report)]
+        columns.append([*facts, *steps, *bests, *values])
     columns += [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in _references(reports, names).items()]
-    _print_columns([*labels, *names], columns, shutil.get_terminal_size((10_000, 0)).columns)
+    print_columns([*labels, *names], columns)
     for report in reports:
         if report.state != "done" and report.reason:
             print_line(f"{report.run}: {state_text(report)}: {report.reason}")
@@ -63,20 +68,6 @@ def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[
     return columns
 
 
-def _print_columns(labels: Row, columns: Sequence[Row], width: int) -> None:
-    """Print the labels and as many columns as fit, then again with the next ones."""
-    count = len(columns)
-    while count > 1 and any(
-        len(line) > width for line in table_lines(list(zip(labels, *columns[:count], strict=True)))
-    ):
-        count -= 1
-    header, *rows = zip(labels, *columns[:count], strict=True)
-    print_table(header, rows)
-    if columns[count:]:
-        print_line()
-        _print_columns(labels, columns[count:], width)
-
-
 def print_summary(report: Any, next_command: str) -> None:
     """Print the end of a training, a `commands.results.RunReport`."""
     seconds = f" in {human_time(report.seconds)}" if report.seconds is not None else ""
@@ -90,7 +81,7 @@ def print_summary(report: Any, next_command: str) -> None:
         _print_tested(report)
     print_line()
     print_line(f"{report.run}/: results.json metrics.jsonl log.txt sharding.json checkpoints/")
-    print_line(f"next: {next_command}")
+    print_command("next: ", next_command)
 
 
 def _print_tested(report: Any) -> None:
@@ -115,9 +106,7 @@ def print_comparison(found: Any) -> None:
         for line in textwrap.wrap(run.verdict, 77):
             print_line(f"   {line}")
     for title, rows in {"config": found.config, "environment": found.environment}.items():
-        cells = [
-            [_cut(row.name, 36), *(_cut("-" if x is None else str(x), 20) for x in (row.a, row.b))] for row in rows
-        ]
+        cells = [[_cut(row.name, 36), *_cut_alike(row.a, row.b)] for row in rows]
         print_line()
         print_table([title, "A", "B"], cells) if cells else print_line(f"{title}: no difference")
     if found.warning:
@@ -155,3 +144,17 @@ def _short(value: float) -> str:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def _cut_alike(*values: Any) -> list[str]:
+    """Return the values in 20 characters each; long ones without the path that they have in common."""
+    texts = ["-" if value is None else str(value) for value in values]
+    return [_cut(text, 20) for text in (_short_paths(texts) if max(map(len, texts)) > 20 else texts)]
+
+
+def _short_paths(texts: Sequence[str]) -> list[str]:
+    """Replace the directories that different paths have in common by "..."."""
+    if len(set(texts)) < 2 or not all(text.startswith("/") for text in texts):
+        return list(texts)
+    shared = commonpath([Path(text).parent for text in texts]).rstrip("/")
+    return [f"...{text.removeprefix(shared)}" for text in texts]

@@ -76,8 +76,13 @@ class ValidationAdvice:
         self._earlier = earlier or {}
         self._given: set[str] = set()
 
-    def after(self, at: Position, value: float | None, popularity: float | None) -> Iterator[str]:
-        """Yield warnings after the validation at `at`, which reached `value`; `popularity`: the baseline, if any."""
+    def after(
+        self, at: Position, value: float | None, popularity: float | None, entropy: float | None = None
+    ) -> Iterator[str]:
+        """Yield warnings after the validation at `at`, which reached `value`.
+
+        `popularity`: the baseline of rankings; `entropy`: the normalised entropy of click models.
+        """
 
         def is_below(step: int, value: float | None) -> bool:
             is_early = step < _EARLY * self._steps.total
@@ -88,6 +93,12 @@ class ValidationAdvice:
                 "popularity",
                 f"validation at step {at.step:,} reached {value:.4f}, less than ranking by popularity, which reaches "
                 f"{popularity:.4f}. Train longer (train.num_epochs), or change optim.dense.lr and optim.tables.lr.",
+            )
+        if entropy is not None and entropy >= 1 and at.step >= _EARLY * self._steps.total:
+            yield from self._once(
+                "entropy",
+                f"validation at step {at.step:,} has a normalised entropy of {entropy:.4g}: predicting the mean click "
+                "rate for every row has 1. Lower optim.dense.lr and optim.tables.lr, or train longer.",
             )
         since_best = at.step - at.best_step
         was_long = 2 * (max(self._earlier, default=0) - at.best_step) >= self._steps.total
