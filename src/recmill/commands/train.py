@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recmill import registry
-from recmill.checkpoints.format import committed, step_path
+from recmill.checkpoints.format import committed, step_path, verify
 from recmill.commands import assemble
 from recmill.commands.history import number
 from recmill.commands.keywords import checked_keywords
@@ -149,6 +149,12 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
         if step_path(directory.checkpoints, step).is_dir():  # else training may begin at an earlier one
             _check_reached(directory, step, most)
     dataset = assemble.open_matching_dataset(checked, checks)
+    if saved is not None:
+        newest = None
+        with contextlib.suppress(CheckpointError):  # a corrupt one is an error later, unless there is --fallback
+            newest = verify(committed(directory.checkpoints)[-1], digests=False)
+        if newest:
+            assemble.check_same_run(newest, checked, dataset)
     is_finished = saved == checked and _is_finished(directory, dataset)
     if saved and not is_finished and checked.settings.observe.mlperf and not directory.mlperf_log.is_file():
         raise ConfigError(
