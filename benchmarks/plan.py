@@ -17,7 +17,7 @@ import numpy as np
 from train_ctr import write_rows
 
 import recmill
-from recmill.commands.plan import calibrate_machine
+from recmill.commands.calibrate import calibrate_machine
 from recmill.observe.recorder import STEP
 
 _ROWS = 100_000

@@ -343,7 +343,7 @@ def _print_trained(run: str) -> None:
 @_json
 def plan_command(config: str | None, calibrate: str | None, as_json: bool, **options: Any) -> int:
     """Plan a run of CONFIG for given machines: memory, speed, time. Exits with 5 if the tables do not fit."""
-    from recmill.commands.plan import calibrate_machine
+    from recmill.commands.calibrate import calibrate_machine
 
     if (config is None) == (calibrate is None):
         raise click.UsageError("Give either CONFIG or --calibrate FILE.")

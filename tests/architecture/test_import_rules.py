@@ -73,6 +73,7 @@ TORCH_FREE_MODULES = [
     *(
         f"recmill.commands.{name}"
         for name in (
+            "calibrate",
             "compare",
             "explain",
             "flags",
