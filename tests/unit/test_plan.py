@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tomli_w
 
+from recmill.commands import calibrate
 from recmill.commands import plan as command
-from recmill.commands.calibrate import calibrate_machine
 from recmill.commands.plan import plan
 from recmill.config import load_config
 from recmill.errors import ConfigError, ResourceError
@@ -300,9 +300,9 @@ def test_costs_that_explain_nothing_are_zero() -> None:
 
 
 def test_a_disk_that_cannot_be_measured_is_found_before_steps_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "run_job", lambda *_, **__: pytest.fail("steps were measured"))
+    monkeypatch.setattr(calibrate, "run_job", lambda *_, **__: pytest.fail("steps were measured"))
     with pytest.raises(ResourceError, match=r"--calibrate /proc/facts\.toml: a file cannot be written there"):
-        calibrate_machine("/proc/facts.toml")
+        calibrate.calibrate_machine("/proc/facts.toml")
 
 
 def test_calibrated_facts_are_those_of_the_machine_that_was_measured(tmp_path: Path) -> None:
@@ -328,16 +328,16 @@ def test_calibrated_facts_are_those_of_the_machine_that_was_measured(tmp_path: P
 
 
 def test_this_machine_can_be_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_ROUNDS", 1)
-    monkeypatch.setattr(command, "_TURNS", 2)
+    monkeypatch.setattr(calibrate, "_ROUNDS", 1)
+    monkeypatch.setattr(calibrate, "_TURNS", 2)
     file = tmp_path / "facts.toml"
-    device = calibrate_machine(file)
+    device = calibrate.calibrate_machine(file)
     assert read_device(str(file)) == device
     assert device.gemm_gflops > 0.1 and device.disk_gb_per_s > 0 and device.link_gb_per_s > 0
     assert [path.name for path in tmp_path.iterdir()] == ["facts.toml"]
     assert plan(small(), rows="1000,2000", device=str(file)).step.total > 0
     with pytest.raises(ConfigError, match="not the name of a file in an existing directory"):
-        calibrate_machine(tmp_path / "missing" / "facts.toml")
+        calibrate.calibrate_machine(tmp_path / "missing" / "facts.toml")
 
 
 @pytest.mark.parametrize(
