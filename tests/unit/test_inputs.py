@@ -201,6 +201,9 @@ def test_files_are_found_in_the_order_of_names_and_none_twice(tmp_path: Path) ->
             found_files(given)
     with pytest.raises(DataError, match=r"--input .*/\*\.tsv: no such file. Give a file, a directory, or a pattern"):
         found_files(str(tmp_path / "*.tsv"))
+    (tmp_path / "days/day=1/part-0.parquet").unlink()
+    with pytest.raises(DataError, match=r"--input .*/days/day=1: a directory without files"):
+        found_files(str(tmp_path / "days/day=1"))
 
 
 def test_what_is_wrong_with_several_files_is_reported_at_once_by_file(tmp_path: Path) -> None:

@@ -305,6 +305,13 @@ def test_labels_are_values_or_conditions(prepared: Prepare, label: dict[str, Any
     assert arrays(path)[2].tolist() == ([1, 0, 1, 0] if label.get("drop") else [1, 0, 1, 0, 0])
 
 
+def test_rows_without_a_label_may_be_left_out(prepared: Prepare) -> None:
+    log = GOOD.replace("1,,a,1", ",,a,1", 1)
+    found = prepared(log, label={"column": "click", "missing": "drop"}, split=BY_FOLD, feature=[SITE, PRICE])
+    assert arrays(found)[2].ravel().tolist() == [0, 1, 0, 1, 0]
+    assert open_dataset(found).description.notes == ["1 rows left out by label.drop or label.missing"]
+
+
 def test_kept_columns_and_weights_are_stored_beside_the_rows_of_each_split(prepared: Prepare) -> None:
     frame = pl.DataFrame(
         {
@@ -340,6 +347,15 @@ def test_roles_of_features_are_described(prepared: Prepare) -> None:
 
 def sizes_of(path: Path) -> list[int]:
     return [open_dataset(path).clicks.splits[split][0].stop for split in SPLITS]
+
+
+@pytest.mark.parametrize("ranges", [2, 7, 1 << 16])
+def test_numbers_are_found_by_their_place_without_sorting_them(ranges: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_RANGES", ranges)
+    draw = np.random.default_rng(1)
+    blocks = [draw.integers(-5, 5, 50), np.empty(0, np.int64), draw.integers(-(2**50), 2**50, 300), np.full(40, 3)]
+    places = [0, 1, 70, 200, 389]
+    assert steps.values_at(places, lambda: iter(blocks)) == np.sort(np.concatenate(blocks))[places].tolist()
 
 
 def test_splits_by_time_rows_chance_and_groups(prepared: Prepare) -> None:
@@ -450,13 +466,14 @@ def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
     ("old", "new", "schema", "expected"),
     [
         ("1,,a,1", "2,,a,1", {}, "row 1, column click: label '2' is neither 0 nor 1. Name the values"),
-        ("1,,a,1", ",,a,1", {}, "row 1, column click: no label. Remove such rows."),
+        ("1,,a,1", ",,a,1", {}, "row 1, column click: no label. Remove such rows, or leave"),
         ("0,,a,2", "0,,a,2;3", {}, "row 2, column price: '2;3' is not a number. Correct it"),
-        ("0,,a,2", "0,,a,inf", {}, "row 2, column price: an infinite number. Correct it."),
+        ("0,,a,2", '0,,a,"1,5"', {}, "row 2, column price: '1,5' is not a number. Use input.decimal = ','."),
+        ("0,,a,2", "0,,a,inf", {}, "row 2, column price: inf is larger than 3.4e+38. Correct it."),
         ("0,,a,2", "0,,a", {}, "row 2: expected 4 fields, got 3"),
         ("0,v", "1,v", {}, "2 of the 2 rows for val are clicks"),
-        ("1,t", "1,", {"split": {**BY_FOLD, "test": ["nobody"]}}, "no row is for test. Change [split]"),
-        ("0,,a,2", "0,,a,1e300", {}, "row 2, column price: 1e+300 is larger than 3.4e+38. Correct it."),
+        ("1,t", "1,", {"split": {**BY_FOLD, "test": ["nobody"]}}, "no row is for test (split.test = ['nobody']). Ch"),
+        ("0,,a,2", "0,,a,1e300", {}, "row 2, column price: 1e300 is larger than 3.4e+38. Correct it."),
         ("0,v,a,1", "0,v,a,3e38", {}, "row 7, column price: 3e+38 is too large for a 32-bit number after transform"),
         (
             "0,,a,2",

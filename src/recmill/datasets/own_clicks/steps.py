@@ -48,7 +48,8 @@ log = logging.getLogger(__name__)
 
 SCHEMA_FILE = "schema.toml"  # a schema that was guessed
 _CODES = "\x1f"  # begins the name of a column of codes
-_MAX_VALUES = 1 << 22  # of a column, before a new set of codes begins
+_MAX_VALUES = 1 << 22  # of all columns together, before a new set of codes begins
+_RANGES = 1 << 16
 Block = tuple[int, RawRows]  # the number of its first row in all files together, rows
 KeptBlock = tuple[str, int, int, str]  # Arrow file, first row in its file, rows, file of values
 
@@ -159,7 +160,7 @@ def prepared(plan: Plan, work: Work, engine: Engine) -> Description:
     counts = work.part("count", lambda: engine.counted(splits))
     if not sum(counts["clicks"]):
         raise DataError(_no_clicks(log, engine.blocks))
-    _check_classes(counts)
+    _check_classes(counts, log)
     training_rows = counts["rows"][SPLITS.index("train")]
 
     def learn() -> dict[str, Any]:
@@ -177,7 +178,7 @@ class _OneMachine:
     """The engine that uses the threads of this process."""
 
     def __init__(self, plan: Plan, work: Work, pool: Executor) -> None:
-        self._log, self._data, self._pool = plan.log, work.data, pool
+        self._log, self._data, self._scratch, self._pool = plan.log, work.data, work.scratch, pool
         kept = []
         for index, file in enumerate(plan.files):
             keeper = Keeper(work.scratch, index, file, plan.inputs[str(file.absolute())], pool)
@@ -185,14 +186,14 @@ class _OneMachine:
         self.blocks = Blocks(work.scratch, list(zip(map(str, plan.files), kept, strict=True)))
 
     def times_at(self, places: list[int]) -> list[int]:
-        ordered = np.sort(np.concatenate([times(rows, self._log) for _, rows in self.blocks]))
-        return [int(ordered[place]) for place in places]
+        return values_at(places, lambda: (times(rows, self._log) for _, rows in self.blocks))
 
     def counted(self, splits: Splits) -> dict[str, list[int]]:
         return counted(splits, self.blocks.with_progress("splitting"))
 
     def found(self, splits: Splits, training_rows: int) -> Found:
-        return found(Learner(self._log, training_rows), splits, self.blocks.with_progress("learning"))
+        learner = Learner(self._log, training_rows, scratch=self._scratch)
+        return found(learner, splits, self.blocks.with_progress("learning"))
 
     def encoded(self, encoder: Encoder, splits: Splits) -> "Iterator[Encoded]":
         encode = block_encoder(encoder, Encoder(encoder.recipe, self._data), splits)
@@ -231,7 +232,7 @@ class Keeper:
             numbered = [pl.Series(f"{_CODES}{column}", found) for column, found in zip(coded, codes, strict=True)]
             write_arrow(self._scratch / name, frame.drop(coded).hstack(numbered))
             kept.append((name, int(rows.numbers[0]), len(rows), f"values-{index}-{number}"))
-            if any(len(coder) > _MAX_VALUES for coder in coders.values()):
+            if sum(map(len, coders.values())) > _MAX_VALUES:
                 self._keep_values(coders, kept[-1][3])
                 coders, number = {}, number + 1
         if coders:
@@ -277,6 +278,29 @@ class Blocks:
                 progress.advance(len(rows))
 
 
+def values_at(places: list[int], blocks: Callable[[], Iterable[np.ndarray]]) -> list[int]:
+    """Return the whole numbers at these places of all in ascending order, which need not fit into memory.
+
+    In each round, the numbers are counted in `_RANGES` equal ranges, and the range with the place is divided again.
+    """
+    ends = [(values.min(), values.max()) for values in blocks() if len(values)]
+    low, high = int(min(end for end, _ in ends)), int(max(end for _, end in ends))
+    found = [(low, high, place) for place in places]
+    while any(low < high for low, high, _ in found):
+        widths = [(high - low) // _RANGES + 1 for low, high, _ in found]
+        counts = np.zeros((len(found), _RANGES), np.int64)
+        for values in blocks():
+            for count, (low, high, _), width in zip(counts, found, widths, strict=True):
+                inside = values[(values >= low) & (values <= high)]
+                count += np.bincount((inside - low) // width, minlength=_RANGES)
+        for index, ((low, high, place), width) in enumerate(zip(found, widths, strict=True)):
+            upto = np.cumsum(counts[index])
+            which = int(np.searchsorted(upto, place, side="right"))
+            start = low + which * width
+            found[index] = start, min(start + width - 1, high), place - int(upto[which] - counts[index][which])
+    return [low for low, _, _ in found]
+
+
 def counted(splits: Splits, blocks: Iterable[Block]) -> dict[str, list[int]]:
     """Return the rows and the clicks of each split, and the rows that are not used."""
     rows, clicks = np.zeros(NUM_KINDS, np.int64), np.zeros(NUM_KINDS, np.int64)
@@ -297,10 +321,11 @@ def _no_clicks(schema: ClicksSchema, blocks: Iterable[Block]) -> str:
     return f"column {schema.label.column}: no row is a click. Its values: {listed}. {remedy}"
 
 
-def _check_classes(counts: dict[str, list[int]]) -> None:
+def _check_classes(counts: dict[str, list[int]], log: ClicksSchema) -> None:
     for split, rows, clicks in zip(SPLITS, counts["rows"], counts["clicks"], strict=False):
         if not rows:
-            raise DataError(f"no row is for {split}. Change [split] of the schema.")
+            given = f" (split.{split} = {getattr(log.split, split)})" if split != "train" else ""
+            raise DataError(f"no row is for {split}{given}. Change [split] of the schema.")
         if clicks in (0, rows):
             fact = f"{clicks:,} of the {rows:,} rows for {split} are clicks, so nothing can be learned or measured"
             raise DataError(f"{fact}. Check label.positive and [split] of the schema.")
@@ -362,7 +387,7 @@ def _written(data: Path, encoder: Encoder, parts: Iterable[Encoded], rows: list[
 def _notes(
     recipe: Recipe, rows: list[int], tally: dict[str, dict[str, int]], with_vocabulary: list[str]
 ) -> Iterator[str]:
-    for kind, name in ((DROPPED_ROWS, "label.drop"), (NOT_SAMPLED, "sample.negatives")):
+    for kind, name in ((DROPPED_ROWS, "label.drop or label.missing"), (NOT_SAMPLED, "sample.negatives")):
         if rows[kind]:
             yield f"{rows[kind]:,} rows left out by {name}"
     yield from _uneven_groups(recipe, rows)

@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,14 +131,15 @@ def numbers(rows: RawRows, column: str, missing: list[str], decimal: str = ".") 
         if (is_bad := found.is_null() & as_text.is_not_null()).any():
             row = int(is_bad.arg_true()[0])
             remedy = "Correct it, name it in input.missing, or make the feature categorical."
+            if decimal == "." and re.fullmatch(r"\s*-?\d+,\d+\s*", as_text[row]):
+                remedy = "Use input.decimal = ','."
             raise rows.error(row, column, f"{as_text[row][:80]!r} is not a number", remedy)
     else:
         raise DataError(f"{rows.file}: column {column} holds {values.dtype}, not numbers. Use another type of feature.")
     array = found.fill_null(np.nan).to_numpy()
     if (is_bad := np.abs(array) > _LARGEST).any():
         row = int(is_bad.argmax())
-        fact = "an infinite number" if np.isinf(array[row]) else f"{array[row]:g} is larger than {_LARGEST:.2g}"
-        raise rows.error(row, column, fact, "Correct it.")
+        raise rows.error(row, column, f"{values[row]} is larger than {_LARGEST:.2g}", "Correct it.")
     return array
 
 
@@ -168,7 +170,7 @@ def _times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
         parsed = parsed_times(values.cast(pl.String), form)
     if parsed.null_count():
         row = int(parsed.is_null().arg_true()[0])
-        fact = f"{values[row]!r} is no time of the format '{form}'"
+        fact = f"{values[row]!r} is no time of the format '{form}'" if values[row] else "no time"
         iso = " ('iso' is like 2026-03-16 or 2026-03-16T08:05:30)" if form == "iso" else ""
         raise rows.error(row, column, fact, f"Correct it, or change time.format{iso}.")
     return parsed.to_numpy()
@@ -222,8 +224,9 @@ def _labels(rows: RawRows, schema: ClicksSchema, may_be_missing: bool) -> np.nda
         given = rows.column(section.column).fill_nan(None).cast(pl.String)
     else:
         given = single_texts(rows, section.column, schema.input.missing)
-    if given.null_count() and not may_be_missing:
-        raise rows.error(int(given.is_null().arg_true()[0]), section.column, "no label", "Remove such rows.")
+    if given.null_count() and section.missing == "fail" and not may_be_missing:
+        remedy = "Remove such rows, or leave them out (label.missing = 'drop')."
+        raise rows.error(int(given.is_null().arg_true()[0]), section.column, "no label", remedy)
     is_missing = given.is_null().to_numpy()
     given = given.fill_null("")
     is_dropped = is_missing
