@@ -9,8 +9,8 @@ import io
 import logging
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
 from typing import Any, Literal
@@ -19,6 +19,7 @@ import numpy as np
 import polars as pl
 
 from recmill.datasets.compressed import InputFile, expansion
+from recmill.datasets.inputs.fields import Fields, divided
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.text import MAX_ROW_BYTES, QUOTE_IN_FIELD, LongRow, bad_byte, row_blocks, setting
 from recmill.errors import DataError, did_you_mean
@@ -78,6 +79,10 @@ class Table:
 
     def rows(self, *fields: Field) -> Iterator[pl.DataFrame]:
         """Yield frames of these fields in file order; dates become microseconds since 1970."""
+        return (block for block in self.blocks(fields) if isinstance(block, pl.DataFrame))
+
+    def blocks(self, fields: Sequence[Field], plain: Collection[str] = ()) -> Iterator[pl.DataFrame | Fields]:
+        """Yield blocks of these fields in file order, those of columns `plain` as `Fields` as long as the text is plain."""
         columns, texts = self._opened()
         positions = {field: self._position(columns, field) for field in fields}
         total = int(self.path.stat().st_size * expansion(self.path))
@@ -85,6 +90,13 @@ class Table:
         with Progress(f"reading {self.path.name}", total, "bytes") as progress:
             try:
                 for text in texts:
+                    if plain and (found := self._divided(text, len(columns), positions, plain)):
+                        yield found
+                        done += found.height
+                        num_good += found.height
+                        progress.advance(len(text))
+                        continue
+                    plain = ()
                     frame = self._parse(text, len(columns), positions)
                     num_rows = frame.height if frame is not None else len(self._split(text))
                     if frame is None:
@@ -242,6 +254,25 @@ class Table:
             frame[name].is_finite().all() for name in numbers
         )
         return frame if is_good else None
+
+    def _divided(
+        self, text: bytes, num_columns: int, positions: dict[Field, int], names: Collection[str]
+    ) -> Fields | None:
+        """Return None if the text has a bad row, or anything but plain fields."""
+        not_plain = [b"\0", b"\r", *([b'"'] if self._has_quotes else [])]
+        if num_columns == 1 or self.section.escape or any(letter in text for letter in not_plain):
+            return None
+        try:
+            text.isascii() or text.decode()
+        except UnicodeDecodeError:
+            return None
+        wanted = {field.name: position for field, position in positions.items() if field.name in names}
+        fields = divided(text, self._one_byte_separator, wanted, num_columns)
+        rest = {field: position for field, position in positions.items() if field.name not in wanted}
+        if fields is None or not rest:
+            return fields
+        others = self._parse(text, num_columns, rest)
+        return None if others is None else replace(fields, others=others)
 
     def _has_num_columns(self, text: bytes, num_columns: int) -> bool:
         letters = np.frombuffer(text, np.uint8)

@@ -6,6 +6,7 @@ import polars as pl
 
 from recmill.datasets.compressed import InputFile, forecast_rows
 from recmill.datasets.inputs import delimited, json_lines, parquet
+from recmill.datasets.inputs.fields import Fields
 from recmill.datasets.inputs.section import InputSection
 from recmill.errors import DataError, did_you_mean
 
@@ -38,6 +39,16 @@ def frames(
             return json_lines.frames(file, section, columns, prefix)
     fields = [delimited.Field(column, column, "any") for column in columns]
     return delimited.Table(file, section, prefix=prefix).rows(*fields)
+
+
+def blocks(
+    file: InputFile, section: InputSection, columns: list[str], plain: list[str]
+) -> Iterator[pl.DataFrame | Fields]:
+    """Yield the same blocks, the columns `plain` of a text as `Fields` as long as it has no quotes."""
+    if section.kind_of(file) != "text":
+        return frames(file, section, columns)
+    fields = [delimited.Field(column, column, "any") for column in columns]
+    return delimited.Table(file, section, prefix="input.").blocks(fields, plain)
 
 
 def num_rows(file: InputFile, section: InputSection) -> int:

@@ -23,19 +23,21 @@ from recmill.data.recipes import RECIPE_FILE, vocabulary_file
 from recmill.datasets.compressed import InputFile, expansion, file_state, sample_digest
 from recmill.datasets.inputs.detection import described
 from recmill.datasets.inputs.files import distinct_names
+from recmill.datasets.inputs.fields import Fields
 from recmill.datasets.inputs.frame import FrameFile
+from recmill.datasets.inputs.reading import blocks as read_blocks
 from recmill.datasets.inputs.reading import num_rows
 from recmill.datasets.own_clicks.coding import Coder, can_be_numbered
 from recmill.datasets.own_clicks.encoding import Encoder, Recipe
 from recmill.datasets.own_clicks.guessing import as_toml, guess
 from recmill.datasets.own_clicks.learning import Found, Learner, learned
-from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files, read
+from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, checked_schema, load_schema
 from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, split_rules
 from recmill.datasets.own_clicks.values import RawRows, Values, times, weights
-from recmill.datasets.own_clicks.writing import SplitWriter, write_arrow
+from recmill.datasets.own_clicks.writing import SplitWriter, replaced, write_arrow
 from recmill.datasets.parallel import ordered
-from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
+from recmill.datasets.writing import MADE_BY, Work, check_disk, seal, write_npy
 from recmill.errors import ConfigError, DataError
 from recmill.files.atomic import write_text
 from recmill.hardware.cpu import num_cores
@@ -47,11 +49,10 @@ __all__ = ["Options", "plan", "plan_frame", "write"]
 log = logging.getLogger(__name__)
 
 SCHEMA_FILE = "schema.toml"  # a schema that was guessed
-_CODES = "\x1f"  # begins the name of a column of codes
 _MAX_VALUES = 1 << 22  # of all columns together, before a new set of codes begins
 _RANGES = 1 << 16
 Block = tuple[int, RawRows]  # the number of its first row in all files together, rows
-KeptBlock = tuple[str, int, int, str]  # Arrow file, first row in its file, rows, file of values
+KeptBlock = tuple[str, int, int, str, list[str]]  # file, first row in its file, rows, file of values, coded columns
 
 
 class Options(Section):
@@ -204,10 +205,10 @@ class _OneMachine:
 
 
 class Keeper:
-    """Keeps the needed columns of the rows of a file as Arrow files, so that text is parsed once.
+    """Keeps the needed columns of the rows of a file, so that text is parsed once.
 
-    Values of most columns have codes there, with the values in files of their own: a new set of codes begins with each
-    file, and when there are too many.
+    Values of most columns have codes, in npy files, with the values in Arrow files of their own: a new set of codes
+    begins with each file, and when there are too many. Arrow files hold the other columns.
     """
 
     def __init__(self, scratch: Path, index: int, file: InputFile, state: list[int | str], pool: Executor) -> None:
@@ -219,28 +220,53 @@ class Keeper:
         kept: list[KeptBlock] = []
         coders: dict[str, Coder] = {}
         number = 0
-        blocks = read(self._file, log.input, log.columns())
+        before, was_plain = 0, True
+        blocks = read_blocks(self._file, log.input, log.columns(), log.coded_columns())
         waiting = self._pool.submit(next, blocks, None)
-        while rows := waiting.result():
+        while (block := waiting.result()) is not None:
             waiting = self._pool.submit(next, blocks, None)
-            frame = rows.frame
-            types = frame.schema  # each access builds it anew
-            coded = [name for name in log.coded_columns() if can_be_numbered(types[name])]
-            coders = coders or {name: Coder() for name in coded}
-            codes = list(self._pool.map(lambda name: coders[name].codes(frame[name]), coded))  # noqa: B023
-            name = f"rows-{index}-{len(kept)}.arrow"
-            numbered = [pl.Series(f"{_CODES}{column}", found) for column, found in zip(coded, codes, strict=True)]
-            write_arrow(self._scratch / name, frame.drop(coded).hstack(numbered))
-            kept.append((name, int(rows.numbers[0]), len(rows), f"values-{index}-{number}"))
-            if sum(map(len, coders.values())) > _MAX_VALUES:
+            is_plain = isinstance(block, Fields)
+            if coders and (is_plain != was_plain or sum(map(len, coders.values())) > _MAX_VALUES):
                 self._keep_values(coders, kept[-1][3])
                 coders, number = {}, number + 1
+            was_plain = is_plain
+            name = f"rows-{index}-{len(kept)}"
+            rest, codes = self._numbered(block, log, coders)
+            if rest.width:
+                write_arrow(self._scratch / f"{name}.arrow", rest)
+            with replaced(self._scratch / f"{name}.npy") as path:
+                write_npy(path, codes, np.uint32)
+            kept.append((name, before + 1, block.height, f"values-{index}-{number}", [*coders]))
+            before += block.height
         if coders:
             self._keep_values(coders, kept[-1][3])
         if file_state(self._file) != self._state:
             fact = "it changed while it was read. Wait until it is complete, then prepare it again."
             raise DataError(f"{self._file}: {fact}")
         return kept
+
+    def _numbered(
+        self, block: pl.DataFrame | Fields, log: ClicksSchema, coders: dict[str, Coder]
+    ) -> tuple[pl.DataFrame, np.ndarray]:
+        """Return the columns without codes, and the codes of the others, uint32 [column, row], in order of `coders`."""
+        if isinstance(block, Fields):
+            coded, rest = [*block.columns], block.others
+        else:
+            types = block.schema  # each access builds it anew
+            coded = [name for name in log.coded_columns() if can_be_numbered(types[name])]
+            rest = block.drop(coded)
+
+        for name in coded:
+            coders.setdefault(name, Coder())
+
+        def numbered(place: int) -> np.ndarray:
+            coder = coders[coded[place]]
+            if isinstance(block, Fields):
+                return coder.codes_of(*block.hashes[:, place], block.gather(place))
+            return coder.codes(block[coded[place]])
+
+        codes = list(self._pool.map(numbered, range(len(coded))))
+        return rest, np.stack(codes) if codes else np.empty((0, block.height), np.uint32)
 
     def _keep_values(self, coders: dict[str, Coder], name: str) -> None:
         for index, (column, coder) in enumerate(coders.items()):
@@ -254,21 +280,21 @@ class Blocks:
         self._scratch, self._before = scratch, before
         self._kept = [(file, *block) for file, blocks in files for block in blocks]
         self.rows = sum(block[3] for block in self._kept)
+        self._values: tuple[str, dict[str, Values]] = ("", {})  # the last that were read: of most files, all
 
     def __iter__(self) -> Iterator[Block]:
         before = self._before
-        values: dict[str, Values] = {}
-        name_of_values = ""
-        for file, name, first, rows, values_name in self._kept:
-            frame = pl.read_ipc(self._scratch / name)
-            coded = [column.removeprefix(_CODES) for column in frame.columns if column.startswith(_CODES)]
-            if values_name != name_of_values:
+        for file, name, first, rows, values_name, coded in self._kept:
+            rest = self._scratch / f"{name}.arrow"
+            frame = pl.read_ipc(rest) if rest.exists() else pl.DataFrame()
+            if values_name != self._values[0]:
                 paths = [self._scratch / f"{values_name}-{index}.arrow" for index in range(len(coded))]
-                values = {c: Values(pl.read_ipc(path).to_series()) for c, path in zip(coded, paths, strict=True)}
-                name_of_values = values_name
-            codes = {c: (values[c], frame[f"{_CODES}{c}"].to_numpy()) for c in coded}
-            rest = frame.drop(f"{_CODES}{c}" for c in coded)
-            yield before, RawRows(rest, file, range(first, first + rows), codes)
+                read = {c: Values(pl.read_ipc(path).to_series()) for c, path in zip(coded, paths, strict=True)}
+                self._values = values_name, read
+            values = self._values[1]
+            codes_of_rows = np.load(self._scratch / f"{name}.npy", mmap_mode="r")
+            codes = {c: (values[c], np.asarray(of_rows)) for c, of_rows in zip(coded, codes_of_rows, strict=True)}
+            yield before, RawRows(frame, file, range(first, first + rows), codes)
             before += rows
 
     def with_progress(self, what: str) -> Iterator[Block]:
