@@ -31,6 +31,7 @@ from recmill.datasets.own_clicks.schema import (
 )
 from recmill.datasets.own_clicks.values import RawRows, Values, numbers, several_texts, texts
 from recmill.datasets.own_clicks.writing import write_arrow
+from recmill.datasets.parallel import compiled
 from recmill.datasets.writing import write_parquet
 from recmill.errors import DataError
 
@@ -102,7 +103,7 @@ class Learner:
         if column not in self._code_counts or self._code_counts[column][0] is not values:
             self._count_texts(column)
             self._code_counts[column] = values, np.zeros(len(values.series), np.int64)
-        self._code_counts[column][1][:] += np.bincount(codes, minlength=len(values.series))
+        _add_up(self._code_counts[column][1], codes)
 
     def _count_texts(self, column: str) -> None:
         """Count the texts behind the codes of a column."""
@@ -194,6 +195,12 @@ def learned(log: ClicksSchema, found: Found, directory: Path) -> dict[str, Learn
                 seen=found.times.get(feature.name, []),
             )
     return made
+
+
+@compiled
+def _add_up(counts, codes):
+    for code in codes:
+        counts[code] += 1
 
 
 def _added_up(parts: list[pl.DataFrame]) -> pl.DataFrame:

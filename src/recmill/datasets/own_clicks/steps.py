@@ -292,8 +292,8 @@ class Blocks:
                 read = {c: Values(pl.read_ipc(path).to_series()) for c, path in zip(coded, paths, strict=True)}
                 self._values = values_name, read
             values = self._values[1]
-            codes_of_rows = np.load(self._scratch / f"{name}.npy", mmap_mode="r")
-            codes = {c: (values[c], np.asarray(of_rows)) for c, of_rows in zip(coded, codes_of_rows, strict=True)}
+            stored = np.asarray(np.load(self._scratch / f"{name}.npy", mmap_mode="r"))
+            codes = {c: (values[c], of_rows) for c, of_rows in zip(coded, stored, strict=True)}
             yield before, RawRows(frame, file, range(first, first + rows), codes)
             before += rows
 

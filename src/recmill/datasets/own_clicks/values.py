@@ -100,7 +100,8 @@ def texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
         kept = pl.element().filter(~pl.element().is_in(missing) & pl.element().is_not_null())
         return values.cast(pl.List(pl.String)).list.eval(kept)
     as_text = values.cast(pl.String)
-    return as_text.set(as_text.is_in(missing), None)
+    is_missing = as_text.is_in(missing)
+    return as_text.set(is_missing, None) if is_missing.any() else as_text
 
 
 def single_texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
