@@ -23,7 +23,7 @@ from recmill.data.opening import open_dataset
 from recmill.datasets.inputs import text
 from recmill.datasets.own_clicks import steps
 from recmill.datasets.own_clicks.coding import Coder
-from recmill.datasets.own_clicks.encoding import Encoder, hashed, load_recipe, time_parts
+from recmill.datasets.own_clicks.encoding import PARTS, Encoder, hashed, load_recipe, time_parts
 from recmill.datasets.own_clicks.reading import read
 from recmill.datasets.own_clicks.schema import load_schema
 from recmill.datasets.own_clicks.values import RawRows, numbers, parsed_times, texts
@@ -429,30 +429,38 @@ LOGS = st.lists(st.tuples(VALUES, st.sampled_from(["", "1", "-2.5", "1e3", " 7 "
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(log=LOGS, size=st.integers(1, 4), transform=st.sampled_from(["none", "sqrt", "minmax"]), flag=st.booleans())
+@given(
+    log=LOGS,
+    size=st.integers(1, 4),
+    transform=st.sampled_from(["none", "log1p", "sqrt", "standard", "minmax", "rank", "power"]),
+    boundaries=st.sampled_from(["quantiles:3", "log2-squared", [-1.0, 2.0]]),
+    flag=st.booleans(),
+)
 def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
-    prepared: Prepare, log: list[tuple[str, str, bool]], size: int, transform: str, flag: bool
+    prepared: Prepare, log: list[tuple[str, str, bool]], size: int, transform: str, boundaries: Any, flag: bool
 ) -> None:
     held_out = [("a", "1", False), ("a", "1", False), ("a", "1", True), ("a", "1", True)]
     folds = [""] * len(log) + ["v", "t", "v", "t"]
     every = zip([*log, *held_out], folds, strict=True)
     lines = [f"{int(click)},{fold},{text},{number}" for (text, number, click), fold in every]
-    lines += ["0,,a,1", "1,,a,1"]
+    lines = [f"{line},{1_700_000_000 + 50_000 * row}" for row, line in enumerate([*lines, "0,,a,1", "1,,a,1"])]
     features = [
         {"column": "text", "type": "categorical", "table_size": 2 + size},
         {"name": "bag", "column": "text", "type": "categorical", "separator": "|", "max_values": size},
         {"name": "hash", "column": "text", "type": "categorical", "ids": "hash", "table_size": 50},
         {"name": "cross", "type": "cross", "columns": ["text", "number"], "table_size": 50},
-        {"name": "bucket", "column": "number", "type": "bucket", "boundaries": "quantiles:3"},
+        {"name": "bucket", "column": "number", "type": "bucket", "boundaries": boundaries},
+        {"name": "shared", "column": "number", "type": "categorical", "share_table": "text"},
+        *({"name": part, "type": "time", "part": part} for part in PARTS),
         {"column": "number", "type": "numeric", "transform": transform, "flag_missing": flag, "clip": [0.1, 0.9]},
     ]
-    text = "click,fold,text,number\n" + "\n".join(lines) + "\n"
-    path = prepared(text, split=BY_FOLD, feature=features)
+    text = "click,fold,text,number,when\n" + "\n".join(lines) + "\n"
+    path = prepared(text, time={"column": "when", "format": "s"}, split=BY_FOLD, feature=features)
     recipe = load_recipe(path)
     source = path.parent / "again.csv"
     for split, fold in zip(SPLITS, ("", "v", "t"), strict=True):
         own = [line for line in lines if line.split(",")[1] == fold]
-        source.write_text("click,fold,text,number\n" + "\n".join(own) + "\n", encoding="utf-8")
+        source.write_text("click,fold,text,number,when\n" + "\n".join(own) + "\n", encoding="utf-8")
         encoder = Encoder(recipe, path)
         (rows,) = read(source, recipe.log.input, recipe.log.columns())
         encoded = encoder.encode(rows)
@@ -696,7 +704,7 @@ def test_values_are_told_apart_even_if_a_64_bit_hash_of_all_of_them_is_the_same(
         return pl.Series(np.zeros(len(values), np.uint64)) if seed == 0 else real(values, seed)
 
     real = pl.Series.hash
-    log = "click,site\n" + "".join(f"{i % 2},s{i % 7}\n" for i in range(200))
+    log = pl.DataFrame({"click": [i % 2 for i in range(200)], "site": [f"s{i % 7}" for i in range(200)]})
     expected = prepared(log, feature=[SITE])
     monkeypatch.setattr(pl.Series, "hash", half_broken)
     found = prepared(log, feature=[SITE])

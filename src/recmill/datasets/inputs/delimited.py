@@ -13,17 +13,19 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import polars as pl
 
 from recmill.datasets.compressed import InputFile, expansion
-from recmill.datasets.inputs.fields import Fields, divided
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.text import MAX_ROW_BYTES, QUOTE_IN_FIELD, LongRow, bad_byte, row_blocks, setting
 from recmill.errors import DataError, did_you_mean
 from recmill.observe.progress import Progress
+
+if TYPE_CHECKING:
+    from recmill.datasets.inputs.fields import Fields
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +83,8 @@ class Table:
         """Yield frames of these fields in file order; dates become microseconds since 1970."""
         return (block for block in self.blocks(fields) if isinstance(block, pl.DataFrame))
 
-    def blocks(self, fields: Sequence[Field], plain: Collection[str] = ()) -> Iterator[pl.DataFrame | Fields]:
-        """Yield blocks of these fields in file order, those of columns `plain` as `Fields` as long as the text is plain."""
+    def blocks(self, fields: Sequence[Field], plain: Collection[str] = ()) -> "Iterator[pl.DataFrame | Fields]":
+        """Yield blocks of these fields in file order, as `Fields` of the columns `plain` up to the first quote."""
         columns, texts = self._opened()
         positions = {field: self._position(columns, field) for field in fields}
         total = int(self.path.stat().st_size * expansion(self.path))
@@ -230,8 +232,11 @@ class Table:
 
     def _parse(self, text: bytes, num_columns: int, positions: dict[Field, int]) -> pl.DataFrame | None:
         """Return None if any row is bad."""
-        if b"\0" in text or not self._has_num_columns(text, num_columns):
-            return None
+        is_good = b"\0" not in text and self._has_num_columns(text, num_columns)
+        return self._typed(text, num_columns, positions) if is_good else None
+
+    def _typed(self, text: bytes, num_columns: int, positions: dict[Field, int]) -> pl.DataFrame | None:
+        """Return None if a value is bad; all rows have as many fields as there are columns."""
         types = {position: _TYPES[field.kind] for field, position in positions.items()}
         dates = [field.name for field in positions if field.kind == "date"]
         numbers = [field.name for field in positions if field.kind == "number"]
@@ -257,8 +262,11 @@ class Table:
 
     def _divided(
         self, text: bytes, num_columns: int, positions: dict[Field, int], names: Collection[str]
-    ) -> Fields | None:
+    ) -> "Fields | None":
         """Return None if the text has a bad row, or anything but plain fields."""
+        from recmill.datasets.inputs.fields import divided  # Numba takes 0.3 s to import, and few commands need it
+
+        text = text.replace(b"\r\n", b"\n")
         not_plain = [b"\0", b"\r", *([b'"'] if self._has_quotes else [])]
         if num_columns == 1 or self.section.escape or any(letter in text for letter in not_plain):
             return None
@@ -271,7 +279,7 @@ class Table:
         rest = {field: position for field, position in positions.items() if field.name not in wanted}
         if fields is None or not rest:
             return fields
-        others = self._parse(text, num_columns, rest)
+        others = self._typed(text, num_columns, rest)
         return None if others is None else replace(fields, others=others)
 
     def _has_num_columns(self, text: bytes, num_columns: int) -> bool:

@@ -1,14 +1,17 @@
 """Columns of files of any kind: text, JSON lines or Parquet."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import polars as pl
 
 from recmill.datasets.compressed import InputFile, forecast_rows
 from recmill.datasets.inputs import delimited, json_lines, parquet
-from recmill.datasets.inputs.fields import Fields
 from recmill.datasets.inputs.section import InputSection
 from recmill.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from recmill.datasets.inputs.fields import Fields
 
 
 def types_of(file: InputFile, section: InputSection, prefix: str = "input.") -> dict[str, pl.DataType]:
@@ -43,8 +46,8 @@ def frames(
 
 def blocks(
     file: InputFile, section: InputSection, columns: list[str], plain: list[str]
-) -> Iterator[pl.DataFrame | Fields]:
-    """Yield the same blocks, the columns `plain` of a text as `Fields` as long as it has no quotes."""
+) -> "Iterator[pl.DataFrame | Fields]":
+    """Yield these columns of all rows, in order; of a text, those in `plain` as `Fields` up to its first quote."""
     if section.kind_of(file) != "text":
         return frames(file, section, columns)
     fields = [delimited.Field(column, column, "any") for column in columns]

@@ -36,9 +36,7 @@ class Coder:
         one, other = (values.hash(seed).to_numpy() for seed in _SEEDS)
         return self.codes_of(one, other, values.gather)
 
-    def codes_of(
-        self, hashes: np.ndarray, others: np.ndarray, gather: Callable[[np.ndarray], pl.Series]
-    ) -> np.ndarray:
+    def codes_of(self, hashes: np.ndarray, others: np.ndarray, gather: Callable[[np.ndarray], pl.Series]) -> np.ndarray:
         """Return the codes of values with these hashes; `gather` returns the values of some rows."""
         codes = np.empty(len(hashes), np.uint32)
         first_rows = np.empty(len(hashes), np.int64)
@@ -101,3 +99,10 @@ def _fill(slots, keys, size):
         while slots[slot] != 0:
             slot = (slot + 1) & mask
         slots[slot] = code + 1
+
+
+@compiled
+def add_up(counts, codes):
+    """Add to `counts` how often each code occurs: `bincount` would pass over all values for each block of rows."""
+    for code in codes:
+        counts[code] += 1

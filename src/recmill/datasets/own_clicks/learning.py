@@ -9,6 +9,7 @@ import polars as pl
 
 from recmill import rng
 from recmill.data.recipes import vocabulary_file
+from recmill.datasets.own_clicks.coding import add_up
 from recmill.datasets.own_clicks.encoding import (
     Learned,
     fixed_rows,
@@ -31,7 +32,6 @@ from recmill.datasets.own_clicks.schema import (
 )
 from recmill.datasets.own_clicks.values import RawRows, Values, numbers, several_texts, texts
 from recmill.datasets.own_clicks.writing import write_arrow
-from recmill.datasets.parallel import compiled
 from recmill.datasets.writing import write_parquet
 from recmill.errors import DataError
 
@@ -103,7 +103,7 @@ class Learner:
         if column not in self._code_counts or self._code_counts[column][0] is not values:
             self._count_texts(column)
             self._code_counts[column] = values, np.zeros(len(values.series), np.int64)
-        _add_up(self._code_counts[column][1], codes)
+        add_up(self._code_counts[column][1], codes)
 
     def _count_texts(self, column: str) -> None:
         """Count the texts behind the codes of a column."""
@@ -195,12 +195,6 @@ def learned(log: ClicksSchema, found: Found, directory: Path) -> dict[str, Learn
                 seen=found.times.get(feature.name, []),
             )
     return made
-
-
-@compiled
-def _add_up(counts, codes):
-    for code in codes:
-        counts[code] += 1
 
 
 def _added_up(parts: list[pl.DataFrame]) -> pl.DataFrame:

@@ -22,8 +22,8 @@ from recmill.data.click_rows import ClickRows
 from recmill.data.recipes import RECIPE_FILE, vocabulary_file
 from recmill.datasets.compressed import InputFile, expansion, file_state, sample_digest
 from recmill.datasets.inputs.detection import described
-from recmill.datasets.inputs.files import distinct_names
 from recmill.datasets.inputs.fields import Fields
+from recmill.datasets.inputs.files import distinct_names
 from recmill.datasets.inputs.frame import FrameFile
 from recmill.datasets.inputs.reading import blocks as read_blocks
 from recmill.datasets.inputs.reading import num_rows
@@ -262,7 +262,7 @@ class Keeper:
         def numbered(place: int) -> np.ndarray:
             coder = coders[coded[place]]
             if isinstance(block, Fields):
-                return coder.codes_of(*block.hashes[:, place], block.gather(place))
+                return coder.codes_of(block.hashes[0, place], block.hashes[1, place], block.gather(place))
             return coder.codes(block[coded[place]])
 
         codes = list(self._pool.map(numbered, range(len(coded))))
