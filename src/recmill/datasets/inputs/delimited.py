@@ -266,7 +266,7 @@ class Table:
         """Return None if the text has a bad row, or anything but plain fields."""
         from recmill.datasets.inputs.fields import divided  # Numba takes 0.3 s to import, and few commands need it
 
-        text = text.replace(b"\r\n", b"\n")
+        text = text.replace(b"\r\n", b"\n") if b"\r" in text else text
         not_plain = [b"\0", b"\r", *([b'"'] if self._has_quotes else [])]
         if num_columns == 1 or self.section.escape or any(letter in text for letter in not_plain):
             return None

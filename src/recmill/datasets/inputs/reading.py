@@ -96,6 +96,8 @@ def check_columns(
 
 
 def _lacks(file: InputFile, section: InputSection, missing: list[str], there: list[str], prefix: str) -> str:
+    if not there:
+        return f"{file}: no rows. Get the file again."
     if section.kind_of(file) == "text" and (hint := delimited.Table(file, section, prefix=prefix).wrong_header(there)):
         return f"{file}: {_no_columns(missing)}{hint}"
     return f"{file}: {lacking(missing, there)}"

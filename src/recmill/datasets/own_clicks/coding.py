@@ -49,7 +49,8 @@ class Coder:
             if done == len(hashes):
                 break
             self._grow()
-        self._found.append(gather(first_rows[: self._size - size_before]))
+        if self._size > size_before or not self._found:
+            self._found.append(gather(first_rows[: self._size - size_before]))
         return codes
 
     def values(self) -> pl.Series:

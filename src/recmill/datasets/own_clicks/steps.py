@@ -5,6 +5,7 @@ with every run that is trained on it, so that `recmill predict` encodes new rows
 """
 
 import logging
+import mmap
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -37,7 +38,7 @@ from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM
 from recmill.datasets.own_clicks.values import RawRows, Values, times, weights
 from recmill.datasets.own_clicks.writing import SplitWriter, replaced, write_arrow
 from recmill.datasets.parallel import ordered
-from recmill.datasets.writing import MADE_BY, Work, check_disk, seal, write_npy
+from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
 from recmill.errors import ConfigError, DataError
 from recmill.files.atomic import write_text
 from recmill.hardware.cpu import num_cores
@@ -207,8 +208,8 @@ class _OneMachine:
 class Keeper:
     """Keeps the needed columns of the rows of a file, so that text is parsed once.
 
-    Values of most columns have codes, in npy files, with the values in Arrow files of their own: a new set of codes
-    begins with each file, and when there are too many. Arrow files hold the other columns.
+    Values of most columns have codes, with the values in Arrow files of their own: a new set of codes begins with each
+    file, and when there are too many. Arrow files hold the other columns.
     """
 
     def __init__(self, scratch: Path, index: int, file: InputFile, state: list[int | str], pool: Executor) -> None:
@@ -234,8 +235,8 @@ class Keeper:
             rest, codes = self._numbered(block, log, coders)
             if rest.width:
                 write_arrow(self._scratch / f"{name}.arrow", rest)
-            with replaced(self._scratch / f"{name}.npy") as path:
-                write_npy(path, codes, np.uint32)
+            with replaced(self._scratch / f"{name}.codes") as path, path.open("wb") as file:
+                file.writelines(part.data for part in codes)
             kept.append((name, before + 1, block.height, f"values-{index}-{number}", [*coders]))
             before += block.height
         if coders:
@@ -247,8 +248,8 @@ class Keeper:
 
     def _numbered(
         self, block: pl.DataFrame | Fields, log: ClicksSchema, coders: dict[str, Coder]
-    ) -> tuple[pl.DataFrame, np.ndarray]:
-        """Return the columns without codes, and the codes of the others, uint32 [column, row], in order of `coders`."""
+    ) -> tuple[pl.DataFrame, list[np.ndarray]]:
+        """Return the columns without codes, and the codes of the others, in the order of `coders`."""
         if isinstance(block, Fields):
             coded, rest = [*block.columns], block.others
         else:
@@ -265,8 +266,7 @@ class Keeper:
                 return coder.codes_of(block.hashes[0, place], block.hashes[1, place], block.gather(place))
             return coder.codes(block[coded[place]])
 
-        codes = list(self._pool.map(numbered, range(len(coded))))
-        return rest, np.stack(codes) if codes else np.empty((0, block.height), np.uint32)
+        return rest, list(self._pool.map(numbered, range(len(coded))))
 
     def _keep_values(self, coders: dict[str, Coder], name: str) -> None:
         for index, (column, coder) in enumerate(coders.items()):
@@ -292,8 +292,11 @@ class Blocks:
                 read = {c: Values(pl.read_ipc(path).to_series()) for c, path in zip(coded, paths, strict=True)}
                 self._values = values_name, read
             values = self._values[1]
-            stored = np.asarray(np.load(self._scratch / f"{name}.npy", mmap_mode="r"))
-            codes = {c: (values[c], of_rows) for c, of_rows in zip(coded, stored, strict=True)}
+            codes = {}
+            if coded:
+                with (self._scratch / f"{name}.codes").open("rb") as opened:  # np.load would take 0.5 ms more
+                    stored = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint32)
+                codes = {c: (values[c], own) for c, own in zip(coded, stored.reshape(-1, rows), strict=True)}
             yield before, RawRows(frame, file, range(first, first + rows), codes)
             before += rows
 
@@ -383,7 +386,8 @@ def block_encoder(encoder: Encoder, others: Encoder, splits: Splits) -> Callable
         which, _ = splits.of(*block)
         parts = []
         for split, encode in enumerate((encoder, others, others)):
-            if len(own := block[1].where(which == split)):
+            if (is_own := which == split).any():
+                own = block[1].where(is_own)
                 rows = encode.encode(own)
                 weight = weights(own, log) if log.keep.weight else None
                 kept = own.frame.select(log.keep.columns) if log.keep.columns else None

@@ -3,6 +3,7 @@
 import contextlib
 import operator
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ class Values:
 
     series: pl.Series
     computed: dict[str, np.ndarray | None] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # so that no two threads compute the same
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class RawRows:
             return self
         codes = {name: (values, of_rows[is_chosen]) for name, (values, of_rows) in self.codes.items()}
         frame = self.frame.filter(pl.Series(is_chosen)) if self.frame.width else self.frame
-        return RawRows(frame, self.file, np.asarray(self.numbers)[is_chosen], codes)
+        numbers = self.numbers
+        numbers = np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else numbers
+        return RawRows(frame, self.file, numbers[is_chosen], codes)
 
     def per_value(self, name: str, what: str, compute: Callable[["RawRows"], np.ndarray]) -> np.ndarray:
         """Return what `compute` makes of column `name` by row. If values have codes, it is computed once for each.
@@ -69,13 +73,14 @@ class RawRows:
         if name not in self.codes:
             return compute(self)
         values, codes = self.codes[name]
-        if what not in values.computed:
-            different = RawRows(values.series.alias(name).to_frame(), self.file, range(1, len(values.series) + 1))
-            try:
-                values.computed[what] = compute(different)
-            except DataError:  # the values may be of other rows; an error about these rows has to name the row
-                values.computed[what] = None
-        found = values.computed[what]
+        with values.lock:
+            if what not in values.computed:
+                different = RawRows(values.series.alias(name).to_frame(), self.file, range(1, len(values.series) + 1))
+                try:
+                    values.computed[what] = compute(different)
+                except DataError:  # the values may be of other rows; an error about these rows has to name the row
+                    values.computed[what] = None
+            found = values.computed[what]
         if found is None:
             return compute(RawRows(self.column(name).alias(name).to_frame(), self.file, self.numbers))
         return found.take(codes, axis=0)  # two to three times as fast as found[codes]
