@@ -95,10 +95,11 @@ def _summary(rows: int, found: dict[str, list[dict[str, float]]]) -> dict[str, A
         for name, turns in found.items()
         if turns
     }
-    ours = medians["recmill"]
-    result = {"rows": rows, **medians, "share_of_parsing": round(medians["parse"]["seconds"] / ours["seconds"], 3)}
-    if "fuxictr" in medians:
-        result["times_fuxictr"] = round(medians["fuxictr"]["seconds"] / ours["seconds"], 2)
+    result: dict[str, Any] = {"rows": rows, **medians}
+    for name, title in (("parse", "share_of_parsing"), ("fuxictr", "times_fuxictr")):
+        if name in medians:
+            ratios = {key: medians[name][key] / ours for key, ours in medians["recmill"].items()}
+            result[title] = {key: round(ratio, 3) for key, ratio in ratios.items()}
     return result
 
 

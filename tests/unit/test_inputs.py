@@ -9,14 +9,16 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 from click.testing import CliRunner
 
 from recmill.cli import commands
 from recmill.datasets.inputs import text
+from recmill.datasets.inputs.fields import Fields
 from recmill.datasets.inputs.files import distinct_names, found_files
-from recmill.datasets.inputs.reading import check_columns, frames
+from recmill.datasets.inputs.reading import blocks, check_columns, frames
 from recmill.datasets.inputs.section import InputSection
 from recmill.errors import DataError, UserError
 
@@ -66,6 +68,53 @@ def test_line_breaks_and_quotes_in_quotes_are_read_right_across_blocks(
     assert rows_of(tmp_path / "log.txt", ["a", "b"], separator=";") == expected
     (tmp_path / "log.txt").write_text('a;b\n"say \\"hi\\"";"two\nlines;"\n"C:\\\\";"x\\""\n')
     assert rows_of(tmp_path / "log.txt", ["a", "b"], separator=";", escape=True) == expected
+
+
+PLAIN = "a,b,c\n" + "".join(f"{i % 3 or ''},é {i % 5},\t\n,, x{'y' * i}\n" for i in range(40))
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("separator", [",", "::"])
+@pytest.mark.parametrize("block_bytes", [100, 1 << 24])
+def test_fields_of_a_plain_text_are_those_of_its_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, separator: str, line_end: str
+) -> None:
+    monkeypatch.setattr(text, "BLOCK_BYTES", block_bytes)
+    (tmp_path / "log.txt").write_text(PLAIN.replace(",", separator), newline=line_end)
+    section = InputSection(separator=separator)
+    expected = pl.concat(frames(tmp_path / "log.txt", section, ["c", "a", "b"]))
+    found: dict[str, dict[tuple[int, int], str | None]] = {"a": {}, "c": {}}  # values by their hashes
+    done = 0
+    for block in blocks(tmp_path / "log.txt", section, ["c", "a", "b"], plain=["c", "a"]):
+        assert isinstance(block, Fields)
+        rows = expected[done : done + block.height]
+        assert block.others.equals(rows.select("b"))
+        for place, column in enumerate(block.columns):
+            assert block.gather(place)(np.arange(block.height)).to_list() == rows[column].to_list()
+            hashes = zip(*block.hashes[:, place].tolist(), strict=True)
+            for key, value in zip(hashes, rows[column], strict=True):
+                assert found[column].setdefault(key, value) == value
+        done += block.height
+    assert done == expected.height
+    assert {name: len(keys) for name, keys in found.items()} == {name: expected[name].n_unique() for name in found}
+
+
+def test_from_a_quote_on_a_text_is_read_as_frames_and_a_bad_row_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "BLOCK_BYTES", 50)
+    for number, (row, message) in enumerate(
+        {'"x,"",1': "a quote", "x": "got 1", "x,\0": "NUL", "x,\udce9": "0xe9"}.items()
+    ):
+        path = tmp_path / f"{number}.csv"
+        path.write_text("a,b\n" + "1,2\n" * 60 + '"1",2\n' * (number % 2) + row + "\n", errors="surrogateescape")
+        found = blocks(path, InputSection(), ["a", "b"], plain=["a", "b"])
+        assert isinstance(next(found), Fields)
+        with pytest.raises(DataError, match=rf"row {61 + number % 2}.*{message}"):
+            list(found)
+    path.write_text("a,b\n" + "1,2\n" * 60 + '"1",2\n' + "1,2\n" * 60)
+    kinds = [isinstance(block, Fields) for block in blocks(path, InputSection(), ["a", "b"], plain=["a", "b"])]
+    assert kinds == sorted(kinds, reverse=True) and {*kinds} == {True, False}
 
 
 CP1251 = b"a,b\n\xcc\xee\xf1\xea\xe2\xe0,\xcf\xf0\xe8\xe2\xe5\xf2\n"  # Moscow, hello
@@ -201,6 +250,9 @@ def test_files_are_found_in_the_order_of_names_and_none_twice(tmp_path: Path) ->
             found_files(given)
     with pytest.raises(DataError, match=r"--input .*/\*\.tsv: no such file. Give a file, a directory, or a pattern"):
         found_files(str(tmp_path / "*.tsv"))
+    (tmp_path / "days/day=1/part-0.parquet").unlink()
+    with pytest.raises(DataError, match=r"--input .*/days/day=1: a directory without files"):
+        found_files(str(tmp_path / "days/day=1"))
 
 
 def test_what_is_wrong_with_several_files_is_reported_at_once_by_file(tmp_path: Path) -> None:
@@ -308,6 +360,7 @@ GOOD = "click,site\n" + "0,a\n1,b\n" * 20
         ("log.csv", GOOD.encode(), 'encoding = "utf-9"', 2, "input.encoding is 'utf-9': no such codec"),
         ("log.csv", GOOD.encode(), 'separator = ""', 2, "input.separator is ''"),
         ("log.csv", GOOD.encode(), 'columns = ["a", "a"]', 2, "a name occurs twice"),
+        ("log.csv", b"", "", 3, "log.csv: no rows. Get the file again"),
         ("other.csv", GOOD.encode(), "", 3, "log.*: no such file"),
     ],
 )  # fmt: skip

@@ -82,10 +82,16 @@ def test_a_bad_rating_is_an_error_with_file_row_and_value(tmp_path: Path, row: s
 def test_files_that_are_missing_or_of_two_editions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such directory"):
         prepare("movielens", tmp_path / "d", input=tmp_path / "raw")
+    with zipfile.ZipFile(tmp_path / "ml-1m.zip", "w") as archive:
+        archive.writestr("ml-1m/ratings.dat", "")
+    with pytest.raises(DataError, match=r"ml-1m\.zip: a file, where .* Unpack it \(unzip\), and give the directory"):
+        prepare("movielens", tmp_path / "d", input=tmp_path / "ml-1m.zip")
     raw = write_edition(tmp_path / "raw", "ml-1m")
     (raw / "movies.dat").rename(raw / "films.dat")
     with pytest.raises(DataError, match=r"ratings\.dat is there, but not movies\.dat"):
         prepare("movielens", tmp_path / "d", input=raw)
+    with pytest.raises(DataError, match=r"ratings\.dat: a file, where .* Give its directory"):
+        prepare("movielens", tmp_path / "d", input=raw / "ratings.dat")
     (raw / "u.data").touch()
     with pytest.raises(DataError, match=r"expected one of .*; it holds ratings\.dat, u\.data"):
         prepare("movielens", tmp_path / "d", input=raw)

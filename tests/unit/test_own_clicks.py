@@ -23,7 +23,7 @@ from recmill.data.opening import open_dataset
 from recmill.datasets.inputs import text
 from recmill.datasets.own_clicks import steps
 from recmill.datasets.own_clicks.coding import Coder
-from recmill.datasets.own_clicks.encoding import Encoder, hashed, load_recipe, time_parts
+from recmill.datasets.own_clicks.encoding import PARTS, Encoder, hashed, load_recipe, time_parts
 from recmill.datasets.own_clicks.reading import read
 from recmill.datasets.own_clicks.schema import load_schema
 from recmill.datasets.own_clicks.values import RawRows, numbers, parsed_times, texts
@@ -305,6 +305,13 @@ def test_labels_are_values_or_conditions(prepared: Prepare, label: dict[str, Any
     assert arrays(path)[2].tolist() == ([1, 0, 1, 0] if label.get("drop") else [1, 0, 1, 0, 0])
 
 
+def test_rows_without_a_label_may_be_left_out(prepared: Prepare) -> None:
+    log = GOOD.replace("1,,a,1", ",,a,1", 1)
+    found = prepared(log, label={"column": "click", "missing": "drop"}, split=BY_FOLD, feature=[SITE, PRICE])
+    assert arrays(found)[2].ravel().tolist() == [0, 1, 0, 1, 0]
+    assert open_dataset(found).description.notes == ["1 rows left out by label.drop or label.missing"]
+
+
 def test_kept_columns_and_weights_are_stored_beside_the_rows_of_each_split(prepared: Prepare) -> None:
     frame = pl.DataFrame(
         {
@@ -340,6 +347,15 @@ def test_roles_of_features_are_described(prepared: Prepare) -> None:
 
 def sizes_of(path: Path) -> list[int]:
     return [open_dataset(path).clicks.splits[split][0].stop for split in SPLITS]
+
+
+@pytest.mark.parametrize("ranges", [2, 7, 1 << 16])
+def test_numbers_are_found_by_their_place_without_sorting_them(ranges: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_RANGES", ranges)
+    draw = np.random.default_rng(1)
+    blocks = [draw.integers(-5, 5, 50), np.empty(0, np.int64), draw.integers(-(2**50), 2**50, 300), np.full(40, 3)]
+    places = [0, 1, 70, 200, 389]
+    assert steps.values_at(places, lambda: iter(blocks)) == np.sort(np.concatenate(blocks))[places].tolist()
 
 
 def test_splits_by_time_rows_chance_and_groups(prepared: Prepare) -> None:
@@ -413,30 +429,38 @@ LOGS = st.lists(st.tuples(VALUES, st.sampled_from(["", "1", "-2.5", "1e3", " 7 "
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(log=LOGS, size=st.integers(1, 4), transform=st.sampled_from(["none", "sqrt", "minmax"]), flag=st.booleans())
+@given(
+    log=LOGS,
+    size=st.integers(1, 4),
+    transform=st.sampled_from(["none", "log1p", "sqrt", "standard", "minmax", "rank", "power"]),
+    boundaries=st.sampled_from(["quantiles:3", "log2-squared", [-1.0, 2.0]]),
+    flag=st.booleans(),
+)
 def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
-    prepared: Prepare, log: list[tuple[str, str, bool]], size: int, transform: str, flag: bool
+    prepared: Prepare, log: list[tuple[str, str, bool]], size: int, transform: str, boundaries: Any, flag: bool
 ) -> None:
     held_out = [("a", "1", False), ("a", "1", False), ("a", "1", True), ("a", "1", True)]
     folds = [""] * len(log) + ["v", "t", "v", "t"]
     every = zip([*log, *held_out], folds, strict=True)
     lines = [f"{int(click)},{fold},{text},{number}" for (text, number, click), fold in every]
-    lines += ["0,,a,1", "1,,a,1"]
+    lines = [f"{line},{1_700_000_000 + 50_000 * row}" for row, line in enumerate([*lines, "0,,a,1", "1,,a,1"])]
     features = [
         {"column": "text", "type": "categorical", "table_size": 2 + size},
         {"name": "bag", "column": "text", "type": "categorical", "separator": "|", "max_values": size},
         {"name": "hash", "column": "text", "type": "categorical", "ids": "hash", "table_size": 50},
         {"name": "cross", "type": "cross", "columns": ["text", "number"], "table_size": 50},
-        {"name": "bucket", "column": "number", "type": "bucket", "boundaries": "quantiles:3"},
+        {"name": "bucket", "column": "number", "type": "bucket", "boundaries": boundaries},
+        {"name": "shared", "column": "number", "type": "categorical", "share_table": "text"},
+        *({"name": part, "type": "time", "part": part} for part in PARTS),
         {"column": "number", "type": "numeric", "transform": transform, "flag_missing": flag, "clip": [0.1, 0.9]},
     ]
-    text = "click,fold,text,number\n" + "\n".join(lines) + "\n"
-    path = prepared(text, split=BY_FOLD, feature=features)
+    text = "click,fold,text,number,when\n" + "\n".join(lines) + "\n"
+    path = prepared(text, time={"column": "when", "format": "s"}, split=BY_FOLD, feature=features)
     recipe = load_recipe(path)
     source = path.parent / "again.csv"
     for split, fold in zip(SPLITS, ("", "v", "t"), strict=True):
         own = [line for line in lines if line.split(",")[1] == fold]
-        source.write_text("click,fold,text,number\n" + "\n".join(own) + "\n", encoding="utf-8")
+        source.write_text("click,fold,text,number,when\n" + "\n".join(own) + "\n", encoding="utf-8")
         encoder = Encoder(recipe, path)
         (rows,) = read(source, recipe.log.input, recipe.log.columns())
         encoded = encoder.encode(rows)
@@ -450,13 +474,14 @@ def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
     ("old", "new", "schema", "expected"),
     [
         ("1,,a,1", "2,,a,1", {}, "row 1, column click: label '2' is neither 0 nor 1. Name the values"),
-        ("1,,a,1", ",,a,1", {}, "row 1, column click: no label. Remove such rows."),
+        ("1,,a,1", ",,a,1", {}, "row 1, column click: no label. Remove such rows, or leave"),
         ("0,,a,2", "0,,a,2;3", {}, "row 2, column price: '2;3' is not a number. Correct it"),
-        ("0,,a,2", "0,,a,inf", {}, "row 2, column price: an infinite number. Correct it."),
+        ("0,,a,2", '0,,a,"1,5"', {}, "row 2, column price: '1,5' is not a number. Use input.decimal = ','."),
+        ("0,,a,2", "0,,a,inf", {}, "row 2, column price: inf is larger than 3.4e+38. Correct it."),
         ("0,,a,2", "0,,a", {}, "row 2: expected 4 fields, got 3"),
         ("0,v", "1,v", {}, "2 of the 2 rows for val are clicks"),
-        ("1,t", "1,", {"split": {**BY_FOLD, "test": ["nobody"]}}, "no row is for test. Change [split]"),
-        ("0,,a,2", "0,,a,1e300", {}, "row 2, column price: 1e+300 is larger than 3.4e+38. Correct it."),
+        ("1,t", "1,", {"split": {**BY_FOLD, "test": ["nobody"]}}, "no row is for test (split.test = ['nobody']). Ch"),
+        ("0,,a,2", "0,,a,1e300", {}, "row 2, column price: 1e300 is larger than 3.4e+38. Correct it."),
         ("0,v,a,1", "0,v,a,3e38", {}, "row 7, column price: 3e+38 is too large for a 32-bit number after transform"),
         (
             "0,,a,2",
@@ -679,7 +704,7 @@ def test_values_are_told_apart_even_if_a_64_bit_hash_of_all_of_them_is_the_same(
         return pl.Series(np.zeros(len(values), np.uint64)) if seed == 0 else real(values, seed)
 
     real = pl.Series.hash
-    log = "click,site\n" + "".join(f"{i % 2},s{i % 7}\n" for i in range(200))
+    log = pl.DataFrame({"click": [i % 2 for i in range(200)], "site": [f"s{i % 7}" for i in range(200)]})
     expected = prepared(log, feature=[SITE])
     monkeypatch.setattr(pl.Series, "hash", half_broken)
     found = prepared(log, feature=[SITE])

@@ -13,7 +13,7 @@ import pytest
 
 import recmill
 from recmill.datasets.inputs import text
-from recmill.datasets.own_clicks import steps
+from recmill.datasets.own_clicks import learning, steps
 from recmill.datasets.writing import NpyWriter, Work
 from recmill.errors import DataError, ResourceError
 from recmill.failpoints import VARIABLE
@@ -109,7 +109,8 @@ def test_any_number_of_cores_and_sets_of_codes_give_the_same_bytes(
     cores: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    monkeypatch.setattr(steps, "_MAX_VALUES", 10 * cores)
+    monkeypatch.setattr(steps, "_MAX_VALUES", 300 * cores)
+    monkeypatch.setattr(learning, "_MAX_COUNTS", 20 * cores)
     prepare(folder, tmp_path / "d")
     assert contents(tmp_path / "d") == contents(folder / "unbroken")
 

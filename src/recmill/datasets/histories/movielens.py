@@ -5,6 +5,7 @@ paper.
 """
 
 import csv
+import zipfile
 from pathlib import Path
 
 import polars as pl
@@ -40,6 +41,9 @@ _EDITIONS = {  # file of ratings: its separator, file of titles, its separator
 
 def plan(options: Options) -> InteractionsPlan:
     directory = Path(options.input)
+    if directory.is_file():
+        remedy = "Unpack it (unzip), and give the directory" if zipfile.is_zipfile(directory) else "Give its directory"
+        raise DataError(f"{directory}: a file, where --input is the directory of the MovieLens files. {remedy}.")
     if not directory.is_dir():
         near = did_you_mean_path(directory)
         raise DataError(f"{directory}: no such directory. {near}--input is where the unpacked MovieLens files are.")

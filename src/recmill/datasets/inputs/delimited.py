@@ -9,11 +9,11 @@ import io
 import logging
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import polars as pl
@@ -23,6 +23,9 @@ from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.text import MAX_ROW_BYTES, QUOTE_IN_FIELD, LongRow, bad_byte, row_blocks, setting
 from recmill.errors import DataError, did_you_mean
 from recmill.observe.progress import Progress
+
+if TYPE_CHECKING:
+    from recmill.datasets.inputs.fields import Fields
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,10 @@ class Table:
 
     def rows(self, *fields: Field) -> Iterator[pl.DataFrame]:
         """Yield frames of these fields in file order; dates become microseconds since 1970."""
+        return (block for block in self.blocks(fields) if isinstance(block, pl.DataFrame))
+
+    def blocks(self, fields: Sequence[Field], plain: Collection[str] = ()) -> "Iterator[pl.DataFrame | Fields]":
+        """Yield blocks of these fields in file order, as `Fields` of the columns `plain` up to the first quote."""
         columns, texts = self._opened()
         positions = {field: self._position(columns, field) for field in fields}
         total = int(self.path.stat().st_size * expansion(self.path))
@@ -85,6 +92,13 @@ class Table:
         with Progress(f"reading {self.path.name}", total, "bytes") as progress:
             try:
                 for text in texts:
+                    if plain and (found := self._divided(text, len(columns), positions, plain)):
+                        yield found
+                        done += found.height
+                        num_good += found.height
+                        progress.advance(len(text))
+                        continue
+                    plain = ()
                     frame = self._parse(text, len(columns), positions)
                     num_rows = frame.height if frame is not None else len(self._split(text))
                     if frame is None:
@@ -218,8 +232,11 @@ class Table:
 
     def _parse(self, text: bytes, num_columns: int, positions: dict[Field, int]) -> pl.DataFrame | None:
         """Return None if any row is bad."""
-        if b"\0" in text or not self._has_num_columns(text, num_columns):
-            return None
+        is_good = b"\0" not in text and self._has_num_columns(text, num_columns)
+        return self._typed(text, num_columns, positions) if is_good else None
+
+    def _typed(self, text: bytes, num_columns: int, positions: dict[Field, int]) -> pl.DataFrame | None:
+        """Return None if a value is bad; all rows have as many fields as there are columns."""
         types = {position: _TYPES[field.kind] for field, position in positions.items()}
         dates = [field.name for field in positions if field.kind == "date"]
         numbers = [field.name for field in positions if field.kind == "number"]
@@ -242,6 +259,28 @@ class Table:
             frame[name].is_finite().all() for name in numbers
         )
         return frame if is_good else None
+
+    def _divided(
+        self, text: bytes, num_columns: int, positions: dict[Field, int], names: Collection[str]
+    ) -> "Fields | None":
+        """Return None if the text has a bad row, or anything but plain fields."""
+        from recmill.datasets.inputs.fields import divided  # Numba takes 0.3 s to import, and few commands need it
+
+        text = text.replace(b"\r\n", b"\n") if b"\r" in text else text
+        not_plain = [b"\0", b"\r", *([b'"'] if self._has_quotes else [])]
+        if num_columns == 1 or self.section.escape or any(letter in text for letter in not_plain):
+            return None
+        try:
+            text.isascii() or text.decode()
+        except UnicodeDecodeError:
+            return None
+        wanted = {field.name: position for field, position in positions.items() if field.name in names}
+        fields = divided(text, self._one_byte_separator, wanted, num_columns)
+        rest = {field: position for field, position in positions.items() if field.name not in wanted}
+        if fields is None or not rest:
+            return fields
+        others = self._typed(text, num_columns, rest)
+        return None if others is None else replace(fields, others=others)
 
     def _has_num_columns(self, text: bytes, num_columns: int) -> bool:
         letters = np.frombuffer(text, np.uint8)

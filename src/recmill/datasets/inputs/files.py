@@ -35,6 +35,8 @@ def _matching(pattern: str, option: str) -> list[InputFile]:
         found = [*dict.fromkeys(local)]
         if pipe := next((path for path in local if not path.is_file()), None):
             raise DataError(f"{option} {pipe}: is no file, but rows are read more than once. Write them to a file.")
+    if not found and Path(pattern).is_dir():
+        raise DataError(f"{option} {pattern}: a directory without files, but for hidden ones. Name another one.")
     if not found:
         near = "" if is_remote(pattern) else did_you_mean_path(pattern)
         raise DataError(

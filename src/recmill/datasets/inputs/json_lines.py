@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import polars as pl
@@ -21,7 +21,7 @@ def types_of(file: InputFile, section: InputSection, prefix: str) -> dict[str, p
 
     Objects and lists of lists keep their type: they are refused where they are used.
     """
-    first = next(_blocks(file, section, prefix), b"")
+    first = b"".join(islice(_blocks(file, section, prefix), 4))
     try:
         schema = pl.read_ndjson(first, infer_schema_length=None).schema
     except pl.exceptions.PolarsError:

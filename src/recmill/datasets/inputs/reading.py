@@ -1,6 +1,7 @@
 """Columns of files of any kind: text, JSON lines or Parquet."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -8,6 +9,9 @@ from recmill.datasets.compressed import InputFile, forecast_rows
 from recmill.datasets.inputs import delimited, json_lines, parquet
 from recmill.datasets.inputs.section import InputSection
 from recmill.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from recmill.datasets.inputs.fields import Fields
 
 
 def types_of(file: InputFile, section: InputSection, prefix: str = "input.") -> dict[str, pl.DataType]:
@@ -38,6 +42,16 @@ def frames(
             return json_lines.frames(file, section, columns, prefix)
     fields = [delimited.Field(column, column, "any") for column in columns]
     return delimited.Table(file, section, prefix=prefix).rows(*fields)
+
+
+def blocks(
+    file: InputFile, section: InputSection, columns: list[str], plain: list[str]
+) -> "Iterator[pl.DataFrame | Fields]":
+    """Yield these columns of all rows, in order; of a text, those in `plain` as `Fields` up to its first quote."""
+    if section.kind_of(file) != "text":
+        return frames(file, section, columns)
+    fields = [delimited.Field(column, column, "any") for column in columns]
+    return delimited.Table(file, section, prefix="input.").blocks(fields, plain)
 
 
 def num_rows(file: InputFile, section: InputSection) -> int:
@@ -82,6 +96,8 @@ def check_columns(
 
 
 def _lacks(file: InputFile, section: InputSection, missing: list[str], there: list[str], prefix: str) -> str:
+    if not there:
+        return f"{file}: no rows. Get the file again."
     if section.kind_of(file) == "text" and (hint := delimited.Table(file, section, prefix=prefix).wrong_header(there)):
         return f"{file}: {_no_columns(missing)}{hint}"
     return f"{file}: {lacking(missing, there)}"

@@ -11,7 +11,7 @@ from recmill.errors import DataError
 
 log = logging.getLogger(__name__)
 
-BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 22  # so small that what is made of a block stays below malloc's limit of 32 MB for its own pages
 MAX_ROW_BYTES = 1 << 24
 QUOTE_IN_FIELD = "\x1e"  # stands for \" until the fields are divided
 _BOM = b"\xef\xbb\xbf"

@@ -1,5 +1,7 @@
 """Number the values of a column while its file is read, so that later steps work on whole numbers, not on texts."""
 
+from collections.abc import Callable
+
 import numpy as np
 import polars as pl
 
@@ -31,19 +33,24 @@ class Coder:
 
     def codes(self, values: pl.Series) -> np.ndarray:
         """Return the codes of these values, uint32 [n]; those that are new get the next ones."""
-        hashes = [values.hash(seed).to_numpy() for seed in _SEEDS]
-        codes = np.empty(len(values), np.uint32)
-        first_rows = np.empty(len(values), np.int64)
+        one, other = (values.hash(seed).to_numpy() for seed in _SEEDS)
+        return self.codes_of(one, other, values.gather)
+
+    def codes_of(self, hashes: np.ndarray, others: np.ndarray, gather: Callable[[np.ndarray], pl.Series]) -> np.ndarray:
+        """Return the codes of values with these hashes; `gather` returns the values of some rows."""
+        codes = np.empty(len(hashes), np.uint32)
+        first_rows = np.empty(len(hashes), np.int64)
         size_before = self._size
         done = 0
         while True:
             done, self._size = _number(
-                self._slots, self._keys, self._size, *hashes, done, codes, first_rows[self._size - size_before :]
+                self._slots, self._keys, self._size, hashes, others, done, codes, first_rows[self._size - size_before :]
             )
-            if done == len(values):
+            if done == len(hashes):
                 break
             self._grow()
-        self._found.append(values.gather(first_rows[: self._size - size_before]))
+        if self._size > size_before or not self._found:
+            self._found.append(gather(first_rows[: self._size - size_before]))
         return codes
 
     def values(self) -> pl.Series:
@@ -93,3 +100,10 @@ def _fill(slots, keys, size):
         while slots[slot] != 0:
             slot = (slot + 1) & mask
         slots[slot] = code + 1
+
+
+@compiled
+def add_up(counts, codes):
+    """Add to `counts` how often each code occurs: `bincount` would pass over all values for each block of rows."""
+    for code in codes:
+        counts[code] += 1

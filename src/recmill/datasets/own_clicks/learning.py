@@ -1,5 +1,6 @@
 """Learn a recipe from the training rows: vocabularies by frequency, quantiles, means."""
 
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import polars as pl
 
 from recmill import rng
 from recmill.data.recipes import vocabulary_file
+from recmill.datasets.own_clicks.coding import add_up
 from recmill.datasets.own_clicks.encoding import (
     Learned,
     fixed_rows,
@@ -29,10 +31,12 @@ from recmill.datasets.own_clicks.schema import (
     TimeFeature,
 )
 from recmill.datasets.own_clicks.values import RawRows, Values, numbers, several_texts, texts
+from recmill.datasets.own_clicks.writing import write_arrow
 from recmill.datasets.writing import write_parquet
 from recmill.errors import DataError
 
-_MERGED_ROWS = 1 << 21  # counts that may wait to be added up
+_MAX_COUNTS = 1 << 22  # of all vocabularies together, that wait in memory to be added up
+_SPILLED_PARTS = 32  # that are added up one after the other
 _NUM_RANKS = 1001  # quantiles of transform rank
 _POWER_ROWS = 100_000  # about as many numbers tell the power
 _MAX_BUCKETS = 10_000_000
@@ -54,10 +58,15 @@ class Found:
 
 
 class Learner:
-    """Sees blocks of training rows, and returns what they held. `seen`: how many training rows are before them."""
+    """Sees blocks of training rows, and returns what they held. `seen`: how many training rows are before them.
 
-    def __init__(self, log: ClicksSchema, training_rows: int, seen: int = 0) -> None:
+    Counts that do not fit into memory go to files in `scratch`; without it, all stay in memory.
+    """
+
+    def __init__(self, log: ClicksSchema, training_rows: int, seen: int = 0, scratch: Path | None = None) -> None:
         self._log = log
+        self._scratch = scratch
+        self._spilled: dict[str, list[Path]] = {}  # by the owner of a table
         self._categorical: dict[str, list[CategoricalFeature]] = {}  # by column
         self._has_vocabulary: dict[str, bool] = {}  # by feature
         for feature in log.tables:
@@ -94,7 +103,7 @@ class Learner:
         if column not in self._code_counts or self._code_counts[column][0] is not values:
             self._count_texts(column)
             self._code_counts[column] = values, np.zeros(len(values.series), np.int64)
-        self._code_counts[column][1][:] += np.bincount(codes, minlength=len(values.series))
+        add_up(self._code_counts[column][1], codes)
 
     def _count_texts(self, column: str) -> None:
         """Count the texts behind the codes of a column."""
@@ -120,18 +129,49 @@ class Learner:
                 is_distinct = counts is not None and not isinstance(given.dtype, pl.List)
                 found = frame.drop_nulls("value")
                 waiting.append(found if is_distinct else _added_up([found]))
-                if len(waiting) > 1 and sum(part.height for part in waiting[1:]) > _MERGED_ROWS:
+                most = _MAX_COUNTS // len(self._has_vocabulary)
+                if len(waiting) > 1 and sum(part.height for part in waiting[1:]) > most:
                     waiting[:] = [_added_up(waiting)]
+                    if self._scratch and waiting[0].height > most:
+                        self._spill(owner(feature), waiting.pop())
+
+    def _spill(self, name: str, counts: pl.DataFrame) -> None:
+        """Write the counts in parts, so that all counts of a value are in the same part."""
+        assert self._scratch
+        which = counts["value"].hash() % _SPILLED_PARTS
+        for part in range(_SPILLED_PARTS):
+            self._spilled.setdefault(name, []).append(self._scratch / f"counts-{uuid.uuid4().hex}.arrow")
+            write_arrow(self._spilled[name][-1], counts.filter(which == part))
+
+    def _all_counts(self, name: str) -> tuple[pl.DataFrame, int]:
+        """Return the counts, of those that were spilled without the rare values, and how many there are together."""
+        waiting = self._counts.pop(name)
+        if name not in self._spilled:
+            counts = waiting[0] if len(waiting) == 1 else _added_up(waiting)
+            return counts, int(counts["count"].sum())
+        if waiting:
+            self._spill(name, _added_up(waiting))
+        files, total = self._spilled.pop(name), 0
+        feature = next(feature for feature in self._log.tables if feature.name == name)
+        assert isinstance(feature, CategoricalFeature)
+        frequent = []
+        for part in range(_SPILLED_PARTS):
+            counts = _added_up([pl.read_ipc(file) for file in files[part::_SPILLED_PARTS]])
+            total += int(counts["count"].sum())
+            frequent.append(counts.filter(pl.col("count") >= feature.min_frequency))
+        for file in files:
+            file.unlink()
+        return pl.concat(frequent), total
 
     def found(self) -> Found:
         """Return what the rows held, and forget the numbers."""
         for column in list(self._code_counts):
             self._count_texts(column)
         numbers = {name: np.concatenate(self._numbers.pop(name)) for name in list(self._numbers)}
-        counts = {name: parts[0] if len(parts) == 1 else _added_up(parts) for name, parts in self._counts.items()}
+        counts = {name: self._all_counts(name) for name in list(self._counts)}
         times = {name: sorted(parts) for name, parts in self._parts.items()}
-        totals = {name: int(frame["count"].sum()) for name, frame in counts.items()}
-        return Found(self._longest, times, numbers, counts, totals)
+        frequent = {name: frame for name, (frame, _) in counts.items()}
+        return Found(self._longest, times, numbers, frequent, {name: total for name, (_, total) in counts.items()})
 
 
 def learned(log: ClicksSchema, found: Found, directory: Path) -> dict[str, Learned]:

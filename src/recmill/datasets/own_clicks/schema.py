@@ -32,6 +32,7 @@ class LabelSection(Section):
     column: str = key(..., "The column that says whether a row was clicked.")
     positive: list[str] | str = key([], "Its values that mean a click, or a condition like '> 3'. Default: 1 and true.")
     drop: str = key("", "Leave out rows whose label meets this condition, like '== 3'.")
+    missing: Literal["fail", "drop"] = key("fail", "Rows without a label: an error, or left out.")
 
     def contradictions(self) -> list[str]:
         given = {"positive": self.positive, "drop": self.drop}

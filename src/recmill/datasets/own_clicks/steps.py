@@ -5,6 +5,7 @@ with every run that is trained on it, so that `recmill predict` encodes new rows
 """
 
 import logging
+import mmap
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,18 +23,20 @@ from recmill.data.click_rows import ClickRows
 from recmill.data.recipes import RECIPE_FILE, vocabulary_file
 from recmill.datasets.compressed import InputFile, expansion, file_state, sample_digest
 from recmill.datasets.inputs.detection import described
+from recmill.datasets.inputs.fields import Fields
 from recmill.datasets.inputs.files import distinct_names
 from recmill.datasets.inputs.frame import FrameFile
+from recmill.datasets.inputs.reading import blocks as read_blocks
 from recmill.datasets.inputs.reading import num_rows
 from recmill.datasets.own_clicks.coding import Coder, can_be_numbered
 from recmill.datasets.own_clicks.encoding import Encoder, Recipe
 from recmill.datasets.own_clicks.guessing import as_toml, guess
 from recmill.datasets.own_clicks.learning import Found, Learner, learned
-from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files, read
+from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, checked_schema, load_schema
 from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, split_rules
 from recmill.datasets.own_clicks.values import RawRows, Values, times, weights
-from recmill.datasets.own_clicks.writing import SplitWriter, write_arrow
+from recmill.datasets.own_clicks.writing import SplitWriter, replaced, write_arrow
 from recmill.datasets.parallel import ordered
 from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
 from recmill.errors import ConfigError, DataError
@@ -47,10 +50,10 @@ __all__ = ["Options", "plan", "plan_frame", "write"]
 log = logging.getLogger(__name__)
 
 SCHEMA_FILE = "schema.toml"  # a schema that was guessed
-_CODES = "\x1f"  # begins the name of a column of codes
-_MAX_VALUES = 1 << 22  # of a column, before a new set of codes begins
+_MAX_VALUES = 1 << 22  # of all columns together, before a new set of codes begins
+_RANGES = 1 << 16
 Block = tuple[int, RawRows]  # the number of its first row in all files together, rows
-KeptBlock = tuple[str, int, int, str]  # Arrow file, first row in its file, rows, file of values
+KeptBlock = tuple[str, int, int, str, list[str]]  # file, first row in its file, rows, file of values, coded columns
 
 
 class Options(Section):
@@ -159,7 +162,7 @@ def prepared(plan: Plan, work: Work, engine: Engine) -> Description:
     counts = work.part("count", lambda: engine.counted(splits))
     if not sum(counts["clicks"]):
         raise DataError(_no_clicks(log, engine.blocks))
-    _check_classes(counts)
+    _check_classes(counts, log)
     training_rows = counts["rows"][SPLITS.index("train")]
 
     def learn() -> dict[str, Any]:
@@ -177,7 +180,7 @@ class _OneMachine:
     """The engine that uses the threads of this process."""
 
     def __init__(self, plan: Plan, work: Work, pool: Executor) -> None:
-        self._log, self._data, self._pool = plan.log, work.data, pool
+        self._log, self._data, self._scratch, self._pool = plan.log, work.data, work.scratch, pool
         kept = []
         for index, file in enumerate(plan.files):
             keeper = Keeper(work.scratch, index, file, plan.inputs[str(file.absolute())], pool)
@@ -185,14 +188,14 @@ class _OneMachine:
         self.blocks = Blocks(work.scratch, list(zip(map(str, plan.files), kept, strict=True)))
 
     def times_at(self, places: list[int]) -> list[int]:
-        ordered = np.sort(np.concatenate([times(rows, self._log) for _, rows in self.blocks]))
-        return [int(ordered[place]) for place in places]
+        return values_at(places, lambda: (times(rows, self._log) for _, rows in self.blocks))
 
     def counted(self, splits: Splits) -> dict[str, list[int]]:
         return counted(splits, self.blocks.with_progress("splitting"))
 
     def found(self, splits: Splits, training_rows: int) -> Found:
-        return found(Learner(self._log, training_rows), splits, self.blocks.with_progress("learning"))
+        learner = Learner(self._log, training_rows, scratch=self._scratch)
+        return found(learner, splits, self.blocks.with_progress("learning"))
 
     def encoded(self, encoder: Encoder, splits: Splits) -> "Iterator[Encoded]":
         encode = block_encoder(encoder, Encoder(encoder.recipe, self._data), splits)
@@ -203,10 +206,10 @@ class _OneMachine:
 
 
 class Keeper:
-    """Keeps the needed columns of the rows of a file as Arrow files, so that text is parsed once.
+    """Keeps the needed columns of the rows of a file, so that text is parsed once.
 
-    Values of most columns have codes there, with the values in files of their own: a new set of codes begins with each
-    file, and when there are too many.
+    Values of most columns have codes, with the values in Arrow files of their own: a new set of codes begins with each
+    file, and when there are too many. Arrow files hold the other columns.
     """
 
     def __init__(self, scratch: Path, index: int, file: InputFile, state: list[int | str], pool: Executor) -> None:
@@ -218,28 +221,52 @@ class Keeper:
         kept: list[KeptBlock] = []
         coders: dict[str, Coder] = {}
         number = 0
-        blocks = read(self._file, log.input, log.columns())
+        before, was_plain = 0, True
+        blocks = read_blocks(self._file, log.input, log.columns(), log.coded_columns())
         waiting = self._pool.submit(next, blocks, None)
-        while rows := waiting.result():
+        while (block := waiting.result()) is not None:
             waiting = self._pool.submit(next, blocks, None)
-            frame = rows.frame
-            types = frame.schema  # each access builds it anew
-            coded = [name for name in log.coded_columns() if can_be_numbered(types[name])]
-            coders = coders or {name: Coder() for name in coded}
-            codes = list(self._pool.map(lambda name: coders[name].codes(frame[name]), coded))  # noqa: B023
-            name = f"rows-{index}-{len(kept)}.arrow"
-            numbered = [pl.Series(f"{_CODES}{column}", found) for column, found in zip(coded, codes, strict=True)]
-            write_arrow(self._scratch / name, frame.drop(coded).hstack(numbered))
-            kept.append((name, int(rows.numbers[0]), len(rows), f"values-{index}-{number}"))
-            if any(len(coder) > _MAX_VALUES for coder in coders.values()):
+            is_plain = isinstance(block, Fields)
+            if coders and (is_plain != was_plain or sum(map(len, coders.values())) > _MAX_VALUES):
                 self._keep_values(coders, kept[-1][3])
                 coders, number = {}, number + 1
+            was_plain = is_plain
+            name = f"rows-{index}-{len(kept)}"
+            rest, codes = self._numbered(block, log, coders)
+            if rest.width:
+                write_arrow(self._scratch / f"{name}.arrow", rest)
+            with replaced(self._scratch / f"{name}.codes") as path, path.open("wb") as file:
+                file.writelines(part.data for part in codes)
+            kept.append((name, before + 1, block.height, f"values-{index}-{number}", [*coders]))
+            before += block.height
         if coders:
             self._keep_values(coders, kept[-1][3])
         if file_state(self._file) != self._state:
             fact = "it changed while it was read. Wait until it is complete, then prepare it again."
             raise DataError(f"{self._file}: {fact}")
         return kept
+
+    def _numbered(
+        self, block: pl.DataFrame | Fields, log: ClicksSchema, coders: dict[str, Coder]
+    ) -> tuple[pl.DataFrame, list[np.ndarray]]:
+        """Return the columns without codes, and the codes of the others, in the order of `coders`."""
+        if isinstance(block, Fields):
+            coded, rest = [*block.columns], block.others
+        else:
+            types = block.schema  # each access builds it anew
+            coded = [name for name in log.coded_columns() if can_be_numbered(types[name])]
+            rest = block.drop(coded)
+
+        for name in coded:
+            coders.setdefault(name, Coder())
+
+        def numbered(place: int) -> np.ndarray:
+            coder = coders[coded[place]]
+            if isinstance(block, Fields):
+                return coder.codes_of(block.hashes[0, place], block.hashes[1, place], block.gather(place))
+            return coder.codes(block[coded[place]])
+
+        return rest, list(self._pool.map(numbered, range(len(coded))))
 
     def _keep_values(self, coders: dict[str, Coder], name: str) -> None:
         for index, (column, coder) in enumerate(coders.items()):
@@ -253,21 +280,24 @@ class Blocks:
         self._scratch, self._before = scratch, before
         self._kept = [(file, *block) for file, blocks in files for block in blocks]
         self.rows = sum(block[3] for block in self._kept)
+        self._values: tuple[str, dict[str, Values]] = ("", {})  # the last that were read: of most files, all
 
     def __iter__(self) -> Iterator[Block]:
         before = self._before
-        values: dict[str, Values] = {}
-        name_of_values = ""
-        for file, name, first, rows, values_name in self._kept:
-            frame = pl.read_ipc(self._scratch / name)
-            coded = [column.removeprefix(_CODES) for column in frame.columns if column.startswith(_CODES)]
-            if values_name != name_of_values:
+        for file, name, first, rows, values_name, coded in self._kept:
+            rest = self._scratch / f"{name}.arrow"
+            frame = pl.read_ipc(rest) if rest.exists() else pl.DataFrame()
+            if values_name != self._values[0]:
                 paths = [self._scratch / f"{values_name}-{index}.arrow" for index in range(len(coded))]
-                values = {c: Values(pl.read_ipc(path).to_series()) for c, path in zip(coded, paths, strict=True)}
-                name_of_values = values_name
-            codes = {c: (values[c], frame[f"{_CODES}{c}"].to_numpy()) for c in coded}
-            rest = frame.drop(f"{_CODES}{c}" for c in coded)
-            yield before, RawRows(rest, file, range(first, first + rows), codes)
+                read = {c: Values(pl.read_ipc(path).to_series()) for c, path in zip(coded, paths, strict=True)}
+                self._values = values_name, read
+            values = self._values[1]
+            codes = {}
+            if coded:
+                with (self._scratch / f"{name}.codes").open("rb") as opened:  # np.load would take 0.5 ms more
+                    stored = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint32)
+                codes = {c: (values[c], own) for c, own in zip(coded, stored.reshape(-1, rows), strict=True)}
+            yield before, RawRows(frame, file, range(first, first + rows), codes)
             before += rows
 
     def with_progress(self, what: str) -> Iterator[Block]:
@@ -275,6 +305,29 @@ class Blocks:
             for before, rows in self:
                 yield before, rows
                 progress.advance(len(rows))
+
+
+def values_at(places: list[int], blocks: Callable[[], Iterable[np.ndarray]]) -> list[int]:
+    """Return the whole numbers at these places of all in ascending order, which need not fit into memory.
+
+    In each round, the numbers are counted in `_RANGES` equal ranges, and the range with the place is divided again.
+    """
+    ends = [(values.min(), values.max()) for values in blocks() if len(values)]
+    low, high = int(min(end for end, _ in ends)), int(max(end for _, end in ends))
+    found = [(low, high, place) for place in places]
+    while any(low < high for low, high, _ in found):
+        widths = [(high - low) // _RANGES + 1 for low, high, _ in found]
+        counts = np.zeros((len(found), _RANGES), np.int64)
+        for values in blocks():
+            for count, (low, high, _), width in zip(counts, found, widths, strict=True):
+                inside = values[(values >= low) & (values <= high)]
+                count += np.bincount((inside - low) // width, minlength=_RANGES)
+        for index, ((low, high, place), width) in enumerate(zip(found, widths, strict=True)):
+            upto = np.cumsum(counts[index])
+            which = int(np.searchsorted(upto, place, side="right"))
+            start = low + which * width
+            found[index] = start, min(start + width - 1, high), place - int(upto[which] - counts[index][which])
+    return [low for low, _, _ in found]
 
 
 def counted(splits: Splits, blocks: Iterable[Block]) -> dict[str, list[int]]:
@@ -297,10 +350,11 @@ def _no_clicks(schema: ClicksSchema, blocks: Iterable[Block]) -> str:
     return f"column {schema.label.column}: no row is a click. Its values: {listed}. {remedy}"
 
 
-def _check_classes(counts: dict[str, list[int]]) -> None:
+def _check_classes(counts: dict[str, list[int]], log: ClicksSchema) -> None:
     for split, rows, clicks in zip(SPLITS, counts["rows"], counts["clicks"], strict=False):
         if not rows:
-            raise DataError(f"no row is for {split}. Change [split] of the schema.")
+            given = f" (split.{split} = {getattr(log.split, split)})" if split != "train" else ""
+            raise DataError(f"no row is for {split}{given}. Change [split] of the schema.")
         if clicks in (0, rows):
             fact = f"{clicks:,} of the {rows:,} rows for {split} are clicks, so nothing can be learned or measured"
             raise DataError(f"{fact}. Check label.positive and [split] of the schema.")
@@ -332,7 +386,8 @@ def block_encoder(encoder: Encoder, others: Encoder, splits: Splits) -> Callable
         which, _ = splits.of(*block)
         parts = []
         for split, encode in enumerate((encoder, others, others)):
-            if len(own := block[1].where(which == split)):
+            if (is_own := which == split).any():
+                own = block[1].where(is_own)
                 rows = encode.encode(own)
                 weight = weights(own, log) if log.keep.weight else None
                 kept = own.frame.select(log.keep.columns) if log.keep.columns else None
@@ -362,7 +417,7 @@ def _written(data: Path, encoder: Encoder, parts: Iterable[Encoded], rows: list[
 def _notes(
     recipe: Recipe, rows: list[int], tally: dict[str, dict[str, int]], with_vocabulary: list[str]
 ) -> Iterator[str]:
-    for kind, name in ((DROPPED_ROWS, "label.drop"), (NOT_SAMPLED, "sample.negatives")):
+    for kind, name in ((DROPPED_ROWS, "label.drop or label.missing"), (NOT_SAMPLED, "sample.negatives")):
         if rows[kind]:
             yield f"{rows[kind]:,} rows left out by {name}"
     yield from _uneven_groups(recipe, rows)

@@ -2,6 +2,8 @@
 
 import contextlib
 import operator
+import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +32,7 @@ class Values:
 
     series: pl.Series
     computed: dict[str, np.ndarray | None] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # so that no two threads compute the same
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ class RawRows:
             return self
         codes = {name: (values, of_rows[is_chosen]) for name, (values, of_rows) in self.codes.items()}
         frame = self.frame.filter(pl.Series(is_chosen)) if self.frame.width else self.frame
-        return RawRows(frame, self.file, np.asarray(self.numbers)[is_chosen], codes)
+        numbers = self.numbers
+        numbers = np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else numbers
+        return RawRows(frame, self.file, numbers[is_chosen], codes)
 
     def per_value(self, name: str, what: str, compute: Callable[["RawRows"], np.ndarray]) -> np.ndarray:
         """Return what `compute` makes of column `name` by row. If values have codes, it is computed once for each.
@@ -68,13 +73,14 @@ class RawRows:
         if name not in self.codes:
             return compute(self)
         values, codes = self.codes[name]
-        if what not in values.computed:
-            different = RawRows(values.series.alias(name).to_frame(), self.file, range(1, len(values.series) + 1))
-            try:
-                values.computed[what] = compute(different)
-            except DataError:  # the values may be of other rows; an error about these rows has to name the row
-                values.computed[what] = None
-        found = values.computed[what]
+        with values.lock:
+            if what not in values.computed:
+                different = RawRows(values.series.alias(name).to_frame(), self.file, range(1, len(values.series) + 1))
+                try:
+                    values.computed[what] = compute(different)
+                except DataError:  # the values may be of other rows; an error about these rows has to name the row
+                    values.computed[what] = None
+            found = values.computed[what]
         if found is None:
             return compute(RawRows(self.column(name).alias(name).to_frame(), self.file, self.numbers))
         return found.take(codes, axis=0)  # two to three times as fast as found[codes]
@@ -99,7 +105,8 @@ def texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
         kept = pl.element().filter(~pl.element().is_in(missing) & pl.element().is_not_null())
         return values.cast(pl.List(pl.String)).list.eval(kept)
     as_text = values.cast(pl.String)
-    return as_text.set(as_text.is_in(missing), None)
+    is_missing = as_text.is_in(missing)
+    return as_text.set(is_missing, None) if is_missing.any() else as_text
 
 
 def single_texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
@@ -130,14 +137,15 @@ def numbers(rows: RawRows, column: str, missing: list[str], decimal: str = ".") 
         if (is_bad := found.is_null() & as_text.is_not_null()).any():
             row = int(is_bad.arg_true()[0])
             remedy = "Correct it, name it in input.missing, or make the feature categorical."
+            if decimal == "." and re.fullmatch(r"\s*-?\d+,\d+\s*", as_text[row]):
+                remedy = "Use input.decimal = ','."
             raise rows.error(row, column, f"{as_text[row][:80]!r} is not a number", remedy)
     else:
         raise DataError(f"{rows.file}: column {column} holds {values.dtype}, not numbers. Use another type of feature.")
     array = found.fill_null(np.nan).to_numpy()
     if (is_bad := np.abs(array) > _LARGEST).any():
         row = int(is_bad.argmax())
-        fact = "an infinite number" if np.isinf(array[row]) else f"{array[row]:g} is larger than {_LARGEST:.2g}"
-        raise rows.error(row, column, fact, "Correct it.")
+        raise rows.error(row, column, f"{values[row]} is larger than {_LARGEST:.2g}", "Correct it.")
     return array
 
 
@@ -168,7 +176,7 @@ def _times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
         parsed = parsed_times(values.cast(pl.String), form)
     if parsed.null_count():
         row = int(parsed.is_null().arg_true()[0])
-        fact = f"{values[row]!r} is no time of the format '{form}'"
+        fact = f"{values[row]!r} is no time of the format '{form}'" if values[row] else "no time"
         iso = " ('iso' is like 2026-03-16 or 2026-03-16T08:05:30)" if form == "iso" else ""
         raise rows.error(row, column, fact, f"Correct it, or change time.format{iso}.")
     return parsed.to_numpy()
@@ -222,8 +230,9 @@ def _labels(rows: RawRows, schema: ClicksSchema, may_be_missing: bool) -> np.nda
         given = rows.column(section.column).fill_nan(None).cast(pl.String)
     else:
         given = single_texts(rows, section.column, schema.input.missing)
-    if given.null_count() and not may_be_missing:
-        raise rows.error(int(given.is_null().arg_true()[0]), section.column, "no label", "Remove such rows.")
+    if given.null_count() and section.missing == "fail" and not may_be_missing:
+        remedy = "Remove such rows, or leave them out (label.missing = 'drop')."
+        raise rows.error(int(given.is_null().arg_true()[0]), section.column, "no label", remedy)
     is_missing = given.is_null().to_numpy()
     given = given.fill_null("")
     is_dropped = is_missing
