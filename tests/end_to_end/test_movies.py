@@ -176,7 +176,11 @@ def test_candidates_in_a_file_get_the_scores_and_ranks_of_evaluation(
     monkeypatch.setattr(scored_files, "_PART_ROWS", 5)
     ratings = histories_of(movies)
     unseen = [sorted({*map(str, TITLES)} - {*items[:-1]}, key=int) for items in ratings.values()]
-    columns = {"user": [*ratings], "history": [items[:-1] for items in ratings.values()], "candidates": unseen}
+    columns: dict[str, Any] = {
+        "user": [*ratings],
+        "history": [items[:-1] for items in ratings.values()],
+        "candidates": unseen,
+    }
     pl.DataFrame(columns).write_parquet(tmp_path / "new.parquet")
     pl.DataFrame(columns).write_ndjson(tmp_path / "new.jsonl")
     by_title = {str(item): title if title != "Aladdin (1992)" else str(item) for item, title in TITLES.items()}
