@@ -133,7 +133,7 @@ def _checked_job(scorer: "Scorer", options: "Options", files: list[InputFile], o
     kept = options.keep or []
     needed = list(dict.fromkeys([*encoder.feature_columns, *kept]))
     lack = "the model needs columns that are not there"
-    check_columns(files, section, encoder.feature_columns, lack, "Add them: its features are made of them.")
+    check_columns(files, section, encoder.feature_columns, lack, "Add them: scores are computed from them.")
     copied = kept if output.suffix == ".parquet" else []
     check_columns(files, section, kept, "--keep does not fit the files", "Correct --keep, or the files.", copied)
     if taken := {"score", "logit", *made} & set(kept):
