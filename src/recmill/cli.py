@@ -152,7 +152,7 @@ _TOPICS = {
     "Results": {
         "results": "Show state, best step and test metrics of runs.",
         "evaluate": "Evaluate the newest or best checkpoint of a run.",
-        "predict": "Score new rows with a click model.",
+        "predict": "Score new rows, or items after new histories.",
         "recommend": "Recommend items with a sequence model or two towers.",
         "items": "Write the vectors of items or requests of a two-tower model.",
         "explain": "Show which features or items a model relies on.",
@@ -456,7 +456,7 @@ def recommend_command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Recommend the K items that RUN's model ranks first: after a history, for users or for requests."""
+    """Recommend the K items that RUN's model ranks first: after histories, for users or for requests."""
     if (history is not None) + (users is not None) + (input is not None) + is_for_all != 1:
         raise click.UsageError("Give exactly one of --history, --users, --all and --input.")
     if (is_for_all or input is not None) != (output is not None):
@@ -480,7 +480,10 @@ def schema_command(input: str, **options: Any) -> Any:
 @click.argument("run", type=click.Path())
 @_prints(printed.print_predictions, is_written=True)
 def predict_command(run: str, input: str, output: str, **options: Any) -> Any:
-    """Score new rows with RUN's click model: the probability of a click for each row of --input."""
+    """Score new rows: the probability of a click for each row of --input, by RUN's click model.
+
+    A sequence model scores the items in column 'candidates' after those in column 'history'.
+    """
     written = recmill.predict(run, input, output, **options)
     return None if output == "-" else written
 

@@ -17,6 +17,7 @@ import tomli_w
 import recmill
 from recmill import prepare, recommend, recommend_all
 from recmill.commands import recommend as command
+from recmill.commands import scored_files
 from recmill.commands.assemble import build_source, model_module, open_matching_dataset, open_trained_run
 from recmill.errors import CheckpointError, ConfigError, DataError
 
@@ -166,6 +167,112 @@ def test_titles_ids_and_commas_name_the_same_history(run: Path) -> None:
     text = "Casino (1995),City of Lost Children, The (1995), I, Robot, and Others (2004) ,10"
     assert recommend(run, text, k=5) == by_id
     assert recommend(run, list(map(TITLES.__getitem__, [20, 30, 40, 10])), k=5) == by_id
+
+
+def test_candidates_in_a_file_get_the_scores_and_ranks_of_evaluation(
+    each_run: Path, movies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the format, the names of items and the number of processes."""
+    monkeypatch.setattr(scored_files, "_PART_ROWS", 5)
+    ratings = histories_of(movies)
+    unseen = [sorted({*map(str, TITLES)} - {*items[:-1]}, key=int) for items in ratings.values()]
+    columns: dict[str, Any] = {
+        "user": [*ratings],
+        "history": [items[:-1] for items in ratings.values()],
+        "candidates": unseen,
+    }
+    pl.DataFrame(columns).write_parquet(tmp_path / "new.parquet")
+    pl.DataFrame(columns).write_ndjson(tmp_path / "new.jsonl")
+    by_title = {str(item): title if title != "Aladdin (1992)" else str(item) for item, title in TITLES.items()}
+    text = {
+        name: [",".join(by_title[item] for item in items) for items in columns[name]]
+        for name in ("history", "candidates")
+    }
+    pl.DataFrame(columns | text).write_csv(tmp_path / "new.csv")
+    done = recmill.predict(each_run, tmp_path / "new.parquet", tmp_path / "scores.parquet", keep=["user"])
+    assert (done["rows"], done["written"]) == (NUM_USERS, sum(map(len, unseen)))
+    scores = pl.read_parquet(tmp_path / "scores.parquet")
+    assert scores.select("user", "item").rows() == [
+        (u, item) for u, row in zip(ratings, unseen, strict=True) for item in row
+    ]
+    expected = scores_of_the_network(each_run, 18)
+    of_one = scores.filter(pl.col("user") == [*ratings][18])
+    assert of_one["score"].to_list() == pytest.approx([expected[item] for item in of_one["item"]], rel=1e-6, abs=1e-6)
+    ranks = recmill.evaluate(each_run, per_user=True)
+    for (user, items), rank in zip(ratings.items(), ranks["full/rank"], strict=True):
+        own = dict(scores.filter(pl.col("user") == user).select("item", "score").rows())
+        assert rank == 1 + sum(score > own[items[-1]] for score in own.values())
+    for name, procs in (("new.jsonl", 1), ("new.csv", 2)):
+        output = tmp_path / f"{procs}.parquet"
+        recmill.predict(each_run, tmp_path / name, output, keep=["user"], procs=procs)
+        assert pl.read_parquet(output).drop("item").equals(scores.drop("item"))
+
+
+def test_histories_in_a_file_get_the_items_of_recommend(
+    run: Path, movies: Path, tmp_path: Path, run_cli: RunCli
+) -> None:
+    ratings = histories_of(movies)
+    pl.DataFrame({"user": [*ratings], "history": [*ratings.values()]}).write_parquet(tmp_path / "new.parquet")
+    output = tmp_path / "best.parquet"
+    words = ["recommend", run, "--input", tmp_path / "new.parquet", "--output", output, "--keep", "user", "--k", "7"]
+    assert "for 23 requests" in run_cli(*map(str, words)).stdout
+    recommend_all(run, tmp_path / "all.parquet", k=7)
+    assert pl.read_parquet(output).equals(pl.read_parquet(tmp_path / "all.parquet")), "fewer if fewer are left"
+    assert (
+        recommend(run, input=tmp_path / "new.parquet", k=30, include_seen=True, frame="polars").height == 30 * NUM_USERS
+    )
+
+
+def test_unknown_items_in_a_file_are_reported_and_get_no_score(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = {"history": ["10,9999", None, "9999"], "candidates": ["20,5000", "30", "40"]}
+    pl.DataFrame(new).write_csv(tmp_path / "new.tsv", separator="\t")
+    found = recmill.predict(run, tmp_path / "new.tsv", tmp_path / "scores.csv")
+    scores = pl.read_csv(tmp_path / "scores.csv")
+    best = {row["item"]: row["score"] for row in recommend(run, [10], k=29)}
+    assert scores["item"].to_list() == [20, 5000, 30, 40]
+    assert scores["score"].to_list() == [pytest.approx(best["20"], rel=1e-5), None, None, None]
+    shares = {(row["feature"], row["kind"]): row["here"] for row in found["features"]}
+    assert shares == pytest.approx(
+        {
+            ("history", "missing"): 2 / 3,
+            ("history", "unseen"): 2 / 3,
+            ("candidates", "missing"): 0,
+            ("candidates", "unseen"): 1 / 3,
+        }
+    )
+    assert any("candidates: 33.3 % of the values are unseen" in message for message in caplog.messages)
+    written = recommend_all(run, tmp_path / "best.jsonl", input=tmp_path / "new.tsv", k=3)
+    assert (written["requests"], written["rows"]) == (3, 3), "none after a history without a known item"
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "kind", "text"),
+    [
+        ({"history": [[10]]}, {}, DataError, "no column 'candidates'; it has history"),
+        ({"history": [[1.5]], "candidates": ["10"]}, {}, DataError, "column history holds List"),
+        (
+            {"history": ["10"], "candidates": ["Aladdin (1992)"]},
+            {},
+            DataError,
+            "new.parquet: column candidates: 'Aladdin .*' is the title of 2",
+        ),
+        (
+            {"history": ["10"], "candidates": ["20"]},
+            {"logit": True},
+            ConfigError,
+            "--logit and --data are for click models",
+        ),
+    ],
+)
+def test_files_of_histories_that_cannot_be_scored_are_refused(
+    columns: dict[str, Any], options: dict[str, Any], kind: type[Exception], text: str, run: Path, tmp_path: Path
+) -> None:
+    pl.DataFrame(columns).write_parquet(tmp_path / "new.parquet")
+    with pytest.raises(kind, match=text):
+        recmill.predict(run, tmp_path / "new.parquet", tmp_path / "scores.csv", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["new.parquet"]
 
 
 def test_a_corrupt_dataset_is_reported_by_its_file(run: Path, movies: Path, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_what_cannot_be_scored_is_refused(trained: Path, tmp_path: Path) -> None
         assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
     (tmp_path / "empty.tsv").write_bytes(b"")
-    refused(DataError, "empty.tsv", input=tmp_path / "empty.tsv")
+    refused(DataError, "empty.tsv: no rows. Get the file again", input=tmp_path / "empty.tsv")
     pl.DataFrame(schema=dict.fromkeys(NAMES, pl.String)).write_parquet(tmp_path / "header.parquet")
     refused(DataError, "header.parquet: no rows", input=tmp_path / "header.parquet")
     (tmp_path / "few.tsv").write_text("1\t2\t3\n")

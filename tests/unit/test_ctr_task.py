@@ -19,14 +19,16 @@ def ctr_batch(labels: list[float], weights: list[float]) -> CtrBatch:
     return CtrBatch(torch.zeros(len(labels), 1), nothing, torch.tensor(labels), torch.tensor(weights))
 
 
-def test_click_loss_is_a_sum_that_ignores_fillers() -> None:
-    """Probabilities .8, .25 and one that must not count: -log .8 - log .75."""
+def test_click_loss_is_a_weighted_sum_that_ignores_fillers() -> None:
+    """Probabilities .8, of weight 3, .25, of weight 1/2, and one that must not count: -3 log .8 - 1/2 log .75."""
     logits = torch.log(torch.tensor([0.8 / 0.2, 0.25 / 0.75, 0.9 / 0.1])).requires_grad_()
-    loss = ctr.loss_sum(lambda *inputs: logits, ctr_batch([1.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
-    assert loss.item() == pytest.approx(-np.log(0.8) - np.log(0.75), rel=1e-6)
+    batch = ctr_batch([1.0, 0.0, 0.0], [3.0, 0.5, 0.0])
+    loss = ctr.loss_sum(lambda *inputs: logits, batch)
+    assert loss.item() == pytest.approx(-3 * np.log(0.8) - 0.5 * np.log(0.75), rel=1e-6)
+    assert batch.weight() == 3.5, "the loss of a step is the sum divided by this"
     loss.backward()
     assert logits.grad is not None
-    assert logits.grad.tolist() == pytest.approx([0.8 - 1, 0.25, 0.0], abs=1e-6)
+    assert logits.grad.tolist() == pytest.approx([3 * (0.8 - 1), 0.5 * 0.25, 0.0], abs=1e-6)
 
 
 def test_click_metrics_ignore_fillers() -> None:

@@ -193,8 +193,10 @@ def test_each_kind_of_model_names_its_own_flags(folder: Path, sasrec: Any, tmp_p
     with pytest.raises(ConfigError, match=r"'two_tower' recommends for requests.*Use --input"):
         recmill.recommend_all(folder / "run", tmp_path / "all.parquet")
     recmill.train(sasrec, tmp_path / "run", overrides=["train.max_steps=1"])
-    with pytest.raises(ConfigError, match=r"'sasrec' recommends after histories.*Use --history, --users or --all"):
+    with pytest.raises(DataError, match="no column 'history'; it has request, user, age"):
         recmill.recommend(tmp_path / "run", input=folder / "requests.csv")
+    with pytest.raises(ConfigError, match="--input: give a file of histories"):
+        recmill.recommend(tmp_path / "run", input=pl.DataFrame({"history": ["1"]}))
 
 
 def test_vectors_do_not_fit_into_csv(folder: Path, tmp_path: Path) -> None:

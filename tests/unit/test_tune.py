@@ -90,13 +90,17 @@ def test_the_space_of_the_docs_can_be_searched(config: Path, tmp_path: Path) -> 
 
 def test_a_study_that_is_killed_resumes_and_a_failed_trial_does_not_end_it(config: Path, tmp_path: Path) -> None:
     space = write_space(tmp_path, '"optim.dense.lr" = {low = 0.001, high = 0.1, log = true}\n')
-    words = ["tune", config, "--space", space, "--output", tmp_path / "study", "--trials", "2"]
+    words = ["tune", config, "--space", space, "--output", tmp_path / "study", "--jobs", "2"]
+    words += ["--set", "train.num_epochs=5", "--trials", "2"]
     command = [sys.executable, "-m", "recmill", *map(str, words)]
     killed = subprocess.Popen(command, env=os.environ | {"RECMILL_FAIL": "train.step:slow"})
-    status = tmp_path / "study" / "trials" / "0000" / "status.json"
-    while not status.is_file() or json.loads(status.read_text())["state"] != "running":
-        assert killed.poll() is None
-        time.sleep(0.05)
+    for trial in ("0000", "0001"):  # both at the same time: no step of them ends soon
+        status = tmp_path / "study" / "trials" / trial / "status.json"
+        while not status.is_file() or json.loads(status.read_text())["state"] != "running":
+            assert killed.poll() is None
+            time.sleep(0.05)
+    states = [json.loads(path.read_text())["state"] for path in tmp_path.glob("study/trials/*/status.json")]
+    assert states == ["running"] * 2
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     resumed = subprocess.run([*command, "--json"], capture_output=True, check=True)

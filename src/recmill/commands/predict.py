@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from recmill.data.click_rows import ClickRows
     from recmill.datasets.inputs.section import InputSection
     from recmill.datasets.own_clicks.values import RawRows
+    from recmill.observe.run_dir import RunDirectory
     from recmill.world import World
 
 log = logging.getLogger(__name__)
@@ -66,9 +67,13 @@ def predict(
     """Score new rows: write one row to `output` for each row of `input`, in order, with the click probability.
 
     The rows are encoded as the training rows were: by the recipe that the run keeps, or for Criteo's logs by that of
-    the dataset. Returns {"rows": ..., "output": ..., "features": shares of missing, unseen and clipped values}, and
-    "metrics" if `input` has labels. The output is the same for any number of processes. A call that was interrupted,
-    repeated, resumes.
+    the dataset. Returns {"rows": ..., "written": rows of the output, "output": ..., "features": shares of missing,
+    unseen and clipped values}, and "metrics" if `input` has labels. The output is the same for any number of processes.
+    A call that was interrupted, repeated, resumes.
+
+    With a sequence model, `input` has columns "history" (items, oldest first) and "candidates": a list, or a text with
+    commas between original ids or titles. There is one row of output per candidate, in order, with columns "item" and
+    "score".
     """
     from recmill.commands.scored_files import score_files
 
@@ -77,8 +82,7 @@ def predict(
     given: dict[str, Any] = {"input": str(input), "output": str(output), "format": format, "keep": keep, "logit": logit}
     given |= {"data": None if data is None else str(data), "procs": procs}
     options = checked_options("predict", Options, {**given, "checkpoint": checkpoint, "fallback": fallback})
-    predictor = Predictor(run, options.checkpoint, options.fallback, options.data)
-    return score_files(predictor, options, ["score", "logit"] if options.logit else ["score"])
+    return score_files(*scorer_of(run, options), options)
 
 
 def work(world: "World", run: str, options: dict[str, Any], job: dict[str, Any], directory: str) -> int:
@@ -87,8 +91,8 @@ def work(world: "World", run: str, options: dict[str, Any], job: dict[str, Any],
     from recmill.datasets.writing import Work
 
     checked = Options(**options)
-    predictor = Predictor(run, checked.checkpoint, checked.fallback, checked.data)
-    return score_parts(predictor, Job.from_json(job), Work(Path(directory)), world.rank, world.size)
+    scorer, _ = scorer_of(run, checked)
+    return score_parts(scorer, Job.from_json(job), Work(Path(directory)), world.rank, world.size)
 
 
 class RowEncoder(Protocol):
@@ -104,11 +108,61 @@ class RowEncoder(Protocol):
     def encode(self, rows: "RawRows", with_labels: bool = True, may_be_missing: bool = False) -> "ClickRows": ...
 
 
-class Predictor:
-    """A run's click model on CPU, unsharded, with the recipe of its rows."""
+class Scorer:
+    """What `scored_files` does with the rows of files."""
 
     rows_per_row = 1  # of the output, for a row of the input
-    reads_labels = True  # of files that have them
+    reads_labels = False  # of files that have them
+    run: "RunDirectory"
+    network: Any
+
+    @cached_property
+    def encoder(self) -> RowEncoder:
+        raise NotImplementedError
+
+    def new_encoder(self) -> RowEncoder:
+        """Return an encoder with a tally of its own, for one of several threads."""
+        encoder = copy.copy(self.encoder)
+        encoder.tally = Tally()
+        return encoder
+
+    def scored(self, kept: "pl.DataFrame", encoded: "ClickRows") -> "pl.DataFrame":
+        """Return the columns to keep with the columns of the output."""
+        raise NotImplementedError
+
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Let torch use one thread for each batch, so that sums are always added in the same order."""
+        assert self.network
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+def scorer_of(run: str | Path, options: Options) -> tuple[Scorer, list[str]]:
+    """Return what scores rows with the model of a run, and the columns that it makes."""
+    _, config = assemble.open_trained_run(run)
+    if assemble.model_module(config).KIND == "clicks":
+        made = ["score", "logit"] if options.logit else ["score"]
+        return Predictor(run, options.checkpoint, options.fallback, options.data), made
+    from recmill.commands.ranker import Ranker
+    from recmill.commands.recommend import Recommender
+
+    if options.logit or options.data:
+        raise ConfigError(f"{run}: --logit and --data are for click models, and '{config.model_name}' is none.")
+    ranker = Ranker(Recommender(run, options.checkpoint, options.fallback))
+    return ranker, ranker.made
+
+
+class Predictor(Scorer):
+    """A run's click model on CPU, unsharded, with the recipe of its rows."""
+
+    reads_labels = True
 
     def __init__(
         self,
@@ -148,12 +202,6 @@ class Predictor:
         from recmill.datasets.own_clicks.encoding import Encoder, load_recipe
 
         return Encoder(load_recipe(self._dataset.path), self._dataset.path)
-
-    def new_encoder(self) -> RowEncoder:
-        """Return an encoder with a tally of its own, for one of several threads."""
-        encoder = copy.copy(self.encoder)
-        encoder.tally = Tally()
-        return encoder
 
     @cached_property
     def network(self) -> Any:
@@ -202,7 +250,6 @@ class Predictor:
         return outputs
 
     def scored(self, kept: "pl.DataFrame", encoded: "ClickRows") -> "pl.DataFrame":
-        """Return the columns to keep with the columns of the output."""
         import polars as pl
 
         logits = self.logits(encoded)
@@ -228,16 +275,3 @@ class Predictor:
             raise DataError(f"the model needs {', '.join(needed)}: the frame has {lacking(missing, frame.columns)}")
         rows = RawRows(frame.select(needed), "the frame", range(1, frame.height + 1))
         return self.new_encoder().encode(rows, with_labels=False)
-
-    @contextmanager
-    def one_thread(self) -> Iterator[None]:
-        """Let torch use one thread for each batch, so that sums are always added in the same order."""
-        assert self.network
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recmill.batch import HistoryInputs
+    from recmill.commands.ranker import Ranker
     from recmill.commands.retriever import Retriever
     from recmill.data.frames import AnyFrame
 
@@ -48,7 +49,7 @@ class Options(Section):
     users: str | None = flag(None, "Original ids of users of the dataset, separated by commas.")
     is_for_all: bool = flag(False, "Every user of the dataset; needs --output.", "--all")
     input: str | None = flag(
-        None, "Requests for a two-tower model, a row each, in any format that `predict` reads; needs --output."
+        None, "Requests (two towers) or histories, a row each, in any format that `predict` reads; needs --output."
     )
     keep: list[str] | None = flag(None, "Columns of --input to copy, separated by commas.")
     output: str | None = flag(
@@ -133,13 +134,14 @@ def recommend(
     more than once opens the run: `recmill.open_run`.
 
     A 'two_tower' recommends for `input`, a file or a frame with a request per row: K rows for each, in order, with the
-    columns in `keep`, "rank", "item" and "score".
+    columns in `keep`, "rank", "item" and "score". For a sequence model, `input` has a history per row, in column
+    "history": a list, or a text with commas; "title" is there, too.
     """
     if (history is not None) + (users is not None) + (input is not None) != 1:
         raise ConfigError("Recommend for a history, for users or for the rows of `input`: give exactly one of them.")
     if input is not None:
-        retriever = _retriever(run, include_seen, checkpoint, fallback, verify)
-        best = _best_in_memory(retriever, input, k, keep)
+        searcher = _searcher(run, k, include_seen, checkpoint, fallback, verify)
+        best = _best_in_memory(searcher, input, k, keep)
         return cast(list[Recommendation], best.to_dicts()) if frame is None else converted(best, frame)
     check_no_keep(keep)
     model = Recommender(run, checkpoint, fallback, verify)
@@ -166,12 +168,12 @@ def recommend_all(
 ) -> dict[str, Any]:
     """Recommend for every user of the dataset, to a Parquet file with columns user, rank, item, title, score.
 
-    Returns {"output": ..., "users": ..., "rows": ...}. With a 'two_tower': for every row of the file `input`, with the
-    columns in `keep`, rank, item and score, to .parquet, .csv or .jsonl; returns "requests" instead of "users".
+    Returns {"output": ..., "users": ..., "rows": ...}. With `input`, a file as for `recommend`: for each of its rows,
+    with the columns in `keep`, to .parquet, .csv or .jsonl; returns "requests" instead of "users".
     """
     if input is not None:
         options = {"input": str(input), "output": str(output), "keep": keep, "k": k}
-        return _retriever(run, include_seen, checkpoint, fallback, verify).write_best(options)
+        return _searcher(run, k, include_seen, checkpoint, fallback, verify).write_best(options)
     check_no_keep(keep)
     import polars as pl
     from polars.io.plugins import register_io_source
@@ -210,32 +212,30 @@ def check_no_keep(keep: list[str] | None) -> None:
         raise ConfigError("--keep names columns of --input. Give both.")
 
 
-def _retriever(
-    run: str | Path, include_seen: bool, which: str | None, fallback: bool, verify: bool | None
-) -> "Retriever":
+def _searcher(
+    run: str | Path, k: int, include_seen: bool, which: str | None, fallback: bool, verify: bool | None
+) -> "Retriever | Ranker":
+    from recmill.commands.ranker import Ranker
     from recmill.commands.retriever import Retriever
 
-    directory, config = assemble.open_trained_run(run)
+    _, config = assemble.open_trained_run(run)
     if assemble.model_module(config).KIND == "histories":
-        raise ConfigError(
-            f"{directory.path}: '{config.model_name}' recommends after histories, and --input has requests for a "
-            "two-tower model. Use --history, --users or --all."
-        )
+        return Ranker(Recommender(run, which, fallback, verify), k, include_seen)
     if include_seen:
         raise ConfigError("--include-seen is for histories: the items of requests are never left out. Remove it.")
     return Retriever(run, which, fallback, verify)
 
 
 def _best_in_memory(
-    retriever: "Retriever", input: "str | Path | AnyFrame", k: int, keep: list[str] | None
+    searcher: "Retriever | Ranker", input: "str | Path | AnyFrame", k: int, keep: list[str] | None
 ) -> "pl.DataFrame":
     import polars as pl
 
     if not isinstance(input, str | Path):
-        return retriever.of_frame(as_polars(input, "input"), k, keep or [])
+        return searcher.of_frame(as_polars(input, "input"), k, keep or [])
     with tempfile.TemporaryDirectory(prefix="recmill-recommend-") as directory:
         output = str(Path(directory) / "best.parquet")
-        retriever.write_best({"input": str(input), "output": output, "keep": keep, "k": k})
+        searcher.write_best({"input": str(input), "output": output, "keep": keep, "k": k})
         return pl.read_parquet(output)
 
 
@@ -244,18 +244,18 @@ class Recommender:
 
     def __init__(self, run: str | Path, which: str | None, fallback: bool, verify: bool | None = None) -> None:
         assemble.check_which(which)
-        self._run, self._config = assemble.open_trained_run(run)
+        self.run, self._config = assemble.open_trained_run(run)
         if assemble.model_module(self._config).TASK == "retrieval":
             raise ConfigError(
-                f"{self._run.path}: '{self._config.model_name}' recommends for requests, not after histories or for "
+                f"{self.run.path}: '{self._config.model_name}' recommends for requests, not after histories or for "
                 "users of a dataset. Use --input."
             )
         if assemble.model_module(self._config).KIND != "histories":
             raise ConfigError(
-                f"{self._run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend. "
+                f"{self.run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend. "
                 "Train one: recmill train own/sasrec."
             )
-        log.info("recommending with the model of %s", self._run.path)
+        log.info("recommending with the model of %s", self.run.path)
         self._dataset = assemble.open_matching_dataset(self._config, dataset_checks(verify))
         self._which = which
         self._fallback = fallback
@@ -263,7 +263,7 @@ class Recommender:
         self._items = checked_items(self._dataset)
         self._offsets = self._dataset.array("offsets.npy")
         self.items = Names(self._dataset.path / "items.parquet", "item")
-        self._batch_size = max(1, min(_HISTORIES_AT_ONCE, _SCORES_AT_ONCE // self._num_items))
+        self.batch_size = max(1, min(_HISTORIES_AT_ONCE, _SCORES_AT_ONCE // self._num_items))
 
     @cached_property
     def users(self) -> Names:
@@ -278,8 +278,8 @@ class Recommender:
         for seen in found:
             self._check_enough_left(seen, "outside this history", k, include_seen)
         frames = []
-        for start in range(0, len(found), self._batch_size):
-            frame = self._best(found[start : start + self._batch_size], k, include_seen)
+        for start in range(0, len(found), self.batch_size):
+            frame = self.best(found[start : start + self.batch_size], k, include_seen)
             frames.append(frame.with_columns(history=pl.col("row") + start))
         return pl.concat(frames).select("history", "rank", "item", "title", "score")
 
@@ -311,13 +311,13 @@ class Recommender:
 
     def best_of_users(self, rows: Sequence[int], k: int, include_seen: bool) -> "Iterator[tuple[int, pl.DataFrame]]":
         """Yield the number of users and their best items (user, rank, item, title, score), batch by batch."""
-        for start in range(0, len(rows), self._batch_size):
-            chosen = rows[start : start + self._batch_size]
-            best = self._best([self.history(row) for row in chosen], k, include_seen)
+        for start in range(0, len(rows), self.batch_size):
+            chosen = rows[start : start + self.batch_size]
+            best = self.best([self.history(row) for row in chosen], k, include_seen)
             names = self.users.originals.gather(list(chosen)).gather(best["row"])
             yield len(chosen), best.insert_column(0, names.cast(str).alias("user")).drop("row")
 
-    def _best(self, histories: list[np.ndarray], k: int, include_seen: bool) -> "pl.DataFrame":
+    def best(self, histories: list[np.ndarray], k: int, include_seen: bool) -> "pl.DataFrame":
         """Return row, rank, item, title and score of each history's best items; fewer than K if fewer are left."""
         assert self.network  # imports torch in the fast way
         import polars as pl
@@ -379,6 +379,6 @@ class Recommender:
     @cached_property
     def network(self) -> "nn.Module":
         network, self._checkpoint = assemble.unsharded_network(
-            self._run, self._config, self._dataset, self._which, self._fallback
+            self.run, self._config, self._dataset, self._which, self._fallback
         )
         return network

@@ -162,8 +162,8 @@ class Retriever(Predictor):
             new_path(checked.output, "--output")  # fails before all items are read
         self.check_k(checked.k)
         self.rows_per_row = checked.k
-        written = score_files(self, checked, ["rank", self.item_column, "score"])
-        return written | {"requests": written["rows"], "rows": written["rows"] * checked.k}
+        written = score_files(self, ["rank", self.item_column, "score"], checked)
+        return written | {"requests": written["rows"], "rows": written["written"]}
 
 
 class RequestVectors(Retriever):

@@ -35,7 +35,7 @@ from recmill.metrics.binary import BinaryMetrics, Values
 from recmill.observe.progress import Progress
 
 if TYPE_CHECKING:
-    from recmill.commands.predict import Options, Predictor
+    from recmill.commands.predict import Options, Scorer
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +86,10 @@ class Job:
         return cls(**{**values, "section": InputSection(**values["section"])})
 
 
-def score_files(predictor: "Predictor", options: "Options", made: list[str]) -> dict[str, Any]:
+def score_files(scorer: "Scorer", made: list[str], options: "Options") -> dict[str, Any]:
     """Score the rows of options.input to options.output, and return what `recmill.predict` does.
 
-    `made`: the columns of `predictor.scored` to write, behind those to keep.
+    `made`: the columns of `scorer.scored` to write, behind those to keep.
     """
     if is_launched_with(options.procs):
         raise ConfigError("Rows are scored by processes of this command: use --procs N, without a launcher.")
@@ -105,11 +105,11 @@ def score_files(predictor: "Predictor", options: "Options", made: list[str]) -> 
             raise ConfigError(
                 f"--output {output.name}: end it with .parquet, .csv or .jsonl, which says the format to write."
             )
-        assert predictor.encoder  # what is wrong with the run is reported before stdin is read
+        assert scorer.encoder  # what is wrong with the run is reported before stdin is read
         given = options.input if options.input != STREAM else str(_spooled(spool / f"stdin{suffix}"))
-        job = _checked_job(predictor, options, found_files(given), output, made)
+        job = _checked_job(scorer, options, found_files(given), output, made)
         inputs = {str(file.absolute()): file_state(file) for file in job.inputs()}
-        result = _score(predictor, options, job, inputs, output)
+        result = _score(scorer, options, job, inputs, output)
         if options.output == STREAM:
             with output.open("rb") as file:
                 shutil.copyfileobj(file, sys.stdout.buffer)
@@ -126,24 +126,22 @@ def _spooled(path: Path) -> Path:
     return path
 
 
-def _checked_job(
-    predictor: "Predictor", options: "Options", files: list[InputFile], output: Path, made: list[str]
-) -> Job:
-    encoder = predictor.encoder
+def _checked_job(scorer: "Scorer", options: "Options", files: list[InputFile], output: Path, made: list[str]) -> Job:
+    encoder = scorer.encoder
     fields = len(columns_of(files[0], InputSection(separator="\t", quotes=False)))
     section = encoder.input_section(fields)
     kept = options.keep or []
     needed = list(dict.fromkeys([*encoder.feature_columns, *kept]))
     lack = "the model needs columns that are not there"
-    check_columns(files, section, encoder.feature_columns, lack, "Add them: its features are made of them.")
+    check_columns(files, section, encoder.feature_columns, lack, "Add them: scores are computed from them.")
     copied = kept if output.suffix == ".parquet" else []
     check_columns(files, section, kept, "--keep does not fit the files", "Correct --keep, or the files.", copied)
     if taken := {"score", "logit", *made} & set(kept):
         raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
     label = encoder.label_column
-    has_labels = predictor.reads_labels and all(label in columns_of(file, section) for file in files)
+    has_labels = scorer.reads_labels and all(label in columns_of(file, section) for file in files)
     columns = [*needed, *([label] if has_labels and label not in needed else [])]
-    part_rows = max(1, _PART_ROWS // predictor.rows_per_row)
+    part_rows = max(1, _PART_ROWS // scorer.rows_per_row)
     job = Job(list(map(str, files)), section, columns, kept, has_labels, made, options.procs, part_rows)
     types = job.kept_types()
     if nested := [name for name, kind in types.items() if kind.is_nested() and output.suffix == ".csv"]:
@@ -153,27 +151,26 @@ def _checked_job(
     return job
 
 
-def _score(
-    predictor: "Predictor", options: "Options", job: Job, inputs: dict[str, Any], output: Path
-) -> dict[str, Any]:
-    run = predictor.run
+def _score(scorer: "Scorer", options: "Options", job: Job, inputs: dict[str, Any], output: Path) -> dict[str, Any]:
+    run = scorer.run
     same = options.model_dump(exclude={"procs", "input", "output", "format"})
     recipe = same | {"run": str(run.path.absolute()), "checkpoints": [path.name for path in committed(run.checkpoints)]}
     remedy = "Wait for that command to end, or choose another --output."
     with resumable_work(output, recipe, inputs, "changed", remedy) as work:
         if options.procs == 1:
-            parts = score_parts(predictor, job, work)
+            parts = score_parts(scorer, job, work)
         else:
             arguments = {"device": "cpu", "run": str(run.path.absolute()), "options": options.model_dump()}
             arguments |= {"job": job.to_json(), "directory": str(work.directory)}
             parts = run_job("predict", arguments, options.procs)
+        written = sum(work.part(f"score-{number}", dict)["written"] for number in range(parts))
         tally, metrics = _write(job, work, parts, output)
-    shares = _shares(tally, predictor)
-    result: dict[str, Any] = {"rows": tally.rows, "output": str(output), "features": shares}
+    shares = _shares(tally, scorer)
+    result: dict[str, Any] = {"rows": tally.rows, "written": written, "output": str(output), "features": shares}
     return result | ({"metrics": metrics} if job.has_labels else {})
 
 
-def score_parts(predictor: "Predictor", job: Job, work: Work, rank: int = 0, size: int = 1) -> int:
+def score_parts(scorer: "Scorer", job: Job, work: Work, rank: int = 0, size: int = 1) -> int:
     """Score those parts of the rows that are this rank's and not yet scored. Return the number of all parts."""
     count = 0
 
@@ -186,13 +183,13 @@ def score_parts(predictor: "Predictor", job: Job, work: Work, rank: int = 0, siz
 
     def score(block: tuple[int, RawRows]) -> int:
         number, rows = block
-        work.part(f"score-{number}", partial(_score_part, predictor, job, rows, _part_file(work, number)))
+        work.part(f"score-{number}", partial(_score_part, scorer, job, rows, _part_file(work, number)))
         reach("predict.part")
         return len(rows)
 
     total = sum(num_rows(file, job.section) for file in job.inputs()) // size
     threads = threads_per_process(job.procs)
-    with predictor.one_thread(), ThreadPoolExecutor(threads) as pool, Progress("scoring", total, "rows") as progress:
+    with scorer.one_thread(), ThreadPoolExecutor(threads) as pool, Progress("scoring", total, "rows") as progress:
         for rows in ordered(pool, score, own_blocks(), ahead=0):
             progress.advance(rows)
     return count
@@ -202,14 +199,15 @@ def _part_file(work: Work, number: int) -> Path:
     return work.scratch / f"{number}.arrow"
 
 
-def _score_part(predictor: "Predictor", job: Job, rows: RawRows, file: Path) -> dict[str, Any]:
+def _score_part(scorer: "Scorer", job: Job, rows: RawRows, file: Path) -> dict[str, Any]:
     """Write the scores of some rows to a file, and return what was counted in them."""
-    encoder = predictor.new_encoder()
+    encoder = scorer.new_encoder()
     encoded = encoder.encode(rows, job.has_labels, may_be_missing=True)
-    scored = predictor.scored(rows.frame.select(job.kept), encoded)
+    scored = scorer.scored(rows.frame.select(job.kept), encoded)
     labels = [pl.Series(_LABEL, encoded.labels)] if job.has_labels else []
     scored.hstack(labels).write_ipc(file)
-    return {"rows": len(rows), "counts": {name: dict(found) for name, found in encoder.tally.counts.items()}}
+    counts = {name: dict(found) for name, found in encoder.tally.counts.items()}
+    return {"rows": len(rows), "written": scored.height, "counts": counts}
 
 
 def _write(job: Job, work: Work, parts: int, output: Path) -> tuple[Tally, Values]:
@@ -258,12 +256,12 @@ def _values(metrics: BinaryMetrics) -> Values:
     return metrics.compute(World(0, 1, 0, 1, torch.device("cpu")))
 
 
-def _shares(tally: Tally, predictor: "Predictor") -> list[dict[str, Any]]:
+def _shares(tally: Tally, scorer: "Scorer") -> list[dict[str, Any]]:
     """Return for each feature the shares of missing, unseen and clipped values, here and in the training rows.
 
     Log a warning for each share that has become much larger.
     """
-    encoder = predictor.encoder
+    encoder = scorer.encoder
     found = []
     for feature, counts in tally.counts.items():
         before = encoder.trained_tally.get(feature, {})

@@ -1,7 +1,7 @@
 """Find users and items of a prepared dataset by their original ids or titles."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,42 @@ class Names:
 
     def find(self, names: str | Sequence[str | int], flag: str) -> list[int]:
         """Return the row of each name (an original id or a title). A string is split at commas outside of names."""
-        rows = self._rows
-        wanted = list(_parts(names, rows)) if isinstance(names, str) else [str(name) for name in names]
+        wanted = self.split(names) if isinstance(names, str) else [str(name) for name in names]
         if not wanted:
             raise DataError(f"{flag} is empty: name at least one {self._what}.")
-        if missing := list(dict.fromkeys(name for name in wanted if name not in rows)):
-            raise DataError(self._unknown(missing, rows, flag))
-        for name in wanted:
-            if len(rows[name]) > 1:
-                ids = ", ".join(self.originals[row] for row in rows[name][:_MAX_LISTED])
-                fact = f"{name!r} is the title of {len(rows[name])} {self._what}s"
-                raise DataError(f"{flag}: {fact}. Use the id of one: {ids}{' ...' * (len(rows[name]) > _MAX_LISTED)}.")
-        return [rows[name][0] for name in wanted]
+        if missing := list(dict.fromkeys(name for name in wanted if name not in self._rows)):
+            raise DataError(self._unknown(missing, self._rows, flag))
+        try:
+            return [self.row_of(name) for name in wanted]
+        except DataError as error:
+            raise DataError(f"{flag}: {error}") from None
+
+    def row_of(self, name: str) -> int:
+        """Return the row of a name, -1 if it is unknown; raise DataError if it is a title of several."""
+        rows = self._rows.get(name, [-1])
+        if len(rows) == 1:
+            return rows[0]
+        ids = ", ".join(self.originals[row] for row in rows[:_MAX_LISTED])
+        fact = f"{name!r} is the title of {len(rows)} {self._what}s"
+        raise DataError(f"{fact}. Use the id of one: {ids}{' ...' * (len(rows) > _MAX_LISTED)}.")
+
+    def split(self, text: str) -> list[str]:
+        """Split at commas outside of names: the longest known name that comes next, else up to the next comma."""
+        found = []
+        words = text.split(",")
+        while words:
+            for length in range(min(self._max_words, len(words)), 0, -1):
+                name = ",".join(words[:length]).strip()
+                if name in self._rows:
+                    break
+            if name:
+                found.append(name)
+            words = words[length:]
+        return found
+
+    @cached_property
+    def _max_words(self) -> int:
+        return 1 + max((name.count(",") for name in self._rows), default=0)
 
     @cached_property
     def _rows(self) -> dict[str, list[int]]:
@@ -61,20 +85,6 @@ class Names:
             f"{flag}: {len(missing)} {self._what}(s) are not in {self._file}, {columns}: {', '.join(named)}. "
             f"Known ids: {', '.join(self.originals[:_MAX_SUGGESTED])}{more}."
         )
-
-
-def _parts(text: str, known: dict[str, list[int]]) -> Iterator[str]:
-    """Split at commas: yield the longest known name that comes next, else the text before the next comma."""
-    max_length = 1 + max((name.count(",") for name in known), default=0)
-    words = text.split(",")
-    while words:
-        for length in range(min(max_length, len(words)), 0, -1):
-            name = ",".join(words[:length]).strip()
-            if name in known:
-                break
-        if name:
-            yield name
-        words = words[length:]
 
 
 def _similar(name: str, known: list[str]) -> list[str]:

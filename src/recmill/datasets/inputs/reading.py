@@ -78,6 +78,9 @@ def check_columns(
     first: dict[str, str] = {}
     for file in files:
         there = columns_of(file, section, prefix)
+        if not there:
+            problems.append(f"{file}: empty")
+            continue
         types = types_of(file, section, prefix) if section.kind_of(file) != "text" else {}
         problems += [f"{file}: two columns '{column}'" for column in columns if there.count(column) > 1]
         if missing := [column for column in columns if column not in there]:
