@@ -11,7 +11,9 @@ be in training: the task says nothing about the future.
 """
 
 import argparse
+import json
 import random
+import resource
 import statistics
 import tempfile
 import time
@@ -107,18 +109,24 @@ def prepare(archive: Path, output: Path) -> None:
 def train(model: str, seeds: list[int], data: Path, output: Path) -> None:
     found = []
     for seed in seeds:
-        start = time.monotonic()
-        config = CONFIGS / f"{model}.toml"
-        results = recmill.train(
-            config,
-            output / f"{model}-{seed}",
-            overrides=[f"train.seed={seed}", f"data.path={data}", "eval.group=user_id"],
-        )
+        start, started = _cpu_seconds(), time.monotonic()
+        run = output / f"{model}-{seed}"
+        overrides = [f"train.seed={seed}", f"data.path={data}", "eval.group=user_id"]
+        results = recmill.train(CONFIGS / f"{model}.toml", run, overrides=overrides)
         values = {f"{split} {name}": results[split][name] for split in ("val", "test") for name in ("auroc", "logloss")}
         found.append(float(results["test"]["auroc"]))
-        print(f"{model}, seed {seed}: {values}, {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
+        epochs = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["epochs_done"]
+        times = {"epochs": epochs, "cpu_minutes": round((_cpu_seconds() - start) / 60, 1)}
+        times["minutes"] = round((time.monotonic() - started) / 60, 1)
+        print(f"{model}, seed {seed}: {values}, {times}", flush=True)
     spread = statistics.stdev(found) if len(found) > 1 else 0.0
     print(f"{model}: test auroc {statistics.mean(found):.4f} +- {spread:.4f} over {len(found)} seeds")
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of the training processes that have ended."""
+    own, theirs = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + theirs.ru_utime + theirs.ru_stime
 
 
 def main() -> None:

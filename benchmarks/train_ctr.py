@@ -236,6 +236,8 @@ def ceiling(shape: Shape, data: Path, times: Path) -> None:
     """Multiply for each layer: output, gradient by weights and by inputs (not by features); then the pair products."""
     import torch
 
+    from recmill.kernels.products import product, weight_gradient
+
     vectors = len(CARDINALITIES) + 1
     bottom = [NUM_DENSE, *shape.bottom]
     top = [shape.dim + vectors * (vectors - 1) // 2, *shape.top, 1]
@@ -249,12 +251,12 @@ def ceiling(shape: Shape, data: Path, times: Path) -> None:
 
     def step() -> None:
         for x, weight, _, _ in layers:
-            torch.mm(x, weight.t())
+            product(x, weight.t())
         torch.bmm(stacked, stacked.transpose(1, 2))
         for x, weight, out, needs_input in layers:
-            torch.mm(out.t(), x)
+            weight_gradient(x, out)
             if needs_input:
-                torch.mm(out, weight)
+                product(out, weight)
         torch.bmm(grad, stacked)
 
     forever(step, shape, times)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from recmill.hardware.cpu import cache_folder, cxx_compiler, num_cores, threads_per_process
+from recmill.hardware.cpu import cache_folder, cxx_compiler, is_amd_with_avx512, num_cores, threads_per_process
 
 
 def make_program(path: Path) -> str:
@@ -38,6 +38,23 @@ def test_processes_share_the_cores_unless_omp_num_threads_says_otherwise(
     monkeypatch.setenv("OMP_NUM_THREADS", chosen)
     assert num_cores() == 4
     assert threads_per_process(procs) == expected
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "expected"),
+    [
+        ("AuthenticAMD", "avx2 avx512f avx512dq", True),
+        ("AuthenticAMD", "avx2 avx512f", True),
+        ("AuthenticAMD", "avx2 fma", False),
+        ("GenuineIntel", "avx2 avx512f avx512dq", False),
+    ],
+)
+def test_amds_cpus_with_avx512_are_recognized(
+    vendor: str, flags: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = [f"vendor_id\t: {vendor}", "model name\t: a CPU", f"flags\t\t: fpu {flags}", ""]
+    monkeypatch.setattr("recmill.hardware.cpu._cpuinfo", lambda: core * 2)
+    assert is_amd_with_avx512() == expected
 
 
 def test_the_cache_is_private_and_none_where_home_cannot_be_written(

@@ -34,6 +34,12 @@ def instruction_sets() -> bytes:
     return "|".join(sorted(facts)).encode()
 
 
+def is_amd_with_avx512() -> bool:
+    lines = _cpuinfo()
+    is_amd = any(line.startswith("vendor_id") and line.endswith("AuthenticAMD") for line in lines)
+    return is_amd and any(line.startswith("flags") and "avx512f" in line.split() for line in lines)
+
+
 def _cpuinfo() -> list[str]:
     try:
         return Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recmill.kernels.library import KernelLibrary
+from recmill.kernels.products import product, weight_gradient
 
 
 class MlpFunction(torch.autograd.Function):
@@ -21,7 +22,7 @@ class MlpFunction(torch.autograd.Function):
     def forward(ctx: Any, library: KernelLibrary, x: Tensor, *parameters: Tensor) -> Tensor:
         values = [x]
         for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
-            x = torch.mm(x, weight.t())
+            x = product(x, weight.t())
             library.call("add_bias_relu", x, bias, *x.shape)
             values.append(x)
         ctx.library = library
@@ -39,11 +40,9 @@ class MlpFunction(torch.autograd.Function):
             x, out, weight = values[layer], values[layer + 1], weights[layer]
             grad_bias = torch.empty_like(out[0])
             ctx.library.call("relu_backward", grad, out, masked, grad_bias, *out.shape)
-            # For few inputs, the transposed product is 7 times faster.
-            grad_weight = torch.mm(x.t(), masked).t().contiguous() if x.shape[1] < 64 else torch.mm(masked.t(), x)
-            grads += [grad_bias, grad_weight]
+            grads += [grad_bias, weight_gradient(x, masked)]
             if layer or ctx.needs_input_grad[1]:
-                grad = masked = torch.mm(masked, weight)
+                grad = masked = product(masked, weight)
         return None, grad if ctx.needs_input_grad[1] else None, *reversed(grads)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recmill.kernels.layers import UsesKernels
 from recmill.kernels.steps import PairProducts
-from recmill.nn.mlp import mlp
+from recmill.nn.mlp import Linear, mlp
 
 
 class Interaction(nn.Module):
@@ -102,8 +102,8 @@ class CrossLayer(nn.Module):
 
     def __init__(self, features: int, rank: int) -> None:
         super().__init__()
-        self.down = nn.Linear(features, rank, bias=False) if rank else nn.Identity()
-        self.up = nn.Linear(rank or features, features)
+        self.down = Linear(features, rank, bias=False) if rank else nn.Identity()
+        self.up = Linear(rank or features, features)
         if rank:
             nn.init.xavier_normal_(self.down.weight)  # type: ignore[arg-type]
         nn.init.xavier_normal_(self.up.weight)

@@ -9,6 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recmill.kernels import products
 from recmill.kernels.layers import UsesKernels
 from recmill.kernels.steps import MlpFunction
 from recmill.nn.batch_norm import BatchNorm
@@ -27,6 +28,13 @@ class Regularization:
 
 
 NONE = Regularization()
+
+
+class Linear(nn.Linear):
+    """As torch's, with products that are faster on some CPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return products.linear(x, self.weight, self.bias)
 
 
 class Mlp(UsesKernels, nn.Sequential):
@@ -65,14 +73,14 @@ def mlp(
     return made
 
 
-def linear(in_features: int, out_features: int, init: Init = "torch", padding: int = 0, bias: bool = True) -> nn.Linear:
+def linear(in_features: int, out_features: int, init: Init = "torch", padding: int = 0, bias: bool = True) -> Linear:
     """Return a linear layer with `padding` more inputs, which are always 0, as are their weights.
 
     `dlrm` initializes as the original DLRM and OneFlow's, `torch` as nn.Linear and TorchRec's DLRM.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # a dataset without dense features
-        layer = nn.Linear(in_features, out_features, bias)
+        layer = Linear(in_features, out_features, bias)
     if init == "dlrm":
         nn.init.normal_(layer.weight, std=math.sqrt(2 / (in_features + out_features)))
         if bias:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from recmill.nn.mlp import linear, mlp
+from recmill.nn.mlp import Linear, linear, mlp
 
 
 def test_dlrms_initial_weights_are_normal_with_a_variance_by_fan_in_and_fan_out() -> None:
@@ -17,5 +17,5 @@ def test_dlrms_initial_weights_are_normal_with_a_variance_by_fan_in_and_fan_out(
 
 def test_an_mlp_has_a_relu_after_every_layer() -> None:
     layers = mlp(3, [5, 2])
-    assert [type(layer) for layer in layers] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU]
+    assert [type(layer) for layer in layers] == [Linear, nn.ReLU, Linear, nn.ReLU]
     assert [layer.weight.shape for layer in layers if isinstance(layer, nn.Linear)] == [(5, 3), (2, 5)]
