@@ -227,9 +227,9 @@ def test_a_finished_run_is_kept_and_guarded(dlrm: dict[str, Any], tmp_path: Path
     shutil.copytree(dlrm["data"]["path"], other)
     with (other / "dataset.json").open("a") as file:
         file.write(" ")  # the same arrays under another digest
-    with pytest.raises(CheckpointError, match="was trained on other data") as caught:
+    with pytest.raises(CheckpointError, match="was trained on other data") as refused:
         train(dlrm, run, procs=2, overrides=["train.max_steps=4", f"data.path={other}"])
-    assert "check_run" in [frame.name for frame in caught.traceback], "before any process is started"
+    assert "check_run" in [frame.name for frame in refused.traceback], "before any process is started"
     flip_a_bit(run / "checkpoints" / "step-00000003")
     with pytest.raises(CheckpointError, match="its content changed since it was saved"):
         group.train(dlrm, run, overrides=["train.max_steps=4"])
