@@ -18,6 +18,7 @@ from recmill.commands.assemble import build_sharded, build_source, task_module
 from recmill.config import Config, load_config
 from recmill.contracts import Broken, models
 from recmill.data.opening import open_dataset
+from recmill.kernels import products
 from recmill.launch.watchdog import Heartbeat
 from recmill.nn import dropout
 from recmill.registry import load
@@ -177,6 +178,7 @@ def test_no_step_waits_for_the_gpu_or_starts_many_kernels(
     config, dataset = parts
     monkeypatch.setattr(dropout, "_is_on_gpu", lambda x: True)
     monkeypatch.setattr(dropout, "_fused", lambda *_: lambda x, *counters: 2 * x)  # one kernel, as the compiled one
+    monkeypatch.setattr(products, "_prefers_onednn", lambda: False)  # which is for CPUs
     settings = config.settings
     with joined_world("cpu") as world:
         model = build_sharded(config, dataset, world)
