@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -127,6 +128,12 @@ def test_drops_are_those_of_scores_of_shuffled_rows(tmp_path: Path) -> None:
             recmill.explain(run, group=[group])
     with pytest.raises(ConfigError, match="--history is for sequence models"):
         recmill.explain(run, history="1,2")
+
+
+def test_options_of_click_models_are_no_options_of_sequence_models(sasrec: dict[str, Any], tmp_path: Path) -> None:
+    recmill.train(sasrec, tmp_path / "run", overrides=["train.max_steps=1"])
+    with pytest.raises(ConfigError, match="--group is for click models"):
+        recmill.explain(tmp_path / "run", history="1,2", group=["both=a,b"])
 
 
 def test_rows_count_with_their_weights(tmp_path: Path) -> None:

@@ -203,6 +203,8 @@ def _of_history(run: str | Path, options: Options) -> dict[str, Any]:
     """Return how each item of a history changes the score of the top recommendation."""
     if options.history is None:
         raise ConfigError(f"{run}: its model is a sequence model. Say what to explain: --history ITEMS.")
+    if of_clicks := [name for name in ("rows", "repeats", "seed", "group") if name in options.changed_keys()]:
+        raise ConfigError(f"{run}: --{of_clicks[0]} is for click models, and its model is a sequence model. Remove it.")
     recommender = Recommender(run, options.checkpoint, options.fallback, options.verify)
     items = np.array(recommender.items.find(options.history, "--history")) + 1
     if len(items) < 2:
