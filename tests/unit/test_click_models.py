@@ -198,9 +198,9 @@ def test_keys_of_single_features_fit_the_dataset(keys: dict[str, Any], fact: str
 
 
 def test_gates_of_features_that_the_dataset_lacks_are_found_before_the_network_is_built() -> None:
-    values = {"data": {"path": "d"}, "model": {"name": "finalmlp", "gate1_features": ["C9"]}}
+    values = {"data": {"path": "d"}, "model": {"name": "finalmlp", "gate1_features": ["I1"]}}  # a dense feature
     config = load_config(values).model
-    with pytest.raises(ConfigError, match=r"the dataset has no feature 'C9'. It has C0, C1, C2"):
+    with pytest.raises(ConfigError, match=r"the dataset has no table 'I1'. It has C0, C1, C2"):
         registry.load(registry.MODELS, "finalmlp", "model").tables(config, DESCRIPTION)
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -54,13 +55,13 @@ def write_log(path: Path, seed: int, rows: int = 4000) -> None:
         "number": click + draw.normal(0, 1, rows),
         "leak": leak,
     }
-    pl.DataFrame({**frame, "click": click}).write_csv(path)
+    pl.DataFrame({**frame, "click": click, "w": draw.choice([0.0, 1.0, 5.0], rows)}).write_csv(path)
 
 
-def trained(folder: Path, seed: int) -> Path:
+def trained(folder: Path, seed: int, keep: str = "") -> Path:
     """Train in this process, which takes a tenth of the time of starting another."""
     write_log(folder / "log.csv", seed)
-    (folder / "clicks.toml").write_text(SCHEMA)
+    (folder / "clicks.toml").write_text(SCHEMA + keep)
     recmill.prepare("clicks", folder / "data", input=str(folder / "log.csv"), schema_file=str(folder / "clicks.toml"))
     config = load_config("own/dlrm").as_dict()
     config["data"]["path"] = str(folder / "data")
@@ -116,6 +117,8 @@ def test_drops_are_those_of_scores_of_shuffled_rows(tmp_path: Path) -> None:
     assert printed.output.startswith("AUROC 0.") and "500 rows" in printed.output
     as_json = CliRunner().invoke(commands, f"explain {run} --repeats 1 --json")
     assert {feature["unseen"] for feature in json.loads(as_json.stdout)["features"]} == {0.0, None}
+    with pytest.raises(ConfigError, match="another group is called 'a'"):
+        recmill.explain(run, group=["a=weak", "a=leak"])
     for group, text in {
         "both": "give a name and features",
         "b=lek": "Did you mean 'leak'",
@@ -125,3 +128,19 @@ def test_drops_are_those_of_scores_of_shuffled_rows(tmp_path: Path) -> None:
             recmill.explain(run, group=[group])
     with pytest.raises(ConfigError, match="--history is for sequence models"):
         recmill.explain(run, history="1,2")
+
+
+def test_options_of_click_models_are_no_options_of_sequence_models(sasrec: dict[str, Any], tmp_path: Path) -> None:
+    recmill.train(sasrec, tmp_path / "run", overrides=["train.max_steps=1"])
+    with pytest.raises(ConfigError, match="--group is for click models"):
+        recmill.explain(tmp_path / "run", history="1,2", group=["both=a,b"])
+
+
+def test_rows_count_with_their_weights(tmp_path: Path) -> None:
+    run = trained(tmp_path, 4, '[keep]\nweight = "w"')
+    rows = pl.read_csv(tmp_path / "log.csv")[2000:3000]
+    logits = recmill.open_run(run).predict(rows)["logit"]
+    found = explanation(run, repeats=1)["auroc"]
+    assert found == pytest.approx(roc_auc_score(rows["click"], logits, sample_weight=rows["w"]), abs=1e-9)
+    assert abs(found - roc_auc_score(rows["click"], logits)) > 1e-4
+    assert found == pytest.approx(recmill.evaluate(run, split="val")["auroc"], abs=1e-6)

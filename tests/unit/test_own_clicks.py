@@ -334,7 +334,7 @@ def test_kept_columns_and_weights_are_stored_beside_the_rows_of_each_split(prepa
         assert stored.tolist() == own["w"].cast(pl.Float32).to_list()
     for bad in ("-1", "", "inf", "1e40"):
         log = GOOD.replace("1,,a,1", f"1,,a,{bad}", 1)
-        with pytest.raises(DataError, match=r"row 1, column price: .*(weight|infinite|larger)"):
+        with pytest.raises(DataError, match=r"row 1, column price: .*(weight is missing|is no weight|infinite|larger)"):
             prepared(log, split=BY_FOLD, keep={"weight": "price"}, feature=[SITE])
 
 
@@ -519,6 +519,11 @@ def test_bad_rows_are_named_and_leave_nothing(
         ),
         ({"feature": [{**SITE, "share_table": "price"}]}, "'price' is no categorical feature with a table"),
         ({"feature": [{"column": "click", "type": "categorical"}]}, "'click' is the label"),
+        ({"split": {"val": 0.0}}, "'split.val': should be greater than 0, got 0.0"),
+        (
+            {"feature": [{**SITE, "role": "usr"}]},
+            "unknown value 'usr'. Did you mean 'user'? Known: context, item, user",
+        ),
         ({"split": {"by": "column"}}, "split.column and split.by = 'column' go together"),
         ({"split": {"val": 0.6, "test": 0.5}}, "nothing is left to train on"),
         ({"split": {"by": "time"}}, "need [time] with a column"),

@@ -13,7 +13,7 @@ import pytest
 
 import recmill
 from recmill.config import load_config
-from recmill.errors import ConfigError, ResourceError
+from recmill.errors import ConfigError, ResourceError, UserError
 
 
 @pytest.fixture
@@ -121,7 +121,12 @@ def test_a_study_that_is_killed_resumes_and_a_failed_trial_does_not_end_it(confi
         ('"optim.dense.lr" = {low = 0.2, high = 0.1}', "low = 0.2 is not below high = 0.1"),
         ('"optim.dense.lr" = {low = 0.0, high = 0.1, log = true}', "log = true needs a low above 0"),
         ('"optim.dense.lr" = {low = 0.1}', "give low and high, or choices"),
-        ('"optim.dense.lr" = {low = 0.1, hihg = 0.2}', "hihg"),
+        ('"optim.dense.lr" = {low = 0.1, hihg = 0.2}', "unknown key 'optim.dense.lr.hihg'. Did you mean"),
+        ('"optim.dense.lr" = {low = "0.1", high = 0.2}', "'optim.dense.lr.low': should be a valid number, got '0.1'"),
+        ('"train.seed" = {low = 1, high = 3, step = 5}', "step = 5 is not between 0 and high - low = 2"),
+        ('"data.path" = {choices = ["gone"]}', "'data.path': gone: no such directory"),
+        ('"model.pooling.C9" = {choices = ["mean"]}', "the dataset has no feature 'C9'"),
+        ('"eval.test" = {choices = [true, false]}', "'eval.test': trials never read the test split"),
         ('"optim.dense.lr" = 3', "give a table like"),
         (
             '"model.embedding_dim" = {choices = [8]}',
@@ -134,6 +139,23 @@ def test_a_study_that_is_killed_resumes_and_a_failed_trial_does_not_end_it(confi
 def test_a_wrong_space_is_one_error_before_any_work(space: str, text: str, config: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         recmill.tune(config, write_space(tmp_path, space), tmp_path / "study")
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"data.path": "gone"}, "gone: no such directory"),
+        ({"model.pooling.C9": "mean"}, "the dataset has no feature 'C9'"),
+        ({"data.train_on_validation": True}, "trials are compared by rows that none may train on"),
+    ],
+)
+def test_a_config_whose_trials_would_all_fail_or_mislead_is_one_error(
+    keys: dict[str, Any], text: str, config: Path, tmp_path: Path
+) -> None:
+    space = write_space(tmp_path, '"train.seed" = {low = 1, high = 3}')
+    with pytest.raises(UserError, match=text):
+        recmill.tune(config, space, tmp_path / "study", overrides=keys)
     assert not (tmp_path / "study").exists()
 
 

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt
 
+from recmill.commands import assemble
 from recmill.commands.history import number
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Procs, flag
 from recmill.config import Config, load_config, to_toml
 from recmill.config.load import Overrides, override_texts, read_toml
 from recmill.config.options import checked_options, given_path
+from recmill.config.problems import validated
 from recmill.config.sections import Section
-from recmill.errors import ConfigError, ResourceError, did_you_mean_path
+from recmill.errors import ConfigError, ResourceError, UserError, did_you_mean_path
 from recmill.files.atomic import write_json, write_text
 from recmill.files.locks import exclusive_lock, is_holder_gone
 from recmill.launch.processes import variables
@@ -66,7 +68,9 @@ class Parameter(Section):
             return f"low = {self.low} is not below high = {self.high}"
         if self.log and (self.low <= 0 or self.step is not None):
             return "log = true needs a low above 0, and no step"
-        return "step is not above 0" if self.step is not None and self.step <= 0 else ""
+        if self.step is not None and not 0 < self.step <= self.high - self.low:
+            return f"step = {self.step} is not between 0 and high - low = {self.high - self.low}"
+        return ""
 
     def examples(self) -> list[Any]:
         return self.choices or [self.low, self.high]
@@ -110,6 +114,7 @@ def tune(
     options = checked_options("tune", Options, given)
     optuna = _optuna()
     base = load_config(config, options.overrides)
+    _check_trial(base)
     parameters = _read_space(given_path(options.space, "--space"), base)
     directory = given_path(options.output, "--output").absolute()
     directory.mkdir(parents=True, exist_ok=True)
@@ -147,15 +152,15 @@ def _read_space(path: Path, base: Config) -> dict[str, Parameter]:
         try:
             if not isinstance(values, dict):
                 raise ConfigError(f"give a table like {{low = 0.001, high = 0.1, log = true}}, not {values!r}")
-            found[key] = Parameter.model_validate(values)
-            if problem := found[key].problem():
+            found[key], wrong = validated(Parameter, values, prefix=f"{key}.")
+            problems += [f"  {problem.text}" for problem in wrong]
+            if problem := "" if wrong else found[key].problem():
                 raise ConfigError(problem)
-            for example in found[key].examples():
-                load_config(_given(base), override_texts({key: example}))
-        except ValidationError as error:
-            first = error.errors()[0]
-            problems.append(f"  '{key}': {'.'.join(map(str, first['loc']))}: {first['msg']}")
-        except ConfigError as error:
+            for example in [] if wrong else found[key].examples():
+                _check_trial(load_config(_given(base), override_texts({key: example})))
+            if key == "eval.test":
+                raise ConfigError("trials never read the test split. Remove it.")
+        except UserError as error:
             text, named = str(error).replace("--set: ", ""), f"'{key}'"  # the user gave no --set
             problems.append(f"  {text}" if named in text else f"  {named}: {text}")
     if problems:
@@ -165,6 +170,13 @@ def _read_space(path: Path, base: Config) -> dict[str, Parameter]:
             f'{path}: no keys. Give some, like "optim.dense.lr" = {{low = 0.001, high = 0.1, log = true}}.'
         )
     return found
+
+
+def _check_trial(config: Config) -> None:
+    """Raise an error if a config does not fit its dataset, or if its validation does not show how good a model is."""
+    if config.settings.data.train_on_validation:
+        raise ConfigError("data.train_on_validation: trials are compared by rows that none may train on. Remove it.")
+    assemble.open_matching_dataset(config)
 
 
 def _given(base: Config) -> dict[str, Any]:

@@ -35,9 +35,13 @@ def validated(
     try:
         # Through JSON, pydantic is strict about types but accepts a list for a tuple.
         return cls.model_validate_json(json.dumps(values, default=str)), []
-    except ValidationError as error:
-        errors: Sequence[Mapping[str, Any]] = error.errors()
-    problems = {problem.keys: problem for problem in (_problem(cls, error, prefix, siblings) for error in errors)}
+    except ValidationError as invalid:
+        errors: Sequence[Mapping[str, Any]] = invalid.errors()
+    problems: dict[tuple[str, ...], Problem] = {}
+    for error in errors:
+        problem = _problem(cls, error, prefix, siblings)
+        if error["type"] != "list_type" or problem.keys not in problems:  # of a number or a list, a number was meant
+            problems[problem.keys] = problem
     return _without_problems(cls, values, [error["loc"] for error in errors]), list(problems.values())
 
 
@@ -106,7 +110,9 @@ def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings
     if error["type"] == "value_error":
         return Problem(str(error["ctx"]["error"]), (key,))
     if error["type"] == "literal_error" and field:
-        return Problem(f"'{key}': {registry.unknown('value', str(error['input']), _literals(field))}", (key,))
+        return Problem(
+            f"'{key}': {registry.unknown('value', str(error['input']), _literals(field.annotation))}", (key,)
+        )
     if error["type"] == "list_type" and isinstance(error["input"], str | int | float):
         return Problem(
             f"'{key}' is a list: write '{key}={_as_list(str(error['input']))}'. {help_text}".rstrip(), (key,)
@@ -139,8 +145,8 @@ def _locate(cls: type[Section], location: Sequence[Any]) -> tuple[type[Section],
     return cls, field, location
 
 
-def _literals(field: FieldInfo) -> list[str]:
-    annotation = field.annotation
-    if get_origin(annotation) is not Literal:
-        annotation = get_args(annotation)[-1]  # the values of a list or mapping
-    return [str(value) for value in get_args(annotation)]
+def _literals(annotation: Any) -> list[str]:
+    """Return the values of the Literal in a type such as `Literal[...] | None` or `dict[str, Literal[...]]`."""
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    return [value for inner in get_args(annotation) for value in _literals(inner)]

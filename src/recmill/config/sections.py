@@ -530,12 +530,16 @@ class Settings(Section):
                 "keep a state of its own, so the run would depend on the number of processes. Use 'adagrad' or "
                 "'row_wise'."
             )
-        selects_best = {"eval.patience": self.eval.patience, "checkpoint.keep_best": self.checkpoint.keep_best}
+        follows_validation = {
+            "eval.patience": self.eval.patience,
+            "checkpoint.keep_best": self.checkpoint.keep_best,
+            "optim.schedule.name = 'plateau'": self.optim.schedule.name == "plateau",
+        }
         if self.data.train_on_validation:
             problems += [
-                f"data.train_on_validation with {key}: validation cannot select the best step of a run that trains "
-                "on it. Remove one of the two."
-                for key, is_set in selects_best.items()
+                f"data.train_on_validation with {key}: validation does not show how good a run is that trains on it. "
+                "Remove one of the two."
+                for key, is_set in follows_validation.items()
                 if is_set
             ]
         return problems

@@ -1,6 +1,7 @@
 """FinalMLP: two MLPs over differently gated features, joined by a bilinear form (Mao et al., 2023).
 
-As in FuxiCTR's version; dense features are values times learned vectors, as there.
+As in FuxiCTR's version: dense features are values times learned vectors. But gates read the vectors that the MLPs read;
+FuxiCTR's have tables of their own.
 """
 
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ def tables(config: Config, description: ClicksDescription) -> list[TableSpec]:
     """Return the tables; raise a ConfigError if keys of [model] do not fit the dataset, before a process is started."""
     known = [feature.name for feature in description.sparse]
     if unknown := [name for name in (*config.gate1_features, *config.gate2_features) if name not in known]:
-        fact = f"model.gate1_features, model.gate2_features: the dataset has no feature '{unknown[0]}'"
+        fact = f"model.gate1_features, model.gate2_features: the dataset has no table '{unknown[0]}'"
         raise ConfigError(f"{fact}. It has {', '.join(known)}.")
     return tables_of_features(config, description)
 

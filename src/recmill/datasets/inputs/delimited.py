@@ -182,7 +182,7 @@ class Table:
             return ""
         if len(columns) == 1 and (hint := self._other_separator(columns[0])):
             return f" in its first row, which has 1 field; {hint}."
-        if columns and sum(_is_good(name.strip(), "number") for name in columns) >= len(columns) / 2:
+        if any(_is_good(name.strip(), "number") for name in columns):
             shown = self.section.separator.join(columns)[:80]
             remedy = f"Name the columns ({self.prefix}columns), or add a row with their names."
             return f": its first row is {shown!r}, which looks like data. {remedy}"
@@ -222,18 +222,22 @@ class Table:
             yield text.replace(separator, _REPLACED.encode())
 
     def _split(self, text: bytes, errors: str = "backslashreplace") -> list[list[str]]:
-        csv.field_size_limit(2 * MAX_ROW_BYTES)
-        lines = io.StringIO(text.decode("utf-8", errors=errors), newline="")
-        quoting: Any = csv.QUOTE_MINIMAL if self._has_quotes else csv.QUOTE_NONE
-        rows = list(csv.reader(lines, delimiter=self._one_byte_separator, quoting=quoting))
+        rows = list(self._rows_of(text, errors))
         if QUOTE_IN_FIELD.encode() in text and self.section.escape:
             rows = [[value.replace(QUOTE_IN_FIELD, '"') for value in row] for row in rows]
         return rows
 
+    def _rows_of(self, text: bytes, errors: str, strict: bool = False) -> Iterator[list[str]]:
+        csv.field_size_limit(2 * MAX_ROW_BYTES)
+        lines = io.StringIO(text.decode("utf-8", errors=errors), newline="")
+        quoting: Any = csv.QUOTE_MINIMAL if self._has_quotes else csv.QUOTE_NONE
+        return csv.reader(lines, delimiter=self._one_byte_separator, quoting=quoting, strict=strict)
+
     def _parse(self, text: bytes, num_columns: int, positions: dict[Field, int]) -> pl.DataFrame | None:
         """Return None if any row is bad."""
-        is_good = b"\0" not in text and self._has_num_columns(text, num_columns)
-        return self._typed(text, num_columns, positions) if is_good else None
+        if b"\0" in text or not self._has_num_columns(text, num_columns) or self._row_with_stray_quote(text):
+            return None
+        return self._typed(text, num_columns, positions)
 
     def _typed(self, text: bytes, num_columns: int, positions: dict[Field, int]) -> pl.DataFrame | None:
         """Return None if a value is bad; all rows have as many fields as there are columns."""
@@ -295,6 +299,28 @@ class Table:
             return bool(is_end[-1])
         return has_quotes and all(len(row) == num_columns for row in self._split(text)) and not self._is_open(text)
 
+    def _row_with_stray_quote(self, text: bytes) -> int:
+        """Return the number of the first row whose quoted field continues after its closing quote; 0 if there is none.
+
+        Polars would leave out the quotes of such a field.
+        """
+        if not self._has_quotes or b'"' not in text:
+            return 0
+        letters = np.frombuffer(b"\n" + text + b"\n", np.uint8)
+        quotes = np.flatnonzero(letters == ord('"'))
+        closing = quotes[1::2]
+        ends = np.frombuffer(f"{self._one_byte_separator}\r\n".encode(), np.uint8)
+        continues = ~np.isin(letters[closing + 1], np.append(ends, np.uint8(ord('"'))))
+        if not (np.isin(letters[quotes[::2][: len(closing)] - 1], ends) & continues).any():
+            return 0  # most texts; what looks stray may also follow a quote in a field without quotes
+        number = 0
+        try:
+            for number, _ in enumerate(self._rows_of(text, "backslashreplace", strict=True), 1):  # noqa: B007
+                pass
+        except csv.Error as error:
+            return number + 1 if "expected after" in str(error) else 0
+        return 0
+
     def _is_open(self, text: bytes) -> bool:
         """Return whether the last field begins with a quote that is not closed: it then holds the last line end."""
         rows = self._split(text) if self._has_quotes else []
@@ -303,9 +329,15 @@ class Table:
     def _bad_row(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> DataError:
         """Find the first bad row by checking one value at a time."""
         rows = self._split(text, "surrogateescape")
+        stray = done + self._row_with_stray_quote(text)
         for number, row in enumerate(rows, done + 1):
             if _is_broken(row):
                 return DataError(f"{self.path}: row {number:,}: {bad_byte(self.path, self.prefix)}")
+            if number == stray:
+                fact = f"{self.path}: row {number:,}: a quoted field continues after its closing quote"
+                escape = "--escape" if self.prefix.startswith("--") else f"{self.prefix}escape = true"
+                written = "" if self.section.escape else f'If quotes in fields are written as \\", say so ({escape}). '
+                return DataError(f"{fact}. {written}Otherwise double them, or ignore quotes ({self._no_quotes}).")
             if number == done + len(rows) and self._is_open(text):
                 remedy = f"Close it, or ignore quotes ({self._no_quotes})."
                 return DataError(f"{self.path}: row {number:,}: a quote is opened and not closed. {remedy}")
@@ -317,7 +349,8 @@ class Table:
                 return DataError(f"{self.path}: row {number:,}{problem}.{self._hint(row, num_columns, number)}")
         span = f"{self.path}: rows {done + 1:,} to {done + len(rows):,}"
         reasons = "a quote inside a field, or a date in another format than the first"
-        return DataError(f"{span}: one of them cannot be read ({reasons}). {_REMEDY}")
+        ignore = f" Or ignore quotes ({self._no_quotes})." if self._has_quotes and b'"' in text else ""
+        return DataError(f"{span}: one of them cannot be read ({reasons}). {_REMEDY}{ignore}")
 
     def _hint(self, row: list[str], num_columns: int, number: int) -> str:
         """Return what to do about a row that is bad."""
@@ -331,7 +364,7 @@ class Table:
 
     def _without_bad_rows(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> pl.DataFrame:
         """Parse the good rows of a block, and count the others. Raise DataError if they may not be skipped."""
-        if self.bad_rows is None:
+        if self.bad_rows is None or self._row_with_stray_quote(text):
             raise self._bad_row(text, num_columns, positions, done)
         good = io.StringIO()
         quotes: Any = {"quotechar": '"'} if self._has_quotes else {"quotechar": None, "quoting": csv.QUOTE_NONE}

@@ -79,7 +79,7 @@ def check_columns(
     for file in files:
         there = columns_of(file, section, prefix)
         if not there:
-            problems.append(f"{file}: empty")
+            problems.append(f"{file}: no rows. Get the file again.")
             continue
         types = types_of(file, section, prefix) if section.kind_of(file) != "text" else {}
         problems += [f"{file}: two columns '{column}'" for column in columns if there.count(column) > 1]
@@ -99,8 +99,6 @@ def check_columns(
 
 
 def _lacks(file: InputFile, section: InputSection, missing: list[str], there: list[str], prefix: str) -> str:
-    if not there:
-        return f"{file}: no rows. Get the file again."
     if section.kind_of(file) == "text" and (hint := delimited.Table(file, section, prefix=prefix).wrong_header(there)):
         return f"{file}: {_no_columns(missing)}{hint}"
     return f"{file}: {lacking(missing, there)}"

@@ -155,8 +155,9 @@ def weights(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     found = numbers(rows, column, schema.input.missing, schema.input.decimal)
     if (is_bad := ~(found >= 0)).any():
         row = int(is_bad.argmax())
-        fact = f"{rows.column(column)[row]!r} is no weight, which is a number from 0 to 3.4e38"
-        raise rows.error(row, column, fact, "Correct it.")
+        value = rows.column(column)[row]
+        fact = "the weight is missing" if value is None else f"{value!r} is no weight"
+        raise rows.error(row, column, fact, "Give a number from 0 to 3.4e38.")
     return found.astype(np.float32)
 
 
