@@ -36,7 +36,7 @@ from recmill.datasets.own_clicks.reading import check_columns, columns_of, found
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, checked_schema, load_schema
 from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, split_rules
 from recmill.datasets.own_clicks.values import RawRows, Values, times, weights
-from recmill.datasets.own_clicks.writing import SplitWriter, replaced, write_arrow
+from recmill.datasets.own_clicks.writing import SplitWriter, read_arrow, replaced, write_arrow
 from recmill.datasets.parallel import ordered
 from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
 from recmill.errors import ConfigError, DataError
@@ -286,10 +286,10 @@ class Blocks:
         before = self._before
         for file, name, first, rows, values_name, coded in self._kept:
             rest = self._scratch / f"{name}.arrow"
-            frame = pl.read_ipc(rest) if rest.exists() else pl.DataFrame()
+            frame = read_arrow(rest) if rest.exists() else pl.DataFrame()
             if values_name != self._values[0]:
                 paths = [self._scratch / f"{values_name}-{index}.arrow" for index in range(len(coded))]
-                read = {c: Values(pl.read_ipc(path).to_series()) for c, path in zip(coded, paths, strict=True)}
+                read = {c: Values(read_arrow(path).to_series()) for c, path in zip(coded, paths, strict=True)}
                 self._values = values_name, read
             values = self._values[1]
             codes = {}
