@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from recmill.cli import commands
 from recmill.commands import predict
 from recmill.errors import CheckpointError, ConfigError, DataError
 
+from ..conftest import RunCli
 from ..object_store import needs_object_store, s3_server
+from .test_command_line import assert_one_clear_error
 
 SCHEMA = """
 [label]
@@ -108,6 +111,22 @@ def test_scores_of_the_test_rows_give_the_metrics_of_the_run_without_the_dataset
     log = pl.read_csv(trained / "3.csv", infer_schema=False)
     assert scores.select("click", "site").equals(log.select("click", "site")), "all rows, in their order"
     assert np.allclose(scores["score"], 1 / (1 + np.exp(-scores["logit"].to_numpy())), atol=1e-6)
+
+
+def test_names_with_brackets_and_asterisks_are_no_patterns(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "own [1]*"
+    folder.mkdir()
+    for name in ("1.csv", "2.csv", "3.csv", "clicks.toml"):
+        shutil.copy(trained / name, folder / name)
+    logs = ",".join(f"{folder}/{number}.csv" for number in (1, 2, 3))
+    recmill.prepare("clicks", folder / "data", input=logs, schema_file=folder / "clicks.toml")
+    recmill.train("own/dlrm", folder / "run", overrides=[f"data.path={folder / 'data'}", "train.max_steps=2"])
+    rows = pl.read_csv(trained / "3.csv", infer_schema=False)
+    rows.write_parquet(folder / "new.parquet")
+    recmill.predict(folder / "run", folder / "new.parquet", folder / "scores.parquet", keep=["site"])
+    found = pl.read_parquet(folder / "scores.parquet", glob=False)
+    assert found["site"].equals(rows["site"])
+    assert recmill.open_run(folder / "run").predict(rows)["score"].equals(found["score"])
 
 
 def test_a_run_that_is_open_scores_frames(trained: Path) -> None:
@@ -215,6 +234,7 @@ def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tm
     source.write_text("site,tags\ns1,a\n")
     refused(ConfigError, "end it with .parquet, .csv or .jsonl", output=tmp_path / "s.txt")
     refused(DataError, "--keep does not fit the files:\n.*no column 'nobody'", keep=["nobody"])
+    refused(ConfigError, "--keep site,site: 'site' occurs twice. Name it once.", keep=["site", "site"])
     refused(ConfigError, "`input` is a path, not a frame", input=pl.DataFrame({"site": ["s1"]}))
     refused(DataError, "no such file", input=tmp_path / "absent.csv")
     copy = tmp_path / "run"
@@ -229,6 +249,22 @@ def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tm
     assert opened.results().height == 1, "what needs no recipe works without one"
     with pytest.raises(ConfigError, match="without a recipe"):
         opened.predict(pl.DataFrame({"site": ["s1"], "tags": ["a"]}))
+
+
+@pytest.mark.parametrize(("name", "limit"), [("s.parquet", 20_000), ("s.csv", 40_000), ("s.jsonl", 40_000)])
+def test_scores_that_find_no_room_are_one_error(
+    trained: Path, tmp_path: Path, run_cli: RunCli, name: str, limit: int
+) -> None:
+    """The smaller limit stops the first part of the scores, the larger one the file of all."""
+
+    def small_files_only() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    (tmp_path / "new.csv").write_text("site,tags\n" + "s1,a\n" * 4000)
+    words = ["predict", trained / "run", "--input", "new.csv", "--output", name]
+    done = run_cli(*words, preexec_fn=small_files_only)
+    assert_one_clear_error(done, 5, f"{name}: File too large", "ulimit -f")
+    assert not (tmp_path / name).exists()
 
 
 def test_scores_are_corrected_for_the_rows_that_were_left_out(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_an_incomplete_gzip_file_is_an_error_and_a_missing_line_end_a_warning(
     (tmp_path / "raw.csv").write_text("who,what\na,x\na,y\na,z")
     with caplog.at_level(logging.WARNING):
         prepare("histories", tmp_path / "d", input=tmp_path / "raw.csv", **COLUMNS, **KEEP_ALL)
-    assert "the last row has no line end" in caplog.text
+    assert caplog.text.count("the last row has no line end") == 1
     assert histories_of(tmp_path / "d") == {"a": ["x", "y", "z"]}
 
 

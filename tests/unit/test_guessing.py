@@ -230,7 +230,7 @@ def test_the_label_is_never_guessed_but_likely_ones_are_named(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a b\nc\n", "no column 'click'; it has a b"),
+        ("a b\nc\n", "no column 'click' in its first row, which has 1 field; with ' ' it would be 2"),
         ("1,2,3\n4,5,6\n", "its first row is '1,2,3', which looks like data"),
         ("x,y\n1,2\n", "no column 'click'; it has x, y. Correct --label."),
         ("click,y\n", "no rows"),
@@ -385,6 +385,20 @@ def test_few_rows_judge_neither_leaks_nor_ids(tmp_path: Path) -> None:
     assert found["device"]["why"].endswith("; 98 rows are too few to judge whether it is the row's own id")
     enough = {row["column"]: row["guess"] for row in recmill.guess_schema(small_log(100), "click")["columns"]}
     assert enough["price"] == enough["device"] == "left out"
+
+
+def test_a_label_that_is_there_shows_that_the_first_row_has_names_and_parts_of_parquet_may_be_empty(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "log.csv").write_text("click,1,2,3\n" + "0,a,b,c\n1,b,a,c\n" * 60)
+    found = recmill.guess_schema(tmp_path / "log.csv", "click")
+    assert [row["column"] for row in found["columns"]] == ["click", "1", "2", "3"]
+    rows = pl.DataFrame({"click": [0, 1], "site": ["a", "b"]})
+    rows.clear().write_parquet(tmp_path / "1.parquet")
+    with pytest.raises(DataError, match=r"1\.parquet: no rows"):
+        recmill.guess_schema(tmp_path / "1.parquet", "click")
+    rows.write_parquet(tmp_path / "2.parquet")
+    assert len(recmill.guess_schema(str(tmp_path / "?.parquet"), "click")["columns"]) == 2
 
 
 def test_texts_that_may_be_missing_or_the_same_get_a_remark(tmp_path: Path) -> None:

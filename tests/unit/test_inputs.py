@@ -349,6 +349,7 @@ GOOD = "click,site\n" + "0,a\n1,b\n" * 20
     [
         ("log.csv", GOOD.replace(",", ";").encode(), "", 3, "its first row, which has 1 field; with ';' it would be 2"),
         ("log.csv", GOOD[11:].encode(), "", 3, "no columns 'click', 'site': its first row is '0,a'"),
+        ("log.csv", b"0,a,b\n1,b,a\n", "", 3, "its first row is '0,a,b', which looks like data. Name the columns (in"),
         ("log.csv", GOOD.encode(), 'columns = ["click", "site"]', 3, "but input.columns gives them. Leave"),
         ("log.csv", (GOOD + "1\n").encode(), "", 3, "log.csv: row 41: expected 2 fields, got 1"),
         ("log.csv", (GOOD + '1,"b\n').encode(), "", 3, "row 41: a quote is opened and not closed. Close it, or "
@@ -363,7 +364,7 @@ GOOD = "click,site\n" + "0,a\n1,b\n" * 20
         ("log.csv", GOOD.encode(), 'encoding = "utf-9"', 2, "input.encoding is 'utf-9': no such codec"),
         ("log.csv", GOOD.encode(), 'separator = ""', 2, "input.separator is ''"),
         ("log.csv", GOOD.encode(), 'columns = ["a", "a"]', 2, "a name occurs twice"),
-        ("log.csv", b"", "", 3, "log.csv: no rows. Get the file again"),
+        ("log.csv", b"", "", 3, "log.csv: empty"),
         ("other.csv", GOOD.encode(), "", 3, "log.*: no such file"),
     ],
 )  # fmt: skip

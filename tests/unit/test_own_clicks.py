@@ -99,6 +99,7 @@ BY_FOLD = {"by": "column", "column": "fold", "val": ["v"], "test": ["t"]}
 GOOD = "click,fold,site,price\n" + "1,,a,1\n0,,a,2\n" * 3 + "0,v,a,1\n1,v,a,1\n0,t,a,1\n1,t,a,1\n"
 SITE = {"column": "site", "type": "categorical"}
 PRICE = {"column": "price", "type": "numeric"}
+AT_PRICE = {"time": {"column": "price", "format": "s"}}
 # Two rows with both labels for val and test, whose values training must not learn from.
 HELD_OUT = """
     0,v,zebra,900
@@ -476,10 +477,16 @@ def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
         ("1,,a,1", "2,,a,1", {}, "row 1, column click: label '2' is neither 0 nor 1. Name the values"),
         ("1,,a,1", ",,a,1", {}, "row 1, column click: no label. Remove such rows, or leave"),
         ("0,,a,2", "0,,a,2;3", {}, "row 2, column price: '2;3' is not a number. Correct it"),
-        ("0,,a,2", '0,,a,"1,5"', {}, "row 2, column price: '1,5' is not a number. Use input.decimal = ','."),
+        ("0,,a,2", '0,,a,"1,5"', {}, "row 2, column price: '1,5' is not a number. Use input.decimal = ',' in the"),
         ("0,,a,2", "0,,a,inf", {}, "row 2, column price: inf is larger than 3.4e+38. Correct it."),
         ("0,,a,2", "0,,a", {}, "row 2: expected 4 fields, got 3"),
-        ("0,v", "1,v", {}, "2 of the 2 rows for val are clicks"),
+        ("0,v", "1,v", {}, "column click: 2 of the 2 rows for val are clicks, so nothing"),
+        (
+            "",
+            "",
+            {**AT_PRICE, "split": {"by": "time", "val_from": "2027-01-01", "test_from": "2028-01-01"}},
+            "no row is for val (split.val_from = 2027-01-01). Change [split] of the schema.",
+        ),
         ("1,t", "1,", {"split": {**BY_FOLD, "test": ["nobody"]}}, "no row is for test (split.test = ['nobody']). Ch"),
         ("0,,a,2", "0,,a,1e300", {}, "row 2, column price: 1e300 is larger than 3.4e+38. Correct it."),
         ("0,v,a,1", "0,v,a,3e38", {}, "row 7, column price: 3e+38 is too large for a 32-bit number after transform"),
@@ -527,6 +534,17 @@ def test_bad_rows_are_named_and_leave_nothing(
         ({"split": {"by": "column"}}, "split.column and split.by = 'column' go together"),
         ({"split": {"val": 0.6, "test": 0.5}}, "nothing is left to train on"),
         ({"split": {"by": "time"}}, "need [time] with a column"),
+        ({"time": {"column": "price", "format": "isoo"}}, "time.format is 'isoo': give 'iso', 's'"),
+        ({"split": {**BY_FOLD, "test": ["t", "v"]}}, "split.val and split.test both name 'v'. Name it in one"),
+        (
+            {"split": {"by": "files", "val": ["log0.csv"], "test": ["log9.csv"]}},
+            "name 'log9.csv'. Did you mean 'log0.c",
+        ),
+        ({**AT_PRICE, "split": {"by": "time", "val_from": "1.1.2027", "test_from": "2028-01-01"}}, "is no ISO date"),
+        (
+            {**AT_PRICE, "split": {"by": "time", "val_from": "2028-01-01", "test_from": "2027-01-01"}},
+            "split.val_from 2028-01-01 is not before split.test_from 2027-01-01",
+        ),
         ({"label": {"column": "click", "positive": "about 3"}}, "give a condition like '> 3'"),
         ({"input": {"separator": "a\nb"}}, "input.separator is"),
         ({"feature": [SITE, {**PRICE, "clip": [0.9, 0.1]}]}, "give two quantiles"),
@@ -611,9 +629,11 @@ def test_notes_say_what_was_cut_and_what_stays_untrained(prepared: Prepare) -> N
         {"name": "rare", **SITE, "min_frequency": 100},
         {"name": "none", **SITE, "missing_values": ["a", "|".join(map(str, range(50_000)))]},
         {"name": "all", **SITE, "min_frequency": 1},
+        {"name": "empty", **PRICE, "missing_values": ["1", "2"]},
     ]
     path = prepared(log, split=BY_FOLD, feature=features)
     assert open_dataset(path).description.notes == [
+        "empty: no training row has a value",
         "site: 1 training rows have more than 3 values; the rest is cut",
         "rare: every value is rarer than min_frequency, so all of them share one row",
         "none: no training row has a value",
@@ -635,6 +655,22 @@ def test_a_log_without_rows_is_an_error_that_leaves_nothing(prepared: Prepare, t
         with pytest.raises(DataError, match=r"log\d\.parquet: no rows"):
             prepared(log, feature=[SITE], **split)
     assert not [path.name for path in tmp_path.iterdir() if "data" in path.name]
+
+
+def test_types_that_do_not_fit_the_schema_are_reported_for_all_columns_before_rows_are_read(prepared: Prepare) -> None:
+    log = pl.DataFrame({"click": [[1]], "site": [1.5], "price": ["1"], "tags": [["a"]], "at": [1.5], "ok": ["a"]})
+    features = [SITE, {"column": "tags", "type": "numeric"}, PRICE, {"column": "ok", "type": "categorical"}]
+    cross = {"name": "cross", "type": "cross", "columns": ["ok", "tags"], "table_size": 9}
+    with pytest.raises(DataError) as caught:
+        prepared(log, time={"column": "at"}, split={"by": "time"}, feature=[*features, cross])
+    lines = [line.partition(".parquet: ")[2] for line in str(caught.value).splitlines()[1:-1]]
+    assert [line.partition(",")[0] for line in lines] == [
+        "column site holds Float64",
+        "column tags holds List(String)",
+        "column tags holds lists",
+        "column click holds lists",
+        "column at holds Float64",
+    ]
 
 
 def test_a_time_is_one_value_in_any_unit_and_zone() -> None:

@@ -145,7 +145,7 @@ def _per_user(run: str | Path, frame: Kind, options: EvaluateOptions) -> "AnyFra
         file = Path(directory) / "users.parquet"
         options["per_user_file"] = str(file)
         evaluate(run, **options)
-        return converted(pl.read_parquet(file), frame)
+        return converted(pl.read_parquet(file, glob=False), frame)
 
 
 def _check_metrics(config: Config, dataset: Dataset, options: Options) -> None:

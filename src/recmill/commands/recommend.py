@@ -236,7 +236,7 @@ def _best_in_memory(
     with tempfile.TemporaryDirectory(prefix="recmill-recommend-") as directory:
         output = str(Path(directory) / "best.parquet")
         searcher.write_best({"input": str(input), "output": output, "keep": keep, "k": k})
-        return pl.read_parquet(output)
+        return pl.read_parquet(output, glob=False)
 
 
 class Recommender:

@@ -82,7 +82,7 @@ class Retriever(Predictor):
         file = vocabulary_file(owners[self._model.item_id])
         if not has_recipe(self.run.path) or not (kept_dataset(self.run.path).path / file).is_file():
             return frame
-        names = pl.read_parquet(kept_dataset(self.run.path).path / file, columns=["id", "value"])
+        names = pl.read_parquet(kept_dataset(self.run.path).path / file, columns=["id", "value"], glob=False)
         names = names.rename({"value": "item"}).cast({"id": pl.Int64})
         return frame.join(names, on="id", how="left", maintain_order="left")
 

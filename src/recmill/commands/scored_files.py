@@ -25,6 +25,7 @@ from recmill.datasets.inputs.reading import num_rows
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files, read, types_of
 from recmill.datasets.own_clicks.values import RawRows
+from recmill.datasets.own_clicks.writing import read_arrow, write_arrow
 from recmill.datasets.parallel import ordered
 from recmill.datasets.writing import Work, resumable_work
 from recmill.errors import ConfigError, DataError, ResourceError
@@ -131,6 +132,8 @@ def _checked_job(scorer: "Scorer", options: "Options", files: list[InputFile], o
     fields = len(columns_of(files[0], InputSection(separator="\t", quotes=False)))
     section = encoder.input_section(fields)
     kept = options.keep or []
+    if twice := next((name for name in kept if kept.count(name) > 1), None):
+        raise ConfigError(f"--keep {','.join(kept)}: '{twice}' occurs twice. Name it once.")
     needed = list(dict.fromkeys([*encoder.feature_columns, *kept]))
     lack = "the model needs columns that are not there"
     check_columns(files, section, encoder.feature_columns, lack, "Add them: scores are computed from them.")
@@ -205,7 +208,7 @@ def _score_part(scorer: "Scorer", job: Job, rows: RawRows, file: Path) -> dict[s
     encoded = encoder.encode(rows, job.has_labels, may_be_missing=True)
     scored = scorer.scored(rows.frame.select(job.kept), encoded)
     labels = [pl.Series(_LABEL, encoded.labels)] if job.has_labels else []
-    scored.hstack(labels).write_ipc(file)
+    write_arrow(file, scored.hstack(labels))
     counts = {name: dict(found) for name, found in encoder.tally.counts.items()}
     return {"rows": len(rows), "written": scored.height, "counts": counts}
 
@@ -220,7 +223,7 @@ def _write(job: Job, work: Work, parts: int, output: Path) -> tuple[Tally, Value
         for feature, found in counted["counts"].items():
             tally.counts.setdefault(feature, Counter()).update(found)
         if job.has_labels:
-            labelled = pl.read_ipc(file, columns=["logit", _LABEL]).filter(pl.col(_LABEL) != NO_LABEL)
+            labelled = read_arrow(file).filter(pl.col(_LABEL) != NO_LABEL)
             metrics.update(labelled["logit"].to_numpy(), labelled[_LABEL].to_numpy())
     written = work.data / "scores"
     try:
@@ -237,15 +240,13 @@ def _write(job: Job, work: Work, parts: int, output: Path) -> tuple[Tally, Value
 def _join(files: list[Path], columns: list[str], written: Path, suffix: str) -> None:
     """Write these columns of Arrow files to one file, in memory for one of them."""
     if suffix == ".parquet":
-        pl.scan_ipc(files).select(columns).sink_parquet(written)
+        pl.scan_ipc(files, glob=False).select(columns).sink_parquet(written)
         return
     with written.open("wb") as target:
         for number, file in enumerate(files):
-            frame = pl.read_ipc(file, columns=columns)
-            if suffix == ".csv":
-                frame.write_csv(target, include_header=number == 0)
-            else:
-                frame.write_ndjson(target)
+            frame = read_arrow(file).select(columns)
+            text = frame.write_csv(include_header=number == 0) if suffix == ".csv" else frame.write_ndjson()
+            target.write(text.encode())  # on a full disk, Polars raises errors that do not say so
 
 
 def _values(metrics: BinaryMetrics) -> Values:

@@ -167,7 +167,7 @@ class _ParquetDay:
         self._num_rows = dataset.clicks.files[file].rows
         self._block = partial(decode, path)
         with reading(path):
-            names = pl.read_parquet_schema(path)
+            names = pl.scan_parquet(path, glob=False).collect_schema()
         if missing := [name for name in _columns(dataset.clicks) if name not in names]:
             raise DataError(f"{path}: no column {', '.join(missing)}; it has {', '.join(names)}. Prepare it again.")
         if bad := [name for name in _columns(dataset.clicks) if not names[name].is_numeric()]:
@@ -198,7 +198,9 @@ def _decode(description: ClicksDescription, path: Path, first_row: int) -> Click
     import polars as pl
 
     with reading(path):
-        block_rows = pl.scan_parquet(path).select(_columns(description)).slice(first_row, BLOCK_ROWS).collect()
+        block_rows = (
+            pl.scan_parquet(path, glob=False).select(_columns(description)).slice(first_row, BLOCK_ROWS).collect()
+        )
     expected = min(BLOCK_ROWS, description.files[path.name].rows - first_row)
     if block_rows.height != expected:
         fact = f"{block_rows.height:,} rows from row {first_row:,} on, expected {expected:,}"

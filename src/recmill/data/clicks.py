@@ -62,7 +62,7 @@ class SplitRows:
         import polars as pl
 
         files = {r.day: self._path / self._dataset.clicks.keep_file(r.day) for r in self._ranges}
-        columns = {day: pl.read_parquet(file, columns=[column])[column] for day, file in files.items()}
+        columns = {day: pl.read_parquet(file, columns=[column], glob=False)[column] for day, file in files.items()}
         values = pl.concat([columns[r.day][r.start : r.stop] for r in self._ranges])
         return values.rank("dense").fill_null(0).cast(pl.Int64).to_numpy()
 

@@ -253,7 +253,7 @@ class HistorySource:
                 import polars as pl  # takes 0.1 s, and most runs do not need it
 
                 with reading(file):
-                    names = pl.scan_parquet(file).filter(pl.col("id") == user).collect()
+                    names = pl.scan_parquet(file, glob=False).filter(pl.col("id") == user).collect()
                 raise DataError(
                     f"{dataset.path}: protocol '{protocol}' needs {negatives.count} items a user has never seen; user "
                     f"{names['original_id'][0]} has seen {num_seen} of {negatives.available}. "

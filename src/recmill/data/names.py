@@ -23,7 +23,7 @@ class Names:
         self._file = file
         self._what = what
         with reading(file):
-            names = pl.read_parquet(file).sort("id")
+            names = pl.read_parquet(file, glob=False).sort("id")
             self.originals: Any = names["original_id"]
         self.titles: Any = names["title"] if "title" in names.columns else self.originals
 

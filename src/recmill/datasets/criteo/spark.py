@@ -204,7 +204,7 @@ class _Preparation:
         last = -1
         with NpyWriter(self.work.data / vocabulary_file(name), np.uint32, (size, 2)) as target:
             for file in files:
-                pairs = pl.read_parquet(file, columns=["raw", "id"]).to_numpy()
+                pairs = pl.read_parquet(file, columns=["raw", "id"], glob=False).to_numpy()
                 assert (np.diff(pairs[:, 0], prepend=last) > 0).all(), f"{file}: raw ids are not ascending"
                 target.append(pairs)
                 last = pairs[-1, 0]
@@ -320,4 +320,4 @@ def _is_in(segment: Segment) -> str:
 
 
 def _num_rows(file: Path) -> int:
-    return int(pl.scan_parquet(file).select(pl.len()).collect().item())
+    return int(pl.scan_parquet(file, glob=False).select(pl.len()).collect().item())

@@ -171,7 +171,9 @@ def _store_rows(plan: InteractionsPlan, scratch: Path) -> dict[str, Any]:
 
 def _count_ids(parts: list[Path], column: str) -> pl.DataFrame:
     """Return original_id, count, sorted by original id; an id's number is its row in this frame."""
-    counted = pl.scan_parquet(parts).group_by(original_id=column).agg(count=pl.len()).collect(engine="streaming")
+    counted = (
+        pl.scan_parquet(parts, glob=False).group_by(original_id=column).agg(count=pl.len()).collect(engine="streaming")
+    )
     if counted.height > _MAX_IDS:
         raise DataError(f"{counted.height:,} different values of '{column}': the limit is {_MAX_IDS:,}.")
     return counted.sort("original_id")
@@ -203,7 +205,7 @@ def _distribute(parts: list[Path], users: pl.DataFrame, items: pl.DataFrame, scr
     with ExitStack() as stack:
         files = {bucket: stack.enter_context(path.open("wb")) for bucket, path in paths.items()}
         for part in parts:
-            rows = pl.read_parquet(part)
+            rows = pl.read_parquet(part, glob=False)
             for column, ids in (("user", users), ("item", items)):
                 numbers = ids.select(pl.col("original_id").alias(column), number=pl.int_range(pl.len(), dtype=pl.Int32))
                 rows = rows.join(numbers, on=column, how="left", maintain_order="left")
@@ -231,7 +233,7 @@ class _Kept:
         return int(self.users.sum())
 
     def rows_of(self, bucket: Path, columns: list[str] | None = None) -> pl.DataFrame:
-        frame = pl.read_parquet(bucket, columns=columns)
+        frame = pl.read_parquet(bucket, columns=columns, glob=False)
         is_kept = (self.users[frame["user"].to_numpy()] > 0) & (self.items[frame["item"].to_numpy()] > 0)
         return frame.filter(is_kept)
 

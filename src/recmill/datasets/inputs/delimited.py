@@ -168,7 +168,7 @@ class Table:
         """Return why there is not exactly one such column, and what to do."""
         column = field.column
         there = ", ".join(columns) or "nothing"
-        if hint := self.wrong_header(columns):
+        if hint := self.wrong_header(columns, [column]):
             return f"no column '{column}'{hint}"
         fact = f"two columns '{column}'" if column in columns else f"no column '{column}'"
         near = did_you_mean(column, columns).strip() if column not in columns else ""
@@ -176,13 +176,18 @@ class Table:
         where = f"{self.prefix}columns" if self.section.columns else "its first row"
         return f"{fact} in {where}, which has: {there}. {remedy}"
 
-    def wrong_header(self, columns: list[str]) -> str:
-        """Return why these are no names of columns, to follow a name that is not among them; empty if they may be."""
+    def wrong_header(self, columns: list[str], wanted: Sequence[str]) -> str:
+        """Return why these are no names of columns, to follow a name that is not among them; empty if they may be.
+
+        A single number is enough if there is no column of `wanted`, nor one with a similar name.
+        """
         if self.section.columns:
             return ""
         if len(columns) == 1 and (hint := self._other_separator(columns[0])):
             return f" in its first row, which has 1 field; {hint}."
-        if any(_is_good(name.strip(), "number") for name in columns):
+        numbers = sum(_is_good(name.strip(), "number") for name in columns)
+        is_other = not any(name in columns or did_you_mean(name, columns) for name in wanted)
+        if numbers and (is_other or numbers >= len(columns) / 2):
             shown = self.section.separator.join(columns)[:80]
             remedy = f"Name the columns ({self.prefix}columns), or add a row with their names."
             return f": its first row is {shown!r}, which looks like data. {remedy}"

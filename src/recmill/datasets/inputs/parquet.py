@@ -21,7 +21,7 @@ def types_of(file: InputFile) -> dict[str, pl.DataType]:
         return dict(file.frame.schema)
     if isinstance(file, Path):
         with reading(file, "Get it again."):
-            return dict(pl.read_parquet_schema(file))
+            return dict(pl.scan_parquet(file, glob=False).collect_schema())
     with _remote(file) as parquet:
         return dict(pl.DataFrame(parquet.schema_arrow.empty_table()).schema)
 
@@ -31,7 +31,7 @@ def rows_of(file: InputFile) -> int:
         return file.frame.height
     if isinstance(file, Path):
         with reading(file, "Get it again."):
-            return int(pl.scan_parquet(file).select(pl.len()).collect().item())
+            return int(pl.scan_parquet(file, glob=False).select(pl.len()).collect().item())
     with _remote(file) as parquet:
         return int(parquet.metadata.num_rows)
 
@@ -45,7 +45,7 @@ def frames(file: InputFile, columns: list[str]) -> Iterator[pl.DataFrame]:
         return
     if isinstance(file, Path):
         with reading(file, "Get it again."):
-            selected = pl.scan_parquet(file).select(chosen)
+            selected = pl.scan_parquet(file, glob=False).select(chosen)
             for start in range(0, rows_of(file), _BLOCK_ROWS):
                 yield selected.slice(start, _BLOCK_ROWS).collect()  # collect_batches reads far ahead
         return

@@ -1,6 +1,6 @@
 """Columns of files of any kind: text, JSON lines or Parquet."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -67,11 +67,13 @@ def check_columns(
     remedy: str = "Correct the schema, or the files.",
     copied: Sequence[str] = (),
     prefix: str = "input.",
+    type_problems: Callable[[str, dict[str, pl.DataType]], Iterable[str]] = lambda file, types: (),
 ) -> None:
     """Raise an error that names every column that a file lacks, or holds in another type than the first file.
 
     Of columns that are `copied` to one file, no types may differ; others may hold whole numbers or texts. `prefix`
-    begins the settings that errors name, like input.separator or --separator.
+    begins the settings that errors name, like input.separator or --separator. `type_problems` returns what else is
+    wrong with the types of the columns that a file has.
     """
     columns = list(dict.fromkeys(columns))
     problems: list[str] = []
@@ -83,8 +85,9 @@ def check_columns(
             continue
         types = types_of(file, section, prefix) if section.kind_of(file) != "text" else {}
         problems += [f"{file}: two columns '{column}'" for column in columns if there.count(column) > 1]
-        if missing := [column for column in columns if column not in there]:
-            problems.append(_lacks(file, section, missing, there, prefix))
+        if not {*columns} <= {*there}:
+            problems.append(_lacks(file, section, columns, there, prefix))
+        usable: dict[str, pl.DataType] = {}
         for column in (column for column in columns if column in there):
             try:
                 dtype = parquet.converted_type(str(file), column, types.get(column, pl.String()))
@@ -92,16 +95,26 @@ def check_columns(
             except DataError as error:
                 problems.append(str(error))
                 continue
-            if first.setdefault(column, kind) != kind:
+            if first.setdefault(column, kind) == kind:
+                usable[column] = dtype
+            else:
                 problems.append(f"{file}: column {column} holds {kind}, but {first[column]} in {files[0]}")
+        problems += type_problems(str(file), usable)
     if problems:
         raise DataError(f"{fact}:\n" + "".join(f"  {problem}\n" for problem in problems) + remedy)
 
 
-def _lacks(file: InputFile, section: InputSection, missing: list[str], there: list[str], prefix: str) -> str:
-    if section.kind_of(file) == "text" and (hint := delimited.Table(file, section, prefix=prefix).wrong_header(there)):
+def _lacks(file: InputFile, section: InputSection, wanted: list[str], there: list[str], prefix: str) -> str:
+    missing = [column for column in wanted if column not in there]
+    if hint := wrong_header(file, section, there, wanted, prefix):
         return f"{file}: {_no_columns(missing)}{hint}"
     return f"{file}: {lacking(missing, there)}"
+
+
+def wrong_header(file: InputFile, section: InputSection, there: list[str], wanted: Sequence[str], prefix: str) -> str:
+    """Return why `there` are no names of columns, as `Table.wrong_header` does; empty for files with other formats."""
+    is_text = section.kind_of(file) == "text"
+    return delimited.Table(file, section, prefix=prefix).wrong_header(there, wanted) if is_text else ""
 
 
 def _no_columns(missing: list[str]) -> str:

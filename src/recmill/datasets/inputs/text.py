@@ -59,10 +59,10 @@ def row_blocks(file: InputFile, section: InputSection, prefix: str, quotes: bool
             if held:
                 yield held
             raise LongRow
-    if rest.strip(b"\r\n") and not rest.endswith(b"\n"):
-        log.warning("%s: the last row has no line end; it is used as it is. Is the file incomplete?", file)
     if last := (held + rest).rstrip(b"\r\n"):
         yield last + b"\n"
+    if rest.strip(b"\r\n") and not rest.endswith(b"\n"):  # after the last block: not if only the header is read
+        log.warning("%s: the last row has no line end; it is used as it is. Is the file incomplete?", file)
 
 
 def _plain_blocks(file: InputFile, section: InputSection, prefix: str) -> Iterator[bytes]:

@@ -241,8 +241,8 @@ class Encoder:
 
     def _vocabulary(self, name: str) -> pl.Enum:
         if name not in self._vocabularies:
-            frame = pl.read_parquet(self._directory / vocabulary_file(name)).filter(pl.col("id") >= FIRST_VALUE)
-            self._vocabularies[name] = pl.Enum(frame.sort("id")["value"])
+            frame = pl.read_parquet(self._directory / vocabulary_file(name), glob=False)
+            self._vocabularies[name] = pl.Enum(frame.filter(pl.col("id") >= FIRST_VALUE).sort("id")["value"])
         return self._vocabularies[name]
 
 

@@ -11,7 +11,7 @@ import tomli_w
 
 from recmill.datasets.compressed import InputFile
 from recmill.datasets.inputs.parquet import converted_type
-from recmill.datasets.inputs.reading import check_columns, columns_of, frames, types_of
+from recmill.datasets.inputs.reading import check_columns, columns_of, frames, types_of, wrong_header
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.schema import LabelSection, feature_name
 from recmill.datasets.own_clicks.values import CLICK, NO_CLICK, parsed_times
@@ -76,7 +76,9 @@ def guess(
 ) -> tuple[InputSection, LabelSection, list[Guess]]:
     """Return the section with texts for missing values, what is a click, and a guess for every other column."""
     there = columns_of(files[0], section, "--")
-    _check_header(files[0], there, section)
+    if label not in there and (hint := wrong_header(files[0], section, there, [label] if label else [], "--")):
+        fact = f"no column '{label}'" if label else "no names of columns"
+        raise DataError(f"{files[0]}: {fact}{hint}")
     refused = _refused(files[0], section)
     columns = [column for column in there if column not in refused]
     sample = _sample(files, section, columns)
@@ -148,15 +150,6 @@ def _refused(file: InputFile, section: InputSection) -> dict[str, str]:
     return found
 
 
-def _check_header(file: InputFile, columns: list[str], section: InputSection) -> None:
-    is_number = [re.fullmatch(r"-?\d+(\.\d+)?", name) is not None for name in columns]
-    if section.kind_of(file) == "text" and sum(is_number) > len(columns) / 2:
-        raise DataError(
-            f"{file}: its first row is {section.separator.join(columns)[:80]!r}, which looks like data. "
-            "Name the columns with --columns, or add a row with their names."
-        )
-
-
 def _sample(files: Sequence[InputFile], section: InputSection, columns: list[str]) -> pl.DataFrame:
     """Return the first rows of every file, SAMPLE_ROWS together."""
     per_file = max(SAMPLE_ROWS // len(files), 1)
@@ -168,13 +161,15 @@ def _sample(files: Sequence[InputFile], section: InputSection, columns: list[str
             found.append(frame)
             if sum(map(len, found)) >= per_file:
                 break
-        if not found:
-            raise DataError(f"{file}: no rows. Leave it out of --input.")
+        if not found:  # a Parquet file without rows
+            continue
         parts.append(pl.concat(found).head(per_file))
         types, first = parts[-1].schema, parts[0].schema
         if differing := [name for name in columns if types[name] != first[name]]:
-            kinds = f"{types[differing[0]]}, and in {files[0]} {first[differing[0]]}"
+            kinds = f"{types[differing[0]]}, and in the files before it {first[differing[0]]}"
             raise DataError(f"{file}: column {differing[0]} holds {kinds}. Make them the same.")
+    if not parts:
+        raise DataError(f"{files[0]}: no rows. Give files that have some.")
     return pl.concat(parts)
 
 

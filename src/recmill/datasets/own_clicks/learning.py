@@ -31,7 +31,7 @@ from recmill.datasets.own_clicks.schema import (
     TimeFeature,
 )
 from recmill.datasets.own_clicks.values import RawRows, Values, numbers, several_texts, texts
-from recmill.datasets.own_clicks.writing import write_arrow
+from recmill.datasets.own_clicks.writing import read_arrow, write_arrow
 from recmill.datasets.writing import write_parquet
 from recmill.errors import DataError
 
@@ -156,7 +156,7 @@ class Learner:
         assert isinstance(feature, CategoricalFeature)
         frequent = []
         for part in range(_SPILLED_PARTS):
-            counts = _added_up([pl.read_ipc(file) for file in files[part::_SPILLED_PARTS]])
+            counts = _added_up([read_arrow(file) for file in files[part::_SPILLED_PARTS]])
             total += int(counts["count"].sum())
             frequent.append(counts.filter(pl.col("count") >= feature.min_frequency))
         for file in files:

@@ -25,6 +25,7 @@ _CONDITION = re.compile(r"(>=|<=|>|<|==|!=)\s*(-?\d+(?:\.\d+)?)", re.ASCII)
 _NOT_IN_NAMES = re.compile(r"[./\x00-\x1f]")
 _MAX_NAME_BYTES = 200  # they are part of names of files
 LOG_SQUARED = "log2-squared"
+TIME_UNITS = {"s": 1_000_000, "ms": 1000, "us": 1}  # in microseconds
 _BUCKETS = re.compile(r"quantiles:(\d{1,5})", re.ASCII)
 
 
@@ -46,6 +47,11 @@ class LabelSection(Section):
 class TimeSection(Section):
     column: str = key(..., "The column that says when a row was recorded.")
     format: str = key("iso", "'iso' (2026-03-16T08:05:30), 's', 'ms' or 'us' since 1970, or a format like '%d.%m.%Y'.")
+
+    def contradictions(self) -> list[str]:
+        if self.format in TIME_UNITS or self.format == "iso" or "%" in self.format:
+            return []
+        return [f"time.format is '{self.format}': give 'iso', 's', 'ms', 'us', or a format like '%d.%m.%Y'."]
 
 
 class SplitSection(Section):
@@ -71,6 +77,8 @@ class SplitSection(Section):
                 problems.append(f"split.{name}: with split.by = '{self.by}' it is {form}.")
         if isinstance(self.val, float) and isinstance(self.test, float) and self.val + self.test >= 1:
             problems.append(f"split.val + split.test is {self.val + self.test:g}: nothing is left to train on.")
+        if isinstance(self.val, list) and isinstance(self.test, list) and (both := sorted({*self.val} & {*self.test})):
+            problems.append(f"split.val and split.test both name '{both[0]}'. Name it in one of them.")
         if bool(self.val_from) != bool(self.test_from):
             problems.append("split.val_from and split.test_from go together: one of them is missing.")
         if bool(self.column) != (self.by == "column"):
@@ -322,7 +330,7 @@ def _checked_feature(values: Mapping[str, Any]) -> tuple[Feature | None, list[Pr
 
 
 def _contradictions(schema: ClicksSchema) -> Iterator[str]:
-    sections = [schema.input, schema.label, schema.split, *schema.feature]
+    sections = [schema.input, schema.label, *([schema.time] if schema.time else []), schema.split, *schema.feature]
     yield from (text for section in sections for text in section.contradictions())
     names = [*schema.dense_names, *(feature.name for feature in schema.tables)]
     for name, times in sorted(Counter(names).items()):

@@ -36,7 +36,7 @@ from recmill.datasets.own_clicks.steps import (
     prepared,
 )
 from recmill.datasets.own_clicks.values import times
-from recmill.datasets.own_clicks.writing import replaced, write_arrow
+from recmill.datasets.own_clicks.writing import read_arrow, replaced, write_arrow
 from recmill.datasets.spark import part_number, shared_paths, spark_session, uri
 from recmill.datasets.writing import MADE_BY, Work, write_npy, write_parquet
 from recmill.errors import KINDS, ConfigError, ResourceError, UserError, as_user_error
@@ -247,7 +247,7 @@ def _part(work: Work, index: int, number: int, split: int) -> Encoded:
         rows = ClickRows(arrays["dense"], arrays["ids"], arrays["labels"])
         weights = arrays.get("weights")
     kept = stem.with_suffix(".arrow")
-    return Encoded(split, rows, weights, pl.read_ipc(kept) if kept.exists() else None)
+    return Encoded(split, rows, weights, read_arrow(kept) if kept.exists() else None)
 
 
 def _stem(work: Work, index: int, number: int) -> Path:

@@ -8,14 +8,33 @@ import numpy as np
 import xxhash
 
 from recmill import rng
-from recmill.datasets.own_clicks.schema import ClicksSchema
+from recmill.datasets.own_clicks.schema import ClicksSchema, SplitSection
 from recmill.datasets.own_clicks.values import DROPPED, RawRows, iso_time, labels, single_texts, times
-from recmill.errors import DataError
+from recmill.errors import ConfigError, DataError, did_you_mean
 from recmill.schema import SPLITS
 
 _TRAIN, _VAL, _TEST = range(len(SPLITS))
 DROPPED_ROWS, NOT_SAMPLED = len(SPLITS), len(SPLITS) + 1  # rows of no split
 NUM_KINDS = len(SPLITS) + 2
+
+
+def check_split(split: SplitSection, files: list[str]) -> None:
+    """Raise an error if the section names times that are none, or files that are not among `files`."""
+    if split.val_from:
+        _given_starts(split)
+    for key in ("val", "test") if split.by == "files" else ():
+        for name in getattr(split, key):
+            if name not in files:
+                fact = f"split.{key}: no file of the log has the name '{name}'"
+                raise ConfigError(f"{fact}. {did_you_mean(name, files) or 'Correct it, or --input.'}".rstrip())
+
+
+def _given_starts(split: SplitSection) -> list[int]:
+    """Return when validation and test begin, by val_from and test_from."""
+    starts = [iso_time(split.val_from, "split.val_from"), iso_time(split.test_from, "split.test_from")]
+    if starts[0] >= starts[1]:
+        raise ConfigError(f"split.val_from {split.val_from} is not before split.test_from {split.test_from}.")
+    return starts
 
 
 def split_rules(log: ClicksSchema, num_rows: int, times_at: Callable[[list[int]], list[int]]) -> dict[str, Any]:
@@ -25,10 +44,7 @@ def split_rules(log: ClicksSchema, num_rows: int, times_at: Callable[[list[int]]
     """
     split = log.split
     if split.by == "time" and split.val_from:
-        starts = [iso_time(split.val_from, "split.val_from"), iso_time(split.test_from, "split.test_from")]
-        if starts[0] >= starts[1]:
-            raise DataError(f"split.val_from {split.val_from} is not before split.test_from {split.test_from}.")
-        return {"starts": starts}
+        return {"starts": _given_starts(split)}
     if split.by not in ("time", "rows"):
         return {}
     assert isinstance(split.val, float) and isinstance(split.test, float)

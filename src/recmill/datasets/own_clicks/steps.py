@@ -34,9 +34,9 @@ from recmill.datasets.own_clicks.guessing import as_toml, guess
 from recmill.datasets.own_clicks.learning import Found, Learner, learned
 from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, checked_schema, load_schema
-from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, split_rules
-from recmill.datasets.own_clicks.values import RawRows, Values, times, weights
-from recmill.datasets.own_clicks.writing import SplitWriter, replaced, write_arrow
+from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, check_split, split_rules
+from recmill.datasets.own_clicks.values import RawRows, Values, times, type_problems, weights
+from recmill.datasets.own_clicks.writing import SplitWriter, read_arrow, replaced, write_arrow
 from recmill.datasets.parallel import ordered
 from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
 from recmill.errors import ConfigError, DataError
@@ -119,7 +119,14 @@ def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
         for found in guesses:
             log.info("%s: %s (%s)", found.column, found.kind, found.why)
         log_schema = checked_schema(tomllib.loads(guessed), "the guessed schema")
-    check_columns(files, log_schema.input, log_schema.columns(), copied=log_schema.keep.columns)
+    check_split(log_schema.split, [file.name for file in files])
+    check_columns(
+        files,
+        log_schema.input,
+        log_schema.columns(),
+        copied=log_schema.keep.columns,
+        type_problems=partial(type_problems, log_schema),
+    )
     return Plan(log_schema, files, guessed, options.engine, options.spark_master)
 
 
@@ -286,10 +293,10 @@ class Blocks:
         before = self._before
         for file, name, first, rows, values_name, coded in self._kept:
             rest = self._scratch / f"{name}.arrow"
-            frame = pl.read_ipc(rest) if rest.exists() else pl.DataFrame()
+            frame = read_arrow(rest) if rest.exists() else pl.DataFrame()
             if values_name != self._values[0]:
                 paths = [self._scratch / f"{values_name}-{index}.arrow" for index in range(len(coded))]
-                read = {c: Values(pl.read_ipc(path).to_series()) for c, path in zip(coded, paths, strict=True)}
+                read = {c: Values(read_arrow(path).to_series()) for c, path in zip(coded, paths, strict=True)}
                 self._values = values_name, read
             values = self._values[1]
             codes = {}
@@ -353,11 +360,13 @@ def _no_clicks(schema: ClicksSchema, blocks: Iterable[Block]) -> str:
 def _check_classes(counts: dict[str, list[int]], log: ClicksSchema) -> None:
     for split, rows, clicks in zip(SPLITS, counts["rows"], counts["clicks"], strict=False):
         if not rows:
-            given = f" (split.{split} = {getattr(log.split, split)})" if split != "train" else ""
+            key = f"{split}_from" if getattr(log.split, f"{split}_from", "") else split
+            given = f" (split.{key} = {getattr(log.split, key)})" if split != "train" else ""
             raise DataError(f"no row is for {split}{given}. Change [split] of the schema.")
         if clicks in (0, rows):
-            fact = f"{clicks:,} of the {rows:,} rows for {split} are clicks, so nothing can be learned or measured"
-            raise DataError(f"{fact}. Check label.positive and [split] of the schema.")
+            fact = f"column {log.label.column}: {clicks:,} of the {rows:,} rows for {split} are clicks"
+            remedy = "Check label.positive and [split] of the schema."
+            raise DataError(f"{fact}, so nothing can be learned or measured. {remedy}")
 
 
 def found(learner: Learner, splits: Splits, blocks: Iterable[Block]) -> Found:
@@ -421,6 +430,9 @@ def _notes(
         if rows[kind]:
             yield f"{rows[kind]:,} rows left out by {name}"
     yield from _uneven_groups(recipe, rows)
+    for numeric in recipe.log.numeric:
+        if tally[numeric.name]["missing"] == rows[SPLITS.index("train")]:
+            yield f"{numeric.name}: no training row has a value"
     for feature in recipe.log.tables:
         name = feature.name
         if name in with_vocabulary and recipe.learned[name].rows == FIRST_VALUE:

@@ -4,20 +4,27 @@ import contextlib
 import operator
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from recmill.datasets.own_clicks.schema import CategoricalFeature, ClicksSchema, condition
-from recmill.errors import DataError
+from recmill.datasets.own_clicks.schema import (
+    TIME_UNITS,
+    BucketFeature,
+    CategoricalFeature,
+    ClicksSchema,
+    CrossFeature,
+    NumericFeature,
+    condition,
+)
+from recmill.errors import ConfigError, DataError
 
 _COMPARE: dict[str, Any] = {
     ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_UNITS = {"s": 1_000_000, "ms": 1000, "us": 1}
 _PARTS_OF_DAYS = ("%H", "%I", "%M", "%S", "%T", "%R", "%X", "%c", "%r", "%s", "%+")
 _ISO = r"^(?:\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?(?:Z|[+-]\d\d(?::?\d\d)?)?)?|\d{8}T\d{6}Z?)$"
 _ZONE = r"[T ].*[Z+-]"
@@ -136,9 +143,9 @@ def numbers(rows: RawRows, column: str, missing: list[str], decimal: str = ".") 
         found = (values if values.dtype == pl.Boolean else plain.str.strip_chars()).cast(pl.Float64, strict=False)
         if (is_bad := found.is_null() & as_text.is_not_null()).any():
             row = int(is_bad.arg_true()[0])
-            remedy = "Correct it, name it in input.missing, or make the feature categorical."
+            remedy = "Correct it, or change the schema: name it in input.missing, or use another type of feature."
             if decimal == "." and re.fullmatch(r"\s*-?\d+,\d+\s*", as_text[row]):
-                remedy = "Use input.decimal = ','."
+                remedy = "Use input.decimal = ',' in the schema."
             raise rows.error(row, column, f"{as_text[row][:80]!r} is not a number", remedy)
     else:
         raise DataError(f"{rows.file}: column {column} holds {values.dtype}, not numbers. Use another type of feature.")
@@ -147,6 +154,28 @@ def numbers(rows: RawRows, column: str, missing: list[str], decimal: str = ".") 
         row = int(is_bad.argmax())
         raise rows.error(row, column, f"{values[row]} is larger than {_LARGEST:.2g}", "Correct it.")
     return array
+
+
+def type_problems(log: ClicksSchema, file: str, types: dict[str, pl.DataType]) -> Iterator[str]:
+    """Yield an error for each column of a file that has a type of which the schema cannot make what it asks for."""
+    no_rows = RawRows(pl.DataFrame(schema=types), file, range(0))
+    uses: list[tuple[str, Callable[[RawRows, str, list[str]], Any]]] = []
+    for feature in log.feature:
+        if isinstance(feature, NumericFeature | BucketFeature):
+            uses.append((feature.column, numbers))
+        elif isinstance(feature, CategoricalFeature):
+            uses.append((feature.column, texts))
+        elif isinstance(feature, CrossFeature):
+            uses += [(column, single_texts) for column in feature.columns]
+    uses += [(column, single_texts) for column in (log.split.column, log.split.group)]
+    uses += [(log.label.column, lambda rows, *_: labels(rows, log)), (log.keep.weight, numbers)]
+    uses += [(log.time.column, lambda rows, *_: times(rows, log))] if log.time else []
+    for column, read in dict.fromkeys(uses):
+        try:
+            if column in types:
+                read(no_rows, column, [])
+        except DataError as error:
+            yield str(error)
 
 
 def weights(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
@@ -174,19 +203,20 @@ def _times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     if isinstance(values.dtype, pl.Date | pl.Datetime):
         parsed = values.cast(pl.Datetime("us")).dt.epoch("us")
     else:
-        parsed = parsed_times(values.cast(pl.String), form)
+        values = single_texts(rows, column, [])
+        parsed = parsed_times(values, form)
     if parsed.null_count():
         row = int(parsed.is_null().arg_true()[0])
         fact = f"{values[row]!r} is no time of the format '{form}'" if values[row] else "no time"
         iso = " ('iso' is like 2026-03-16 or 2026-03-16T08:05:30)" if form == "iso" else ""
-        raise rows.error(row, column, fact, f"Correct it, or change time.format{iso}.")
+        raise rows.error(row, column, fact, f"Correct it, or change time.format of the schema{iso}.")
     return parsed.to_numpy()
 
 
 def parsed_times(values: pl.Series, form: str) -> pl.Series:
     """Return texts as microseconds since 1970, null where they do not have the format."""
-    if form in _UNITS:
-        return values.str.strip_chars().cast(pl.Int64, strict=False) * _UNITS[form]
+    if form in TIME_UNITS:
+        return values.str.strip_chars().cast(pl.Int64, strict=False) * TIME_UNITS[form]
     if form == "iso":
         return _iso(values)
     if "%H" in form and "%M" not in form:  # a parser of hours wants minutes, too
@@ -212,7 +242,7 @@ def iso_time(text: str, key: str) -> int:
     """Return a date or time of the schema as microseconds since 1970."""
     parsed = _iso(pl.Series([text]))[0]
     if parsed is None:
-        raise DataError(f"{key} is '{text}', which is no ISO date. Write it like 2014-10-29.")
+        raise ConfigError(f"{key} is '{text}', which is no ISO date. Write it like 2014-10-29.")
     return int(parsed)
 
 
@@ -250,7 +280,7 @@ def _labels(rows: RawRows, schema: ClicksSchema, may_be_missing: bool) -> np.nda
         is_bad = ~(is_dropped | lower.is_in(CLICK + NO_CLICK).to_numpy())
         if is_bad.any():
             row = int(is_bad.argmax())
-            remedy = "Name the values that mean a click in label.positive."
+            remedy = "Name the values that mean a click in label.positive of the schema."
             raise rows.error(row, section.column, f"label {given[row][:80]!r} is neither 0 nor 1", remedy)
     return np.where(is_dropped, DROPPED, is_click).astype(np.int32)
 

@@ -27,6 +27,11 @@ def write_arrow(path: Path, frame: pl.DataFrame) -> None:
         temporary.write_bytes(buffer.getbuffer())
 
 
+def read_arrow(path: Path) -> pl.DataFrame:
+    """Read what `write_arrow` wrote. `pl.read_ipc` would take [, * and ? in the path for a pattern."""
+    return pl.scan_ipc(path, glob=False).collect()
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a temporary file that becomes `path`, complete at once: a Spark task may run twice at the same time."""
@@ -90,7 +95,7 @@ class SplitWriter:
     def _join_kept(self) -> None:
         path = self._directory / f"{self._name}_keep.parquet"
         try:
-            pl.scan_ipc(self._kept).sink_parquet(path, row_group_size=_GROUP_ROWS)
+            pl.scan_ipc(self._kept, glob=False).sink_parquet(path, row_group_size=_GROUP_ROWS)
         except pl.exceptions.ComputeError as error:
             raise ResourceError(f"{path}: could not be written ({error}). Is the disk full?") from error
         for piece in self._kept:
