@@ -464,18 +464,52 @@ for begin in (lambda: fill(cache, 30000), lambda: row_file.check_row_directory(f
 """
 
 
-def test_a_disk_that_is_really_full_and_one_that_is_read_only_are_named(tmp_path: Path) -> None:
-    if row_file.file_system(tmp_path) == "tmpfs":
-        pytest.skip(f"{tmp_path} is in memory: choose a disk with --basetemp")
-    own_mounts = ["unshare", "-Urm"]
-    if not shutil.which("unshare") or subprocess.run([*own_mounts, "true"], capture_output=True).returncode:
+def own_mounts(folder: Path) -> list[str]:
+    """Return a command that runs another one with mounts of its own in `folder`, or skip the test."""
+    if row_file.file_system(folder) == "tmpfs":
+        pytest.skip(f"{folder} is in memory: choose a disk with --basetemp")
+    command = ["unshare", "-Urm"]
+    if not shutil.which("unshare") or subprocess.run([*command, "true"], capture_output=True).returncode:
         pytest.skip("this machine does not allow mounts of one's own (unshare -Urm): allow user namespaces")
-    ended = run_script(FULL, tmp_path, prefix=own_mounts)
+    return command
+
+
+def test_a_disk_that_is_really_full_and_one_that_is_read_only_are_named(tmp_path: Path) -> None:
+    ended = run_script(FULL, tmp_path, prefix=own_mounts(tmp_path))
     while_training, at_the_start = ended.stdout.splitlines() or ["", ended.stderr]
     assert f"{tmp_path}/full: the row file: writing at byte " in while_training
     assert "No space left on device. The disk is full: free some space" in while_training
     refused = f"{tmp_path}/fixed: a row file cannot be written there: Read-only file system. The file system is"
     assert refused in at_the_start
+
+
+# Trains rows in an overlay, as the root directory of a container is one.
+OVERLAY = """
+import subprocess, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.unit.test_row_cache import Model, batches, contents, layout, small_plan
+from recmill.tables.stores import row_file
+from recmill.tables.stores.row_cache import RowCache
+folder = Path(sys.argv[2])
+for name in ("lower", "upper", "work", "merged"):
+    (folder / name).mkdir()
+layers = ",".join(f"{layer}dir={folder / layer}" for layer in ("lower", "upper", "work"))
+subprocess.run(["mount", "-t", "overlay", "-o", f"userxattr,{layers}", "none", folder / "merged"], check=True)
+row_file.check_row_directory(folder / "merged")
+model = Model(of := layout(300))
+with RowCache(of, small_plan(40), folder / "merged") as cache:
+    for keys in batches(8, 100, of.rows, 30):
+        model.train(cache, keys)
+    assert contents(cache.snapshot()) == model.expected()
+    print(row_file.file_system(folder / "merged"), cache.counters().misses > 500)
+"""
+
+
+def test_rows_are_kept_in_an_overlay_file_system_too(tmp_path: Path) -> None:
+    ended = run_script(OVERLAY, tmp_path, prefix=own_mounts(tmp_path))
+    assert ended.stdout == "overlay True\n", ended.stderr
+    assert [*(tmp_path / "upper").iterdir()] == []
 
 
 # Waits for a disk that does not answer, watched by the watchdog.
