@@ -202,6 +202,19 @@ def test_an_abandoned_snapshot_holds_nothing(tmp_path: Path) -> None:
         assert cache.counters().disk_bytes <= cache.counters().live_bytes / 0.7 + 10 * 4096
 
 
+def test_rows_that_are_loaded_after_a_snapshot_began_are_not_in_it(tmp_path: Path) -> None:
+    """As when a row of a dynamic table gets another id. A third of the rows are in memory, the others in the file."""
+    model = Model(of := layout(300))
+    with RowCache(of, small_plan(100), tmp_path) as cache:
+        for first in range(0, 300, 30):
+            model.train(cache, np.arange(first, first + 30))
+        expected = model.expected()
+        snapshot = cache.snapshot()
+        cache.load(np.arange(300), np.full((300, of.dim), 7, np.float32), np.full(300, 8, np.float32))
+        assert contents(snapshot) == expected
+        assert (cache.read(np.arange(300)) == 7).all()
+
+
 def fill(cache: RowCache, rows: int = 3000) -> None:
     """Train more rows than fit in memory, so that most of them are in the file."""
     order = np.random.default_rng(cache.counters().lookups).permutation(rows)

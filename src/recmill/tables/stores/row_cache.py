@@ -57,7 +57,7 @@ class RowLayout:
 
     shards: tuple[Shard, ...]
     dim: int
-    state_columns: int  # 0: SGD, 1: row-wise Adagrad, dim: Adagrad
+    state_columns: int  # 0: SGD, 1: row-wise Adagrad, dim: Adagrad, 2 * dim: Adam and FTRL
 
     @cached_property
     def starts(self) -> np.ndarray:
