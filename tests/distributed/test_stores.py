@@ -22,7 +22,7 @@ from recmill.checkpoints.format import MANIFEST, file_facts
 from recmill.commands.assemble import build_source, open_matching_dataset
 from recmill.config import load_config
 from recmill.data.opening import open_dataset
-from recmill.errors import CheckpointError, ResourceError
+from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest, tensors_of
@@ -252,6 +252,26 @@ def test_budgets_larger_than_the_machine_are_refused_at_the_start(clicks_config:
     with pytest.raises(ResourceError, match=r"of it for the cache\), .* Use a smaller tables\.cache_memory"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_budget_that_is_too_small_for_two_caches_is_refused_with_the_smallest_one_that_is_not(
+    clicks_config: Config, tmp_path: Path
+) -> None:
+    config = clicks_config | {"sharding": {"default": "row_wise", "tables": {"C3": "table_wise"}}}
+    config["train"] = config["train"] | {"max_steps": 1}
+
+    def with_budget(megabytes: int) -> Config:
+        return config | {"tables": CACHED | {"cache_memory_budget_mb": megabytes}}
+
+    match = r"1 MB is too little for the 2 caches of process 0, .* Set it to at least (\d+), or use more"
+    with pytest.raises(ConfigError, match=match) as refused:
+        train(with_budget(1), tmp_path / "run")
+    found = re.search(match, str(refused.value))
+    assert found
+    least = int(found[1])
+    with pytest.raises(ConfigError, match=f"{least - 1} MB is too little"):
+        train(with_budget(least - 1), tmp_path / "run")
+    train(with_budget(least), tmp_path / "run")
 
 
 def train_with_failure(config: Config, run: Path, entry: str) -> None:

@@ -282,7 +282,7 @@ def test_a_disk_that_fails_when_the_file_is_closed_does_not_matter(
 def test_a_disk_budget_that_is_used_up_is_an_error(tmp_path: Path) -> None:
     with RowCache(layout(4000), small_plan(40), tmp_path, disk_budget_bytes=64 << 10) as cache:
         fill(cache, 500)
-        with pytest.raises(ResourceError, match=r"needs 1 MB, but tables\.disk_budget_gb allows 1 MB\. Raise"):
+        with pytest.raises(ResourceError, match=r"needs 1 MB, but tables\.disk_budget_gb allows 0 MB\. Raise"):
             fill(cache, 4000)
 
 
@@ -307,9 +307,16 @@ def test_a_budget_counts_every_byte_and_says_how_much_is_missing(tmp_path: Path)
         assert cache.memory_bytes() <= plan.memory_bytes <= 4 << 20
     assert plan_cache(of, 1 << 30).slots == 50_000  # never more than all
     with pytest.raises(
-        ConfigError, match=r"cache_memory_budget_mb: 4 MB for 50,000 rows of width 32 is 6 MB too little"
+        ConfigError, match=r"cache_memory_budget_mb: 4 MB for 50,000 rows of width 32 is 7 MB too little"
     ):
         plan_cache(of, 4 << 20, min_slots=50_000)
+    for budget in (1 << 20, 3 << 20, 4 << 20):  # what the error says is enough, and 1 MB less is not
+        with pytest.raises(ConfigError, match="Set it to at least") as refused:
+            plan_cache(of, budget, min_slots=50_000)
+        least = int(str(refused.value).split("at least ")[1].split(",")[0]) << 20
+        assert plan_cache(of, least, min_slots=50_000).slots == 50_000
+        with pytest.raises(ConfigError):
+            plan_cache(of, least - (1 << 20), min_slots=50_000)
     with pytest.raises(ConfigError, match=r"2 MB for 2,000,000 rows .*: 10 MB for the index of all rows"):
         plan_cache(layout(2_000_000), 2 << 20)
     with pytest.raises(ConfigError, match="more than a row file can hold"):
