@@ -511,7 +511,9 @@ def main() -> None:
     parser.add_argument("--shape", default="dim128,dim16")
     parser.add_argument("--ids", default="frequency,hashed")
     parser.add_argument("--contenders", default=",".join((*CONTENDERS, "train", "train_4x")))
-    parser.add_argument("--rows-per-table", type=int, default=200_000)
+    parser.add_argument(
+        "--rows-per-table", type=int, default=200_000, help="At least 40,000: a sixteenth holds a batch."
+    )
     parser.add_argument("--batches", type=int, default=400, help="Different ones.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="Length of each turn.")

@@ -18,10 +18,11 @@ import torch
 
 import recmill
 from recmill import prepare
+from recmill.checkpoints.format import MANIFEST, file_facts
 from recmill.commands.assemble import build_source, open_matching_dataset
 from recmill.config import load_config
 from recmill.data.opening import open_dataset
-from recmill.errors import ResourceError
+from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.tables.stores.row_file import file_system
 
 from ..checkpoints import newest, tensors_of
@@ -177,6 +178,57 @@ def test_a_killed_run_leaves_nothing_of_its_row_file_and_resumes_with_the_same_b
     assert_same_tensors(run, tmp_path / "memory")
 
 
+def test_training_continues_after_a_checkpoint_that_could_not_be_written(clicks_config: Config, tmp_path: Path) -> None:
+    """The disk of checkpoints is full when some rows are written, that of the rows is not."""
+    checkpoints = {"every_steps": 5, "full_every": 3, "keep": 9, "on_error": "continue"}
+    config = clicks_config | {"tables": CACHED, "checkpoint": checkpoints}
+    assert exit_code(recmill.train, config, tmp_path / "cached", fail="ckpt.rows@step=10:nospace") == 0
+    assert "no checkpoint: " in (tmp_path / "cached" / "log.txt").read_text()
+    train(clicks_config, tmp_path / "memory")
+    assert [path.name for path in sorted((tmp_path / "cached" / "checkpoints").glob("step-*"))] == [
+        f"step-{step:08d}" for step in (5, 15, 20)
+    ]
+    assert learned(tmp_path / "cached") == learned(tmp_path / "memory")
+    assert_same_tensors(tmp_path / "cached", tmp_path / "memory")
+
+
+def test_a_run_whose_steps_wait_for_a_slow_disk_is_saved_when_it_is_stopped(
+    clicks_config: Config, tmp_path: Path
+) -> None:
+    config = clicks_config | {"tables": CACHED | {"lookahead": 0}}
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+    command = [sys.executable, "-P", "-m", "recmill", "train", str(tmp_path / "config.toml")]
+    slow = {**os.environ, "RECMILL_FAIL": "store.read:slow", "OMP_NUM_THREADS": "1"}
+    run = tmp_path / "run"
+    with subprocess.Popen([*command, "--run", str(run)], env=slow) as process:
+        wait_until(lambda: (run / "metrics.jsonl").is_file() and max(counters(run, "store_wait_ms"), default=0) > 100)
+        send(process.pid, signal.SIGTERM)
+    assert process.returncode == 75
+    steps = len(counters(run, "loss"))
+    assert (run / "checkpoints" / f"step-{steps:08d}").is_dir() and steps < 20
+    train(config, run)
+    train(clicks_config, tmp_path / "memory")
+    assert learned(run) == learned(tmp_path / "memory")
+
+
+@pytest.mark.parametrize("row", [-1, 2**40])
+def test_a_row_file_with_an_impossible_row_is_refused(row: int, clicks_config: Config, tmp_path: Path) -> None:
+    """Only a file that was changed together with its digest can have one."""
+    run = tmp_path / "run"
+    config = clicks_config | {"tables": CACHED, "train": clicks_config["train"] | {"max_steps": 5}}
+    train(config, run)
+    checkpoint = newest(run).path
+    (file,) = checkpoint.glob("*.rows")
+    with file.open("r+b") as opened:
+        opened.write(row.to_bytes(8, "little", signed=True))
+    manifest = checkpoint / MANIFEST
+    content = json.loads(manifest.read_text())
+    content["files"][file.name] = file_facts(file)
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"{file} and state\.json disagree about its rows\. Restore it"):
+        evaluate(run)
+
+
 def test_a_new_run_with_another_seed_starts_from_the_rows_of_an_earlier_one(
     clicks_config: Config, tmp_path: Path
 ) -> None:
@@ -200,6 +252,26 @@ def test_budgets_larger_than_the_machine_are_refused_at_the_start(clicks_config:
     with pytest.raises(ResourceError, match=r"of it for the cache\), .* Use a smaller tables\.cache_memory"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_budget_that_is_too_small_for_two_caches_is_refused_with_the_smallest_one_that_is_not(
+    clicks_config: Config, tmp_path: Path
+) -> None:
+    config = clicks_config | {"sharding": {"default": "row_wise", "tables": {"C3": "table_wise"}}}
+    config["train"] = config["train"] | {"max_steps": 1}
+
+    def with_budget(megabytes: int) -> Config:
+        return config | {"tables": CACHED | {"cache_memory_budget_mb": megabytes}}
+
+    match = r"1 MB is too little for the 2 caches of process 0, .* Set it to at least (\d+), or use more"
+    with pytest.raises(ConfigError, match=match) as refused:
+        train(with_budget(1), tmp_path / "run")
+    found = re.search(match, str(refused.value))
+    assert found
+    least = int(found[1])
+    with pytest.raises(ConfigError, match=f"{least - 1} MB is too little"):
+        train(with_budget(least - 1), tmp_path / "run")
+    train(with_budget(least), tmp_path / "run")
 
 
 def train_with_failure(config: Config, run: Path, entry: str) -> None:

@@ -29,6 +29,7 @@ from ..criteo_raw import contents, random_rows, set_limits, write_days, write_ro
 
 FULL: dict[str, Any] = {"shuffle": "global", "seed": 5, "multi_hot": [2]}
 PARQUET: dict[str, Any] = {"shuffle": "day", "format": "parquet"}
+HASHED: dict[str, Any] = {"ids": "hash64"}
 LITTLE = {"memory": 60_000, "chunk_bytes": 1 << 14}  # several rounds of lookups, several buckets, about 66 rows a chunk
 
 
@@ -49,6 +50,7 @@ def unbroken(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("unbroken")
     prepare("criteo", directory / "full", input=logs, **FULL)
     prepare("criteo", directory / "parquet", input=logs, **PARQUET)
+    prepare("criteo", directory / "hashed", input=logs, **HASHED)
     return directory
 
 
@@ -167,6 +169,30 @@ def test_stopped_in_the_middle_of_a_part_it_continues_to_the_same_bytes(
             prepare("criteo", tmp_path / "d", input=logs, **FULL)
     prepare("criteo", tmp_path / "d", input=logs, **FULL)
     assert contents(tmp_path / "d") == contents(unbroken / "full")
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("calls", [1, 25])
+def test_stopped_in_the_middle_of_a_day_of_hashes_only_that_day_is_read_again(
+    calls: int, logs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first day has four blocks in three files each: the 25th call is of the third day."""
+    real, left = NpyWriter.append, [calls]
+
+    def failing(self: NpyWriter, rows: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise InterruptionError
+        real(self, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NpyWriter, "append", failing)
+        with pytest.raises(InterruptionError):
+            prepare("criteo", tmp_path / "d", input=logs, **HASHED)
+    made = record_parts(monkeypatch)
+    prepare("criteo", tmp_path / "d", input=logs, **HASHED)
+    assert made == [f"convert-day_{day}" for day in ((0, 1, 2) if calls == 1 else (2,))]
+    assert contents(tmp_path / "d") == contents(unbroken / "hashed")
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -493,6 +519,7 @@ def test_enough_disk_is_enough(logs: Path, tmp_path: Path, monkeypatch: pytest.M
         {"shuffle": "day", "format": "parquet"},
         {"multi_hot": [20]},
         {"multi_hot": [20], "table_size": [10**6]},
+        HASHED,
     ],
     ids=str,
 )

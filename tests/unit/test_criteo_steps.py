@@ -1,5 +1,6 @@
 """`prepare criteo` on one machine: dense values, and the same bytes whatever the memory, the threads and the chunks."""
 
+import json
 import math
 import os
 from collections import defaultdict
@@ -18,6 +19,7 @@ from recmill.data.opening import open_dataset
 from recmill.data.share import Batching
 from recmill.datasets import shuffle, vocabularies
 from recmill.datasets.criteo import steps
+from recmill.datasets.criteo.plan import Plan
 
 from ..criteo_raw import (
     COLUMNS,
@@ -165,6 +167,31 @@ def test_little_memory_gives_the_same_bytes(
     assert little_memory["slices"] >= 2
     assert little_memory["rounds"] >= 2
     assert (little_memory["buckets"] >= 20) == ("shuffle" in WAYS[way])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ids": "hash64"},
+        {"ids": "hash64", "table_size": [50], "multi_hot": [3]},
+        {"ids": "mod", "table_size": [2**32], "dense": "log1-clip", "on_bad_row": "skip"},
+    ],
+    ids=str,
+)
+def test_ids_without_a_vocabulary_are_written_in_one_pass_with_the_bytes_of_two(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_days(tmp_path / "raw", [150, 120, 33])
+    with (tmp_path / "raw" / "day_1").open("ab") as file:
+        file.write(b"no row\n" if "on_bad_row" in options else b"")
+    set_limits(monkeypatch, chunk_bytes=1 << 13)
+    prepare("criteo", tmp_path / "one", input=tmp_path / "raw", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(Plan, "is_one_pass", False)
+        prepare("criteo", tmp_path / "two", input=tmp_path / "raw", **options)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    phases = [json.loads((tmp_path / name / "preparation.json").read_text())["phases"] for name in ("one", "two")]
+    assert "convert" in phases[0] and "read" in phases[1]
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from string import hexdigits
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from recmill.datasets.clicks import dense_names, sparse_names
 from recmill.datasets.compressed import is_compressed, read_blocks
 from recmill.datasets.parallel import compiled, ordered
 from recmill.errors import DataError
+
+Converted = TypeVar("Converted")
 
 _BOM = b"\xef\xbb\xbf"
 _LONGEST_ROW = 1 << 20
@@ -143,26 +145,47 @@ def parse_log(
     If `bad_rows_allowed` is None, the first bad row is an error; otherwise up to that many bad rows are skipped.
     """
     parsed = ParsedLog(target, log_format)
-    lines_before = 0
     with target.open("wb") as file:
-        chunks = _chunks(source, chunk_bytes, len(log_format.fields))
-        for block, lines, bad in ordered(pool, lambda chunk: _parse_chunk(chunk, log_format), chunks, ahead=4):
-            for line, problem in bad:
-                _count_bad(parsed, source, f"row {lines_before + line:,}{problem}", bad_rows_allowed)
-            lines_before += lines
-            if len(block):
-                for part in (block.labels, block.dense, block.missing, block.ids):
-                    file.write(np.ascontiguousarray(part).data)
-                parsed.block_rows.append(len(block))
-                parsed.smallest_dense = min(parsed.smallest_dense, int(block.dense.min()))
+        for block in parse_blocks(source, parsed, bad_rows_allowed, pool, chunk_bytes, lambda block: block):
+            for part in (block.labels, block.dense, block.missing, block.ids):
+                file.write(np.ascontiguousarray(part).data)
             progress(len(block))
+    return parsed
+
+
+def parse_blocks(
+    source: Path,
+    parsed: ParsedLog,
+    bad_rows_allowed: int | None,
+    pool: Executor,
+    chunk_bytes: int,
+    convert: Callable[[LogBlock], Converted],
+) -> Iterator[Converted]:
+    """Parse the log `source`, yield `convert` of each block of good rows, and count rows in `parsed`.
+
+    The pool's threads convert. `bad_rows_allowed` is that of `parse_log`.
+    """
+
+    def converted(chunk: bytes | Callable[[], bytes]) -> tuple[LogBlock, Converted | None, int, list[tuple[int, str]]]:
+        block, lines, bad = _parse_chunk(chunk, parsed.format)
+        return block, convert(block) if len(block) else None, lines, bad
+
+    lines_before = 0
+    chunks = _chunks(source, chunk_bytes, len(parsed.format.fields))
+    for block, made, lines, bad in ordered(pool, converted, chunks, ahead=4):
+        for line, problem in bad:
+            _count_bad(parsed, source, f"row {lines_before + line:,}{problem}", bad_rows_allowed)
+        lines_before += lines
+        if made is not None:
+            parsed.block_rows.append(len(block))
+            parsed.smallest_dense = min(parsed.smallest_dense, int(block.dense.min()))
+            yield made
     if lines_before == 0:
         raise DataError(f"{source}: the file is empty. Download it again, or remove it from --input.")
     if parsed.rows == 0:
         raise DataError(f"{source}: all of its {lines_before:,} rows are bad; the first: {parsed.first_bad[0]}")
     if parsed.rows >= 2**32:
         raise DataError(f"{source}: {parsed.rows:,} rows are more than 2^32. Split the file with recmill split.")
-    return parsed
 
 
 def _count_bad(parsed: ParsedLog, source: Path, problem: str, allowed: int | None) -> None:

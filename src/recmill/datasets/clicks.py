@@ -73,8 +73,8 @@ class ClickOptions(Section):
         return np.int32 if max(self.tables) < 2**31 else np.int64
 
 
-def write_day(directory: Path, day: str, num_rows: int, blocks: Iterator[ClickRows], id_dtype: type) -> None:
-    """Write the blocks to the three files of a day, with one block in memory at a time."""
+def write_day(directory: Path, day: str, num_rows: int | None, blocks: Iterator[ClickRows], id_dtype: type) -> None:
+    """Write the blocks to the three files of a day, with one block in memory at a time. None: of unknown length."""
     with contextlib.ExitStack() as stack:
         files: list[NpyWriter] = []
         for block in blocks:

@@ -255,26 +255,34 @@ def _origin_changes(directory: Path, origin: dict[str, Any]) -> str:
 
 
 class NpyWriter(AbstractContextManager["NpyWriter"]):
-    """Writes a .npy file of known shape in blocks of rows.
+    """Writes a .npy file in blocks of rows. Their number may be None: it is written into the header at the end.
 
     It uses plain writes because, on a full disk, a memory-mapped file ends the process with SIGBUS and numpy's own
     save raises an error without errno.
     """
 
-    def __init__(self, path: Path, dtype: type, shape: tuple[int, ...]) -> None:
+    def __init__(self, path: Path, dtype: type, shape: tuple[int | None, *tuple[int, ...]]) -> None:
         self._file = path.open("wb")
         self._dtype = np.dtype(dtype)
-        self._missing = shape[0]
+        self._shape = shape
+        self._rows = 0
+        self._write_header(shape[0] or 0)
+
+    def _write_header(self, rows: int) -> None:  # of the same length for any number of rows
+        shape = (rows, *self._shape[1:])
         header = {"descr": npy_format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": shape}
         npy_format.write_array_header_1_0(self._file, header)
 
     def append(self, rows: np.ndarray) -> None:
-        self._missing -= len(rows)
+        self._rows += len(rows)
         self._file.write(np.ascontiguousarray(rows, dtype=self._dtype).data)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._shape[0] is None:
+            self._file.seek(0)
+            self._write_header(self._rows)
         self._file.close()
-        assert kind or self._missing == 0, f"{self._file.name}: {self._missing} rows missing"
+        assert kind or self._shape[0] in (None, self._rows), f"{self._file.name}: {self._rows} rows, not {self._shape}"
 
 
 def write_npy(path: Path, values: np.ndarray, dtype: type) -> None:

@@ -247,8 +247,11 @@ class Cache final : public Receiver {
                     break;
                 }
                 wake_reader();
+                const double start = seconds();
                 wait_for_a_load(lock);
-                if ((problem = ensure_room(lock, block_))) break;
+                problem = ensure_room(lock, block_);
+                wait_seconds_ += seconds() - start;
+                if (problem) break;
                 room = block_ - 1;
                 slot = find(key);
             }
@@ -371,7 +374,7 @@ class Cache final : public Receiver {
         Lock lock(mutex_);
         if (snapshot_ == kFlushing) {
             while (cursor_ < next_free_) {
-                if (ensure_room(lock, block_)) return -problem_;
+                if (const Problem problem = ensure_room(lock, block_)) return -problem;
                 for (const int64_t end = std::min(next_free_, cursor_ + block_); cursor_ < end; ++cursor_)
                     if (slots_[cursor_].flags & kPending) clean(slots_[cursor_], cursor_);
             }
@@ -426,12 +429,16 @@ class Cache final : public Receiver {
             const uint32_t key = uint32_t(keys[i]);
             const float *w = weights_in + i * o_.dim, *s = state_in + i * o_.state_columns;
             int64_t slot = find(key);
-            while (slot >= 0 && (slots_[slot].flags & kLoading) && !problem_) wait_for_a_load(lock);
+            while (slot >= 0 && (slots_[slot].flags & kLoading) && !problem_) {
+                wait_for_a_load(lock);
+                slot = find(key);  // it may have been evicted
+            }
             if (slot < 0 && next_free_ < o_.slots) {
                 slot = next_free_++;
                 occupy(slot, {key, places_[key], 0, 0, 1, 0});
             }
             if (slot >= 0) {
+                if (slots_[slot].flags & kPending) clean(slots_[slot], slot);
                 std::memcpy(weights(slot), w, 4 * o_.dim);
                 if (o_.state_columns) std::memcpy(state(slot), s, 4 * o_.state_columns);
                 make_dirty(slots_[slot]);

@@ -4,8 +4,11 @@ Cached tables of a process that have the same sharding type and width share one 
 their FBGEMM module.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +39,7 @@ class CacheGroup:
         return max(1, self.plan.slots - len(self.shards) + 1) if is_first else 1
 
 
+_MAX_BUDGET_MB = 1 << 24
 GroupKey = tuple[int, str, int]  # rank, sharding type, width
 CacheGroups = dict[GroupKey, CacheGroup]
 
@@ -59,28 +63,55 @@ def plan_caches(plan: ShardingPlan, request: Request, world_size: int) -> CacheG
     groups: CacheGroups = {}
     for rank in {rank for rank, *_ in shards}:
         own = {key: held for key, held in shards.items() if key[0] == rank}
-        budget = request.stores.budget_bytes
-        samples = request.batch_size_per_rank * world_size
-        lookups = {key: _most_rows_in_batch(held, request, samples) for key, held in own.items()}
-        # Begin with the caches that have the fewest rows per lookup: they may not need all of their share.
-        for key in sorted(own, key=lambda key: _all_rows(own[key]) / max(1, lookups[key])):
-            share = budget * lookups[key] * key[2] // max(1, sum(lookups[key] * key[2] for key in lookups))
-            min_slots = max(lookups.pop(key), len(own[key]))
-            of_keys = sum(index_bytes(shard, rules[name]) for name, shard in keys[key].items())
-            layout, in_files = layout_of(own[key], request), request.stores.in_files & {*own[key]}
-            try:
-                made = _plan(layout, share, (min_slots, None), of_keys, in_files)
-            except ConfigError as error:
-                if len(own) == 1:
-                    raise
-                try:
-                    made = _plan(layout, budget, (min_slots, min_slots), of_keys, in_files)  # no more than it needs
-                except ConfigError:
-                    shared = f"Process {rank} has {len(own)} caches, by sharding type and width: they share the budget."
-                    raise ConfigError(f"{error} {shared}") from error
-            groups[key] = CacheGroup(own[key], made, keys[key])
-            budget -= made.memory_bytes
+        plan_with = partial(_plan_rank, own, keys, request, request.batch_size_per_rank * world_size)
+        try:
+            groups |= plan_with(request.stores.budget_bytes)
+        except ConfigError as error:
+            if len(own) == 1 or not _fits(plan_with, _MAX_BUDGET_MB):
+                raise
+            least = bisect_left(range(_MAX_BUDGET_MB), True, key=partial(_fits, plan_with))
+            raise ConfigError(
+                f"tables.cache_memory_budget_mb: {request.stores.budget_bytes >> 20:,} MB is too little for the "
+                f"{len(own)} caches of process {rank}, one for each sharding type and width, which share it. Set it to "
+                f"at least {least:,}, or use more processes."
+            ) from error
     return groups
+
+
+def _plan_rank(
+    own: dict[GroupKey, dict[str, tuple[int, int]]],
+    keys: dict[GroupKey, dict[str, KeyShard]],
+    request: Request,
+    samples: int,
+    budget: int,
+) -> CacheGroups:
+    """Divide the budget of a rank among its caches. `samples`: those of a global batch."""
+    groups: CacheGroups = {}
+    rules = {table.name: table.dynamic for table in request.tables if table.dynamic}
+    lookups = {key: _most_rows_in_batch(held, request, samples) for key, held in own.items()}
+    # Begin with the caches that have the fewest rows per lookup: they may not need all of their share.
+    for key in sorted(own, key=lambda key: _all_rows(own[key]) / max(1, lookups[key])):
+        share = budget * lookups[key] * key[2] // max(1, sum(lookups[key] * key[2] for key in lookups))
+        min_slots = max(lookups.pop(key), len(own[key]))
+        of_keys = sum(index_bytes(shard, rules[name]) for name, shard in keys[key].items())
+        layout, in_files = layout_of(own[key], request), request.stores.in_files & {*own[key]}
+        try:
+            made = _plan(layout, share, (min_slots, None), of_keys, in_files)
+        except ConfigError:
+            if len(own) == 1:
+                raise
+            made = _plan(layout, budget, (min_slots, min_slots), of_keys, in_files)  # no more than it needs
+        groups[key] = CacheGroup(own[key], made, keys[key])
+        budget -= made.memory_bytes
+    return groups
+
+
+def _fits(plan_with: Callable[[int], CacheGroups], budget_mb: int) -> bool:
+    try:
+        plan_with(budget_mb << 20)
+    except ConfigError:
+        return False
+    return True
 
 
 def _plan(

@@ -16,7 +16,7 @@ CRITEO = LogFormat(num_dense=13, num_sparse=26)
 _DEFAULT_BAD_ROWS = 1000
 _OFFSETS = {"log3": 3, "log2": 2}  # the stored value is log(x + offset)
 LOG_MIN = "log-min"  # log(x - smallest x + 2)
-_STORED = "stored"  # dense values of npy files, which are transformed already
+STORED = "stored"  # dense values of npy files, which are transformed already
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Rules:
 
     def dense_values(self, integers: np.ndarray, smallest: int) -> np.ndarray:
         """Transform integers int32 [n, 13] to the stored values float32 [n, 13]."""
-        if self.dense == _STORED:
+        if self.dense == STORED:
             return integers.view(np.float32)
         integers = integers.astype(np.int64)
         if self.compat == "oneflow":
@@ -291,9 +291,7 @@ def rules_of(options: Options, log_names: list[str], *, are_npy: bool = False) -
         id_order=options.id_order or ("first-seen" if options.compat else "frequency"),
         min_frequency=max(options.min_frequency or 1, 1),
         table_size=_for_every_column(options.table_size or (system.table_size if options.kind_of_ids == "mod" else ())),
-        dense=_STORED
-        if are_npy
-        else options.dense or ("log-min" if is_kaggle and not options.compat else system.dense),
+        dense=STORED if are_npy else options.dense or ("log-min" if is_kaggle and not options.compat else system.dense),
         last_day=last_day,
         val_fraction=val_fraction,
         shuffle=options.shuffle or system.shuffle,

@@ -16,7 +16,7 @@ from recmill.datasets.click_log import ParsedLog
 from recmill.datasets.clicks import PARQUET_ROWS, dense_names, sparse_names, split_rows
 from recmill.datasets.compressed import forecast_rows, sample_digest
 from recmill.datasets.criteo.npy_logs import open_npy
-from recmill.datasets.criteo.options import CRITEO, LOG_MIN, Options, Rules, rules_of
+from recmill.datasets.criteo.options import CRITEO, LOG_MIN, STORED, Options, Rules, rules_of
 from recmill.datasets.vocabularies import FIRST_ID
 from recmill.datasets.writing import MADE_BY, Work, seal
 from recmill.errors import ConfigError, DataError, did_you_mean_path
@@ -103,6 +103,13 @@ class Plan:
     limits: Limits
     engine: str
     spark_master: str | None
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether what is written of a row depends on that row alone, so that it can be written when it is read."""
+        rules = self.rules
+        is_independent = rules.ids != "contiguous" and rules.dense not in (LOG_MIN, STORED) and rules.shuffle == "none"
+        return is_independent and rules.format == "npy"  # of other formats, each split has its own file
 
     @property
     def recipe(self) -> dict[str, Any]:

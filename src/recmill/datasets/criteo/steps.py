@@ -21,7 +21,7 @@ import numpy as np
 
 from recmill import rng
 from recmill.data.click_rows import ClickRows
-from recmill.datasets.click_log import LogBlock, ParsedLog, parse_log
+from recmill.datasets.click_log import LogBlock, ParsedLog, parse_blocks, parse_log
 from recmill.datasets.clicks import PARTS, sparse_names, write_day, write_parquet_parts, write_records
 from recmill.datasets.criteo.ids import ids_of
 from recmill.datasets.criteo.npy_logs import read_npy_log
@@ -87,7 +87,7 @@ def _check_disk(plan: Plan, work: Work, vocabulary_sizes: list[int] | None = Non
     ids_bytes = CRITEO.num_sparse * (8 if rules.wide_ids else 4)
     # Hash tables take 8 to 16 bytes per id, and there are at most as many ids as rows.
     may_need_rounds = rules.ids == "contiguous" and CRITEO.num_sparse * 16 * sum(rows) > plan.limits.memory // 2
-    parsed_bytes = 4 * CRITEO.words_per_row + (ids_bytes if may_need_rounds else 0)
+    parsed_bytes = 0 if plan.is_one_pass else 4 * CRITEO.words_per_row + (ids_bytes if may_need_rounds else 0)
     stored_bytes = 4 + 4 * CRITEO.num_dense + (4 * sum(rules.multi_hot) or ids_bytes)
     scratch = 0
     if rules.shuffle != "none":  # a bucket stays until all of it is written
@@ -104,7 +104,10 @@ def _check_disk(plan: Plan, work: Work, vocabulary_sizes: list[int] | None = Non
 
 
 class _Preparation:
-    """The steps in order: read, count, map, shuffle, write, seal. A step that was completed before is skipped."""
+    """The steps in order: read, count, map, shuffle, write, seal. A step that was completed before is skipped.
+
+    If nothing in a row depends on others, it is written as soon as it is read.
+    """
 
     def __init__(self, plan: Plan, work: Work, pool: Executor) -> None:
         self.plan = plan
@@ -125,7 +128,12 @@ class _Preparation:
             self._map_in_rounds()
         if self.rules.shuffle != "none":
             self._scatter()
-        file_rows = self._write_npy() if self.rules.format == "npy" else self._write_segments()
+        if self.rules.format == "npy":
+            if not self.plan.is_one_pass:
+                self._write_npy()
+            file_rows = self._day_files()
+        else:
+            file_rows = self._write_segments()
         notes = []
         if self.num_rounded_ids:
             notes.append(
@@ -141,7 +149,8 @@ class _Preparation:
             for raw in self.plan.logs:
                 allowed = self.rules.bad_rows_allowed(sum(parsed.bad_rows for parsed in read))
                 parsed = ParsedLog(self.work.scratch / f"{raw.name}.rows", self.rules.log_format(raw.has_labels))
-                note = self.work.part(f"read-{raw.name}", partial(self._read_log, raw, parsed, allowed, progress))
+                name, read_log = ("convert", self._convert_log) if self.plan.is_one_pass else ("read", self._read_log)
+                note = self.work.part(f"{name}-{raw.name}", partial(read_log, raw, parsed, allowed, progress))
                 read.append(replace(parsed, **note))
                 log_read(raw, read[-1])
         return read
@@ -151,6 +160,20 @@ class _Preparation:
         if raw.others:
             return read_npy_log(raw.path, raw.others, target, progress.advance).to_json()
         parsed = parse_log(raw.path, target.path, target.format, allowed, self.pool, chunk_bytes, progress.advance)
+        return parsed.to_json()
+
+    def _convert_log(self, raw: RawLog, parsed: ParsedLog, allowed: int | None, progress: Progress) -> dict[str, Any]:
+        """Write the three files of a day while its log is parsed."""
+
+        def convert(block: LogBlock) -> ClickRows:
+            return ClickRows(self.rules.dense_values(block.dense, 0), ids_of(block, self.rules), block.labels)
+
+        def blocks() -> Iterator[ClickRows]:
+            for rows in parse_blocks(raw.path, parsed, allowed, self.pool, self.plan.limits.chunk_bytes, convert):
+                yield rows
+                progress.advance(len(rows))
+
+        write_day(self.work.data, raw.name, None, blocks(), self.id_type.type)
         return parsed.to_json()
 
     @cached_property
@@ -350,9 +373,8 @@ class _Preparation:
         else:
             self._remove_parsed(segment)
 
-    def _write_npy(self) -> dict[str, int]:
+    def _write_npy(self) -> None:
         """Write three files per day, which hold all its segments one after the other."""
-        file_rows: dict[str, int] = {}
         with Progress("writing", total=sum(segment.rows for segment in self.segments), unit="rows") as progress:
             for index, raw in enumerate(self.plan.logs):
                 segments = [segment for segment in self.segments if segment.log_index == index]
@@ -364,7 +386,11 @@ class _Preparation:
                 self.work.part(f"write-{raw.name}", make)
                 for segment in segments:
                     self._remove_scratch(segment)
-                file_rows |= {f"{raw.name}_{name}.npy": rows for name in PARTS}
+
+    def _day_files(self) -> dict[str, int]:
+        """Return the files of the days with their rows, multi-hot if the rules say so."""
+        rows_by_log = zip(self.plan.logs, self.parsed, strict=True)
+        file_rows = {f"{raw.name}_{name}.npy": parsed.rows for raw, parsed in rows_by_log for name in PARTS}
         return self._to_multi_hot(file_rows) if self.rules.multi_hot else file_rows
 
     def _to_multi_hot(self, file_rows: dict[str, int]) -> dict[str, int]:

@@ -57,7 +57,7 @@ class RowLayout:
 
     shards: tuple[Shard, ...]
     dim: int
-    state_columns: int  # 0: SGD, 1: row-wise Adagrad, dim: Adagrad
+    state_columns: int  # 0: SGD, 1: row-wise Adagrad, dim: Adagrad, 2 * dim: Adam and FTRL
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -104,22 +104,24 @@ def plan_cache(layout: RowLayout, budget_bytes: int, min_slots: int = 1, max_slo
             f"{layout.rows:,} rows of width {layout.dim} on one process are more than a row file can hold "
             f"({int(_MAX_RECORDS * _MIN_LIVE):,}). Use more processes."
         )
-    segment_bytes = _segment_bytes(layout, budget_bytes)
     index_bytes = int(layout.rows * _ROW_BYTES) + 1
     slot_bytes = layout.slot_bytes
-    fixed_bytes = index_bytes + _buffer_bytes(layout, segment_bytes)
+    fixed_bytes = index_bytes + _buffer_bytes(layout, budget_bytes)
     most = layout.rows if max_slots is None else min(layout.rows, max_slots)
     slots = min(most, max(0, budget_bytes - fixed_bytes) // slot_bytes)
     min_slots = max(1, min(min_slots, layout.rows))
     if slots < min_slots:
-        needed = fixed_bytes + min_slots * slot_bytes
+        needed = budget_bytes
+        while (least := fixed_bytes + min_slots * slot_bytes) > needed:
+            needed = _mb(least) << 20
+            fixed_bytes = index_bytes + _buffer_bytes(layout, needed)  # a larger budget has larger buffers
         raise ConfigError(
             f"tables.cache_memory_budget_mb: {_mb(budget_bytes)} MB for {layout.rows:,} rows of width {layout.dim} is "
             f"{_mb(needed - budget_bytes)} MB too little: {_mb(index_bytes)} MB for the index of all rows, "
             f"{_mb(fixed_bytes - index_bytes)} MB for buffers, {_mb(min_slots * slot_bytes)} MB for {min_slots:,} "
             f"rows. Set it to at least {_mb(needed)}, or use more processes."
         )
-    return CachePlan(slots, segment_bytes, fixed_bytes + slots * slot_bytes, index_bytes)
+    return CachePlan(slots, _segment_bytes(layout, budget_bytes), fixed_bytes + slots * slot_bytes, index_bytes)
 
 
 def _mb(size: int) -> int:
@@ -133,8 +135,9 @@ def _segment_bytes(layout: RowLayout, budget_bytes: int) -> int:
     return size
 
 
-def _buffer_bytes(layout: RowLayout, segment_bytes: int) -> int:
+def _buffer_bytes(layout: RowLayout, budget_bytes: int) -> int:
     """Return the bytes of write buffers, a snapshot's chunk, a trace, chunks and read buffers (largest alignment)."""
+    segment_bytes = _segment_bytes(layout, budget_bytes)
     chunk = min(_CHUNK_BYTES, segment_bytes) + 3 * _MAX_ALIGNMENT
     segments = (_BUFFERS + _SNAPSHOT_SEGMENTS) * segment_bytes + segment_bytes // _TRACE_SHARE
     return segments + 2 * chunk + _depth(segment_bytes) * (layout.record_bytes + 2 * _MAX_ALIGNMENT)
@@ -399,7 +402,7 @@ class RowCache:
             )
         if kind == 7:
             raise ResourceError(
-                f"{place} needs {_mb(first):,} MB, but tables.disk_budget_gb allows {_mb(second):,} MB. Raise it."
+                f"{place} needs {_mb(first):,} MB, but tables.disk_budget_gb allows {second >> 20:,} MB. Raise it."
             )
         if kind == 8:
             raise ResourceError(f"{place} has no record number left, of {first:,}. Use more processes.")
