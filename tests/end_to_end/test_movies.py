@@ -496,7 +496,42 @@ def test_an_open_run_keeps_its_model_and_returns_frames(run: Path, tmp_path: Pat
     assert opened.history(frame="pandas")["step"].max() == 4
     with pytest.raises(ConfigError, match="use 'polars', 'pandas' or 'arrow'"):
         opened.recommend([10], frame="numpy")  # type: ignore[call-overload]
-    with pytest.raises(ConfigError, match="exactly one of the two"):
+    with pytest.raises(ConfigError, match="exactly one of them"):
         opened.recommend()
     with pytest.raises(DataError, match="--history: 1 item"):
         opened.recommend([[10], [11]])
+
+
+def test_frames_of_histories_give_what_files_give(
+    run: Path, movies: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    histories = [*([int(item) for item in items] for items in histories_of(movies).values()), [10, 9999], [9999]]
+    rows = pl.DataFrame(
+        {"id": range(len(histories)), "history": histories, "candidates": [[30, 9999]] * len(histories)}
+    )
+    rows.write_parquet(tmp_path / "new.parquet")
+    opened = recmill.open_run(run)
+    best = recommend(run, input=tmp_path / "new.parquet", keep=["id"], k=7, frame="polars")
+    assert best["id"].unique().to_list() == [*range(NUM_USERS - 1), NUM_USERS], "none if none is left or known"
+    caplog.clear()
+    assert opened.recommend(input=rows, keep=["id"], k=7).equals(best)
+    assert any("history: 8.0 % of the values are unseen" in text for text in caplog.messages)
+    assert recommend(run, input=rows.to_pandas(), k=7) == best.drop("id").to_dicts()
+    recmill.predict(run, tmp_path / "new.parquet", tmp_path / "scores.parquet", keep=["id"])
+    scores = opened.predict(rows, keep=["id"], frame="pandas")
+    assert pl.from_pandas(scores).equals(pl.read_parquet(tmp_path / "scores.parquet"))
+    for options, text in (
+        ({"input": rows, "history": [10]}, "exactly one"),
+        ({"input": rows, "k": 31}, "--k 31: there are 30 items"),
+        ({"input": rows, "k": 0}, "--k 0: there are 30 items"),
+        ({"input": rows.with_columns(rank=1), "keep": ["rank"]}, "--keep rank: a column of the output has this name"),
+        ({"history": [10], "keep": ["id"]}, "--keep names columns of --input"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            recommend(run, **options)  # type: ignore[call-overload]
+        with pytest.raises(ConfigError, match=text):
+            opened.recommend(options.pop("history", None), **options)  # type: ignore[call-overload]
+    with pytest.raises(DataError, match="--keep: the frame has no column 'user'; it has id, history, candidates"):
+        opened.recommend(input=rows, keep=["user"])
+    with pytest.raises(DataError, match="the model needs history, candidates: the frame has no column 'candidates'"):
+        opened.predict(rows.drop("candidates"))

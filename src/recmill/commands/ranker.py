@@ -1,6 +1,6 @@
 """Files of histories: scores of given candidates, or the best items, by a run's sequence model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from recmill.data.names import Names
 from recmill.data.recipes import Tally
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.values import RawRows, texts
-from recmill.errors import ConfigError, DataError
+from recmill.errors import DataError
 
 if TYPE_CHECKING:
     import polars as pl
@@ -79,7 +79,10 @@ class Ranker(Scorer):
         self._recommender, self._k, self._include_seen = recommender, k, include_seen
         self.run = recommender.run
         self.rows_per_row = max(k, 1)
-        self.made = ["rank", "item", "title", "score"] if k else ["item", "score"]
+
+    @property
+    def made(self) -> list[str]:
+        return ["rank", "item", "title", "score"] if self._k else ["item", "score"]
 
     @cached_property
     def encoder(self) -> HistoryEncoder:  # type: ignore[override]
@@ -125,8 +128,14 @@ class Ranker(Scorer):
         schema = {"row": pl.Int64, "rank": pl.Int32, "item": pl.String, "title": pl.String, "score": pl.Float32}
         return pl.concat(frames) if frames else pl.DataFrame(schema=schema)
 
-    def of_frame(self, frame: "pl.DataFrame", k: int, keep: list[str]) -> "pl.DataFrame":
-        raise ConfigError("--input: give a file of histories. For those in memory: open_run(run).recommend(histories).")
+    def of_frame(self, frame: "pl.DataFrame", keep: Sequence[str]) -> "pl.DataFrame":
+        """Return `scored` for the rows of a frame, and warn of unknown items."""
+        from recmill.commands.scored_files import shares
+
+        encoded, tally = self.encoded(frame, keep)
+        shares(tally, self)
+        with self.one_thread():
+            return self.scored(frame.select(keep), encoded)
 
     def write_best(self, options: dict[str, Any]) -> dict[str, Any]:
         """Write the K best items for the rows of a file."""
@@ -135,6 +144,5 @@ class Ranker(Scorer):
         checked = checked_options("recommend", RequestOptions, options)
         if checked.output != STREAM:
             new_path(checked.output, "--output")
-        self._recommender.check_k(self._k)
         written = score_files(self, self.made, checked)
         return written | {"requests": written["rows"], "rows": written["written"]}

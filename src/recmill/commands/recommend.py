@@ -220,10 +220,16 @@ def _searcher(
 
     _, config = assemble.open_trained_run(run)
     if assemble.model_module(config).KIND == "histories":
-        return Ranker(Recommender(run, which, fallback, verify), k, include_seen)
+        recommender = Recommender(run, which, fallback, verify)
+        recommender.check_k(k)
+        return Ranker(recommender, k, include_seen)
+    check_no_include_seen(include_seen)
+    return Retriever(run, which, fallback, verify)
+
+
+def check_no_include_seen(include_seen: bool) -> None:
     if include_seen:
         raise ConfigError("--include-seen is for histories: the items of requests are never left out. Remove it.")
-    return Retriever(run, which, fallback, verify)
 
 
 def _best_in_memory(
@@ -231,8 +237,13 @@ def _best_in_memory(
 ) -> "pl.DataFrame":
     import polars as pl
 
+    from recmill.commands.ranker import Ranker
+
     if not isinstance(input, str | Path):
-        return searcher.of_frame(as_polars(input, "input"), k, keep or [])
+        rows = as_polars(input, "input")
+        if isinstance(searcher, Ranker):
+            return searcher.of_frame(rows, keep or [])
+        return searcher.best_of_frame(rows, k, keep or [])
     with tempfile.TemporaryDirectory(prefix="recmill-recommend-") as directory:
         output = str(Path(directory) / "best.parquet")
         searcher.write_best({"input": str(input), "output": output, "keep": keep, "k": k})
