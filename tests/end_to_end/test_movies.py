@@ -500,6 +500,12 @@ def test_an_open_run_keeps_its_model_and_returns_frames(run: Path, tmp_path: Pat
         opened.recommend()
     with pytest.raises(DataError, match="--history: 1 item"):
         opened.recommend([[10], [11]])
+    skipped = opened.recommend([["11", "10"], ["11"], [], ["20", "Heat (1996)"]], k=2, unknown="skip")
+    assert skipped["history"].to_list() == [0, 0, 3, 3]
+    assert items_of(skipped.to_dicts()) == items_of(opened.recommend([[10], [20]], k=2).to_dicts())
+    assert opened.recommend([11], unknown="skip").columns == skipped.columns
+    with pytest.raises(ConfigError, match="unknown='ignore': use 'error' or 'skip'"):
+        opened.recommend([11], unknown="ignore")  # type: ignore[call-overload]
 
 
 def test_frames_of_histories_give_what_files_give(

@@ -13,6 +13,7 @@ from recmill.commands.ranker import Ranker
 from recmill.commands.recommend import Named, Recommender, RecommendOptions, check_no_include_seen, check_no_keep
 from recmill.commands.retriever import Retriever
 from recmill.data.frames import Kind, as_polars, converted
+from recmill.data.names import Unknown
 from recmill.errors import ConfigError
 from recmill.metrics.own import Values
 
@@ -61,12 +62,15 @@ class Run:
         keep: list[str] | None = None,
         k: int = 10,
         include_seen: bool = False,
+        unknown: Unknown = "error",
         frame: Kind = "polars",
     ) -> "AnyFrame":
         """Return a frame with the K items that the model ranks first: rank (from 1), item, title and score.
 
         `histories`: original ids or titles of items, oldest first, or a list of several such histories; column
         "history" has its number, from 0. Or `users`: original ids of users of the dataset, in column "user".
+        `unknown`: items of `histories` that the dataset does not have are an error, or left out ("skip"). A history
+        of which nothing is left has no rows.
 
         Or `input`: a frame with a history per row, in column "history", or for a 'two_tower' a request per row. The
         result has K rows for each, in order, with the columns in `keep`, rank, item, score and, after histories, title.
@@ -88,9 +92,11 @@ class Run:
         if users is not None:
             return converted(self._recommender.for_users(users, k, include_seen), frame)
         assert histories is not None
+        if unknown not in ("error", "skip"):
+            raise ConfigError(f"unknown={unknown!r}: use 'error' or 'skip'.")
         is_one = isinstance(histories, str) or not any(isinstance(part, list | tuple) for part in histories)
         several: Any = [histories] if is_one else histories
-        return converted(self._recommender.after(several, k, include_seen), frame)
+        return converted(self._recommender.after(several, k, include_seen, unknown), frame)
 
     def _best_of_frame(self, rows: "pl.DataFrame", keep: list[str], k: int, include_seen: bool) -> "pl.DataFrame":
         """Return the K best items of each row."""

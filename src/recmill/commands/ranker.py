@@ -1,6 +1,6 @@
 """Files of histories: scores of given candidates, or the best items, by a run's sequence model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -94,20 +94,19 @@ class Ranker(Scorer):
 
     def scored(self, kept: "pl.DataFrame", encoded: Histories) -> "pl.DataFrame":  # type: ignore[override]
         """Return the columns to keep and `made`. A row whose history has no known item gets null, or no items."""
-        made = self._best(encoded) if self._k else self._of_candidates(encoded)
+        if self._k:
+            histories = [items + 1 for items in encoded.items]
+            made = self._recommender.best_of_all(histories, self._k, self._include_seen)
+        else:
+            made = self._of_candidates(encoded)
         rows = made["row"]
         return made.select([*(column.gather(rows) for column in kept), *self.made])
-
-    def _batches(self, encoded: Histories) -> Iterator[list[int]]:
-        rows = [row for row, items in enumerate(encoded.items) if len(items)]
-        size = self._recommender.batch_size
-        yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
     def _of_candidates(self, encoded: Histories) -> "pl.DataFrame":
         import polars as pl
 
         found = [np.full(len(row), np.nan, np.float32) for row in encoded.candidates]
-        for rows in self._batches(encoded):
+        for rows in self._recommender.batches(encoded.items):
             scores_BV = self._recommender.scores([encoded.items[row] + 1 for row in rows])
             for row, scores_V in zip(rows, scores_BV, strict=True):
                 is_known = encoded.candidates[row] >= 0
@@ -116,17 +115,6 @@ class Ranker(Scorer):
         names = pl.Series([name for row in encoded.names for name in row], dtype=pl.String)
         scores = pl.Series(np.concatenate(found), dtype=pl.Float32).fill_nan(None)
         return pl.DataFrame({"row": np.repeat(np.arange(len(found)), lengths), "item": names, "score": scores})
-
-    def _best(self, encoded: Histories) -> "pl.DataFrame":
-        import polars as pl
-
-        frames = []
-        for rows in self._batches(encoded):
-            histories = [encoded.items[row] + 1 for row in rows]
-            best = self._recommender.best(histories, self._k, self._include_seen)
-            frames.append(best.with_columns(row=pl.Series(rows).gather(best["row"])))
-        schema = {"row": pl.Int64, "rank": pl.Int32, "item": pl.String, "title": pl.String, "score": pl.Float32}
-        return pl.concat(frames) if frames else pl.DataFrame(schema=schema)
 
     def of_frame(self, frame: "pl.DataFrame", keep: Sequence[str]) -> "pl.DataFrame":
         """Return `scored` for the rows of a frame, and warn of unknown items."""
