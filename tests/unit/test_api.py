@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # this part is checked by mypy and never run
         assert_type(recmill.evaluate("r", per_user=True), pl.DataFrame)
         assert_type(recmill.evaluate("r", per_user=True, frame="arrow"), pa.Table)
         assert_type(recmill.results("r", "s"), pl.DataFrame)
+        assert_type(recmill.results(["r", Path("s")]), pl.DataFrame)
         assert_type(recmill.results("r", frame="pandas"), pd.DataFrame)
         assert_type(recmill.history("r"), pl.DataFrame)
         run = recmill.open_run("r")
