@@ -412,6 +412,7 @@ def test_what_cannot_be_evaluated_is_one_clear_error(
 def test_evaluation_shows_popularity_and_intervals_beside_the_model(run: Path, movies: Path, run_cli: RunCli) -> None:
     arguments = ["--k", "3,10", "--bootstrap", "100", "--split", "val"]
     values = evaluate(run, ks=[3, 10], bootstrap=100, split="val")
+    assert recmill.evaluate(run, ks=3, split="val")["full/hr@3"] == values["full/hr@3"]
     histories = list(histories_of(movies).values())
     counts = dict.fromkeys(map(str, TITLES), 0)
     for item in (item for history in histories for item in history[:-2]):
@@ -500,6 +501,12 @@ def test_an_open_run_keeps_its_model_and_returns_frames(run: Path, tmp_path: Pat
         opened.recommend()
     with pytest.raises(DataError, match="--history: 1 item"):
         opened.recommend([[10], [11]])
+    number: Any = np.int64(2)
+    assert opened.recommend([10], k=number).equals(opened.recommend([10], k=2))
+    with pytest.raises(ConfigError, match="--history: expected a list or a text, got 5"):
+        opened.recommend(5)  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="--users: expected a list or a text, got 5"):
+        opened.recommend(users=5)  # type: ignore[call-overload]
     skipped = opened.recommend([["11", "10"], ["11"], [], ["20", "Heat (1996)"]], k=2, unknown="skip")
     assert skipped["history"].to_list() == [0, 0, 3, 3]
     assert items_of(skipped.to_dicts()) == items_of(opened.recommend([[10], [20]], k=2).to_dicts())
@@ -537,6 +544,12 @@ def test_frames_of_histories_give_what_files_give(
             recommend(run, **options)  # type: ignore[call-overload]
         with pytest.raises(ConfigError, match=text):
             opened.recommend(options.pop("history", None), **options)  # type: ignore[call-overload]
+    with pytest.raises(
+        ConfigError, match=r"`rows` is a path, not a frame. For files: recmill.predict\('.*', 'n.csv', output\)"
+    ):
+        opened.predict("n.csv")
+    with pytest.raises(ConfigError, match=r"For files: recmill.recommend\('.*', input='n.csv'\)"):
+        opened.recommend(input=Path("n.csv"))
     with pytest.raises(DataError, match="--keep: the frame has no column 'user'; it has id, history, candidates"):
         opened.recommend(input=rows, keep=["user"])
     with pytest.raises(DataError, match="the model needs history, candidates: the frame has no column 'candidates'"):

@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_type
 
@@ -77,6 +78,23 @@ def test_an_unknown_keyword_argument_is_an_error_that_names_the_known_ones(name:
     arguments = ["synthetic-clicks", "d"] if name == "prepare" else []
     with pytest.raises(ConfigError, match=r"^unknown (argument|option) of \S+ 'no_such_name'\. Known: \w+"):
         getattr(recmill, name)(*arguments, no_such_name=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: recmill.train("quickstart/dlrm", "r", procs="2"), "procs: expected int, got '2'."),  # type: ignore[arg-type]
+        (lambda: recmill.recommend("r", [1], k=2.5), "k: expected int, got 2.5."),  # type: ignore[call-overload]
+        (lambda: recmill.open_run(5), "path: expected str or Path, got 5."),  # type: ignore[arg-type]
+        (lambda: recmill.results([5]), "RUN: expected str or Path, got 5."),  # type: ignore[list-item]
+        (lambda: recmill.report(5), "RUN: expected str or Path, got 5."),  # type: ignore[arg-type]
+        (lambda: recmill.export_rows("r", "t", "o", step="1"), "step: expected int, got '1'."),  # type: ignore[arg-type]
+        (lambda: recmill.plan("quickstart/dlrm", ids_per_row=3), "give a list, like [3]"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_of_a_wrong_type_is_an_error_that_names_the_argument(call: Callable[[], Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        call()
 
 
 def test_methods_of_a_run_name_what_was_meant() -> None:

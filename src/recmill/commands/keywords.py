@@ -1,20 +1,24 @@
-"""Wrong keyword arguments of public functions: an error that names what was meant, as for flags."""
+"""Wrong arguments of public functions: an error that names what was meant, as for flags."""
 
 import functools
 import inspect
+import numbers
+import os
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from recmill.config import config_keys
 from recmill.errors import ConfigError
 from recmill.registry import nearest, unknown
 
+_ACCEPTED: dict[Any, Any] = {int: numbers.Integral, Path: os.PathLike}
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def checked_keywords(function: CallableT) -> CallableT:
-    """Return the function, or the class with its methods, so that an unknown keyword argument is a ConfigError."""
+    """Return the function, or the class with its methods, with a ConfigError for unknown keywords and wrong types."""
     if inspect.isclass(function):
         for name, method in [*vars(function).items()]:
             if inspect.isfunction(method) and not name.startswith("_"):
@@ -22,12 +26,18 @@ def checked_keywords(function: CallableT) -> CallableT:
         return function
 
     known = _keywords(function)
+    parameters = inspect.signature(function).parameters
+    kinds = {name: found for name, parameter in parameters.items() if (found := _classes(parameter.annotation))}
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         for name, value in named.items():
             if name not in known:
                 raise ConfigError(_message(function.__name__, name, value, known))
+        for name, value in {**dict(zip(parameters, arguments, strict=False)), **named}.items():
+            if name in kinds and not isinstance(value, tuple(_ACCEPTED.get(kind, kind) for kind in kinds[name])):
+                expected = " or ".join(kind.__name__ for kind in kinds[name] if kind is not type(None))
+                raise ConfigError(f"{name}: expected {expected}, got {value!r}.")
         return function(*arguments, **named)
 
     return typing.cast(CallableT, call)
@@ -43,6 +53,14 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
         elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name != "self":
             names.append(parameter.name)
     return names
+
+
+def _classes(annotation: Any) -> tuple[type, ...]:
+    """Return the classes of an annotation like `int | None`; none if it has other parts, is missing or a bool."""
+    kinds = typing.get_args(annotation) or (annotation,)
+    return (
+        kinds if all(inspect.isclass(kind) for kind in kinds) and not {bool, inspect.Parameter.empty} & {*kinds} else ()
+    )
 
 
 def meant_key(name: str, known: list[str]) -> str | None:

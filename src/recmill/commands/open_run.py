@@ -1,6 +1,6 @@
 """`recmill.open_run`: a trained run that stays in memory, for programs and notebooks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
@@ -82,7 +82,8 @@ class Run:
                 "Recommend for histories, for users or for the rows of `input`: give exactly one of them."
             )
         if input is not None:
-            return converted(self._best_of_frame(as_polars(input, "input"), keep or [], k, include_seen), frame)
+            rows = self._as_polars(input, "input", "recommend({!r}, input={!r})")
+            return converted(self._best_of_frame(rows, keep or [], k, include_seen), frame)
         check_no_keep(keep)
         if self._recommender is None:
             raise ConfigError(
@@ -94,9 +95,17 @@ class Run:
         assert histories is not None
         if unknown not in ("error", "skip"):
             raise ConfigError(f"unknown={unknown!r}: use 'error' or 'skip'.")
-        is_one = isinstance(histories, str) or not any(isinstance(part, list | tuple) for part in histories)
+        is_text = isinstance(histories, str) or not isinstance(histories, Iterable)
+        is_one = is_text or not any(isinstance(part, list | tuple) for part in histories)
         several: Any = [histories] if is_one else histories
         return converted(self._recommender.after(several, k, include_seen, unknown), frame)
+
+    def _as_polars(self, given: object, what: str, for_files: str) -> "pl.DataFrame":
+        """Return a frame as one of Polars; raise if it is a path."""
+        if isinstance(given, str | Path):
+            call = for_files.format(str(self.path), str(given))
+            raise ConfigError(f"`{what}` is a path, not a frame. For files: recmill.{call}.")
+        return as_polars(given, what)
 
     def _best_of_frame(self, rows: "pl.DataFrame", keep: list[str], k: int, include_seen: bool) -> "pl.DataFrame":
         """Return the K best items of each row."""
@@ -117,8 +126,9 @@ class Run:
         With a sequence model, `rows` has columns "history" and "candidates". The result has one row per candidate, in
         order, with the columns in `keep`, "item" and "score".
         """
+        new = self._as_polars(rows, "rows", "predict({!r}, {!r}, output)")
         scorer = self._predictor or Ranker(cast(Recommender, self._recommender))
-        scores: Any = converted(scorer.of_frame(as_polars(rows, "rows"), keep or []), frame)
+        scores: Any = converted(scorer.of_frame(new, keep or []), frame)
         if frame == "pandas" and self._predictor and hasattr(rows, "index"):
             scores.index = rows.index
         return cast("AnyFrame", scores)

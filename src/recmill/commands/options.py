@@ -38,7 +38,8 @@ def dataset_checks(verify: bool | None) -> Checks:
 
 def listed(runs: Iterable[Runs]) -> list[str | Path]:
     """Return the runs one by one."""
-    return [run for given in runs for run in ([given] if isinstance(given, str | Path) else given)]
+    groups = (given if isinstance(given, Iterable) and not isinstance(given, str) else [given] for given in runs)
+    return [run for group in groups for run in group]
 
 
 def new_path(path: str | Path, flag: str) -> Path:

@@ -1,13 +1,13 @@
 """Find users and items of a prepared dataset by their original ids or titles."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from recmill.data.parquet_files import reading
-from recmill.errors import DataError
+from recmill.errors import ConfigError, DataError
 
 Unknown = Literal["error", "skip"]  # what becomes of names that are unknown
 _MAX_COMPARED = 100_000  # difflib takes seconds for this many names
@@ -33,6 +33,8 @@ class Names:
 
         `unknown`: names that the dataset does not have are an error, or left out ("skip").
         """
+        if not isinstance(names, Iterable):
+            raise ConfigError(f"{flag}: expected a list or a text, got {names!r}.")
         wanted = self.split(names) if isinstance(names, str) else [str(name) for name in names]
         if not wanted and unknown == "error":
             raise DataError(f"{flag} is empty: name at least one {self._what}.")
