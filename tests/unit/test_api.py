@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -65,6 +66,14 @@ def test_every_name_is_listed_declared_for_type_checkers_and_annotated() -> None
             assert signature.return_annotation is not inspect.Signature.empty, function
             parameters = [p for p in signature.parameters.values() if p.name != "self"]
             assert all(p.annotation is not inspect.Parameter.empty for p in parameters), function
+
+
+def test_help_lists_the_options_of_every_function() -> None:
+    for name in {*recmill.__all__} - {"Run"}:
+        assert "options" not in inspect.signature(getattr(recmill, name)).parameters, name
+    for function in (recmill.evaluate, recmill.Run.evaluate):
+        assert "bootstrap: int = 0, procs: int = 1" in pydoc.plain(pydoc.render_doc(function))
+    assert "k_core: int = Ellipsis" in pydoc.plain(pydoc.render_doc(recmill.prepare))
 
 
 def test_importing_and_listing_names_imports_nothing_else() -> None:

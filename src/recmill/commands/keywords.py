@@ -4,6 +4,7 @@ import functools
 import inspect
 import numbers
 import os
+import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ def checked_keywords(function: CallableT) -> CallableT:
                 setattr(function, name, checked_keywords(method))
         return function
 
-    known = _keywords(function)
+    signature = full_signature(function)
+    known = [name for name, p in signature.parameters.items() if p.kind is not p.VAR_POSITIONAL and name != "self"]
     parameters = inspect.signature(function).parameters
     kinds = {name: found for name, parameter in parameters.items() if (found := _classes(parameter.annotation))}
 
@@ -40,19 +42,29 @@ def checked_keywords(function: CallableT) -> CallableT:
                 raise ConfigError(f"{name}: expected {expected}, got {value!r}.")
         return function(*arguments, **named)
 
+    call.__signature__ = signature  # type: ignore[attr-defined]
     return typing.cast(CallableT, call)
 
 
-def _keywords(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's arguments, also of those in a TypedDict: `**options: Unpack[Options]`."""
-    names = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            (options,) = typing.get_args(parameter.annotation)
-            names += options.__annotations__
-        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name != "self":
-            names.append(parameter.name)
-    return names
+def full_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return a function's signature with the keyword arguments in a TypedDict: `**options: Unpack[Options]`.
+
+    Their defaults are those of the class `Options` beside the TypedDict; without one, `...`: the callee knows them.
+    """
+    signature = inspect.signature(function)
+    parameters = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            parameters.append(parameter)
+            continue
+        (declared,) = typing.get_args(parameter.annotation)
+        options = getattr(sys.modules[declared.__module__], "Options", None)
+        for name, annotation in typing.get_type_hints(declared).items():
+            default = options.model_fields[name].get_default(call_default_factory=True) if options else ...
+            parameters.append(
+                parameter.replace(name=name, kind=parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
+    return signature.replace(parameters=parameters)
 
 
 def _classes(annotation: Any) -> tuple[type, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 from recmill import registry
+from recmill.commands.keywords import full_signature
 from recmill.config.options import checked_options, given_path
 from recmill.data.frames import as_polars, is_frame
 from recmill.data.opening import open_dataset
@@ -103,6 +104,7 @@ def prepare(
     """Write dataset `name` to `output` and return its description; an identical dataset there is left as it is.
 
     Options are those of `recmill prepare NAME --help`, with underscores: prepare("synthetic-clicks", "d", rows=1000).
+    The signature lists those of all datasets.
     An interrupted call, repeated, resumes. `input` of "clicks" and "histories" may be a frame of pandas,
     Polars or Arrow.
     """
@@ -135,6 +137,9 @@ def prepare(
     for note in description.notes:
         log.info("note: %s", note)
     return description.model_dump(mode="json")
+
+
+prepare.__signature__ = full_signature(prepare)  # type: ignore[attr-defined]
 
 
 def _facts(description: Description, seconds: float, phases: Mapping[str, float]) -> dict[str, Any]:
