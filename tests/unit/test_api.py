@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import recmill
+from recmill import errors
+from recmill.commands import keywords
 from recmill.config import load_config
 from recmill.errors import ConfigError
 
@@ -104,6 +106,30 @@ def test_an_unknown_keyword_argument_is_an_error_that_names_the_known_ones(name:
 def test_a_value_of_a_wrong_type_is_an_error_that_names_the_argument(call: Callable[[], Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         call()
+
+
+def test_errors_name_arguments_and_commands_have_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "names_flags", False)
+    for call, expected in (
+        (lambda: recmill.prepare("clicks", tmp_path / "d", input="l.csv"), "Neither `schema` nor `label` is given"),
+        (lambda: recmill.evaluate("r", split="tset"), "`split`: should be 'val' or 'test', got 'tset'."),  # type: ignore[call-overload]
+        (lambda: recmill.recommend(tmp_path, [1], keep=["a"]), "`keep` names columns of `input`. Give both."),
+        (lambda: recmill.evaluate("r", per_user_file=""), "`per_user_file` is empty."),
+        (lambda: recmill.recommend(tmp_path / "r", [1]), "`recmill train` was given as `run`."),
+    ):
+        with pytest.raises(errors.UserError) as found:
+            call()
+        assert expected in str(found.value)
+    text = "--k 3 in --keep. Run: recmill prepare x --input y.csv --k 1. Or --input; or: recmill run --k 5"
+
+    @keywords.named_arguments
+    def fails(k: int, input: str) -> None:
+        raise ConfigError(text)
+
+    with pytest.raises(ConfigError) as shown:
+        fails(1, "")
+    expected = "`k` 3 in --keep. Run: recmill prepare x --input y.csv --k 1. Or `input`; or: recmill run --k 5"
+    assert str(shown.value) == expected
 
 
 def test_methods_of_a_run_name_what_was_meant() -> None:

@@ -4,17 +4,23 @@ import functools
 import inspect
 import numbers
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from recmill import errors
 from recmill.config import config_keys
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, UserError
 from recmill.registry import nearest, unknown
 
 _ACCEPTED: dict[Any, Any] = {int: numbers.Integral, Path: os.PathLike}
+_FLAGS = {
+    "overrides": "set", "histories": "history", "ks": "k", "protocols": "protocol", "per_user_file": "per_user"
+}  # fmt: skip
+_FLAG = re.compile(r"\brecmill [a-z-]+ .*?(?=\.?$|\. |\n)|(?<![\w-])--[a-z][a-z-]*")  # or a command, which has flags
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
@@ -31,6 +37,7 @@ def checked_keywords(function: CallableT) -> CallableT:
     parameters = inspect.signature(function).parameters
     kinds = {name: found for name, parameter in parameters.items() if (found := _classes(parameter.annotation))}
 
+    @named_arguments
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         for name, value in named.items():
@@ -42,8 +49,30 @@ def checked_keywords(function: CallableT) -> CallableT:
                 raise ConfigError(f"{name}: expected {expected}, got {value!r}.")
         return function(*arguments, **named)
 
+    return typing.cast(CallableT, call)
+
+
+def named_arguments(function: CallableT) -> CallableT:
+    """Give a function its full signature, and let its errors name arguments instead of flags."""
+    signature = full_signature(function)
+    forms = [(form, name) for name in signature.parameters for form in (name, _FLAGS.get(name, name))]
+    known = {f"--{form.replace('_', '-')}": name for form, name in forms}
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except UserError as error:
+            if not errors.names_flags:
+                error.args = (_FLAG.sub(lambda found: _argument(found, known), str(error)),)
+            raise
+
     call.__signature__ = signature  # type: ignore[attr-defined]
     return typing.cast(CallableT, call)
+
+
+def _argument(found: re.Match[str], known: dict[str, str]) -> str:
+    return f"`{known[found[0]]}`" if found[0] in known else found[0]
 
 
 def full_signature(function: Callable[..., Any]) -> inspect.Signature:

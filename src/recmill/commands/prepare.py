@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 from recmill import registry
-from recmill.commands.keywords import full_signature
+from recmill.commands.keywords import named_arguments
 from recmill.config.options import checked_options, given_path
 from recmill.data.frames import as_polars, is_frame
 from recmill.data.opening import open_dataset
@@ -52,7 +52,8 @@ class PrepareOptions(TypedDict, total=False):
     on_bad_row: Literal["fail", "skip"]
     max_bad_rows: int | None
     # clicks
-    schema_file: str | Path | None
+    schema: str | Path | None
+    schema_file: str | Path | None  # the same
     label: str | None
     # histories, movielens, goodreads
     layout: Literal["rows", "lines", "jsonl"]
@@ -98,6 +99,7 @@ class PrepareOptions(TypedDict, total=False):
     random_size: int
 
 
+@named_arguments
 def prepare(
     name: str, output: str | Path, *, overwrite: bool = False, **options: Unpack[PrepareOptions]
 ) -> dict[str, Any]:
@@ -137,9 +139,6 @@ def prepare(
     for note in description.notes:
         log.info("note: %s", note)
     return description.model_dump(mode="json")
-
-
-prepare.__signature__ = full_signature(prepare)  # type: ignore[attr-defined]
 
 
 def _facts(description: Description, seconds: float, phases: Mapping[str, float]) -> dict[str, Any]:
