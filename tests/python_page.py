@@ -2,8 +2,6 @@
 
 import inspect
 import re
-import sys
-import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +21,7 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 def signature(name: str) -> str:
-    """Return a function's signature as a user writes it, with the keyword arguments that a TypedDict declares."""
+    """Return a function's signature as a user writes it."""
     function = functions()[name]
     parameters = [*_parameters(function)]
     returned = _type(inspect.signature(function).return_annotation)
@@ -39,26 +37,15 @@ def _parameters(function: Callable[..., Any]) -> Iterator[str]:
     for parameter in declared:
         if parameter.name == "self":
             continue
-        is_keyword = parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD)
-        if is_keyword and not is_marked:
+        if parameter.default is ...:  # an option of `prepare`: each dataset has its own
+            yield "**options"
+            return
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_marked:
             yield "*"
             is_marked = True
-        if parameter.kind is parameter.VAR_KEYWORD:
-            yield from _options(function, typing.get_args(parameter.annotation)[0])
-        else:
-            star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
-            default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-            yield f"{star}{parameter.name}: {_type(parameter.annotation)}{default}"
-
-
-def _options(function: Callable[..., Any], declared: Any) -> Iterator[str]:
-    if function is recmill.prepare:  # each dataset has its own
-        yield "**options"
-        return
-    module = sys.modules[declared.__module__]
-    for name, annotation in typing.get_type_hints(declared).items():
-        default = module.Options.model_fields[name].get_default(call_default_factory=True)
-        yield f"{name}: {_type(annotation)} = {default!r}"
+        star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        yield f"{star}{parameter.name}: {_type(parameter.annotation)}{default}"
 
 
 def _type(annotation: Any) -> str:

@@ -17,7 +17,7 @@ import click
 from rich.text import Text
 
 import recmill  # imports each command at its first use
-from recmill import registry
+from recmill import errors, registry
 from recmill.commands.flags import Command, flags
 from recmill.environment import errors_directory, is_launched, process_environment
 from recmill.errors import ConfigError, ResourceError, as_user_error
@@ -34,6 +34,7 @@ _DEBUG = "--debug"  # accepted anywhere on the command line
 def main() -> None:
     """Run a command and exit with 0 or the exit code of its error; print one message, and a traceback with --debug."""
     begin()
+    errors.names_flags = True
     gc.set_threshold(200_000, 20, 20)  # scanning the many objects that imports create took 0.2 s per command
     code = _run([argument for argument in sys.argv[1:] if argument != _DEBUG])
     if is_launched() or "torch" in sys.modules or needs_worker(sys.argv[1:]):

@@ -6,6 +6,8 @@ import resource
 from collections.abc import Iterable
 from pathlib import Path
 
+names_flags = False  # messages name flags: the command line sets it. Otherwise they name arguments of functions
+
 
 class UserError(Exception):
     """An error whose message names the place, the wrong value, and a remedy."""

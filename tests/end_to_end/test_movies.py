@@ -412,6 +412,7 @@ def test_what_cannot_be_evaluated_is_one_clear_error(
 def test_evaluation_shows_popularity_and_intervals_beside_the_model(run: Path, movies: Path, run_cli: RunCli) -> None:
     arguments = ["--k", "3,10", "--bootstrap", "100", "--split", "val"]
     values = evaluate(run, ks=[3, 10], bootstrap=100, split="val")
+    assert recmill.evaluate(run, ks=3, split="val")["full/hr@3"] == values["full/hr@3"]
     histories = list(histories_of(movies).values())
     counts = dict.fromkeys(map(str, TITLES), 0)
     for item in (item for history in histories for item in history[:-2]):
@@ -496,7 +497,60 @@ def test_an_open_run_keeps_its_model_and_returns_frames(run: Path, tmp_path: Pat
     assert opened.history(frame="pandas")["step"].max() == 4
     with pytest.raises(ConfigError, match="use 'polars', 'pandas' or 'arrow'"):
         opened.recommend([10], frame="numpy")  # type: ignore[call-overload]
-    with pytest.raises(ConfigError, match="exactly one of the two"):
+    with pytest.raises(ConfigError, match="exactly one of them"):
         opened.recommend()
     with pytest.raises(DataError, match="--history: 1 item"):
         opened.recommend([[10], [11]])
+    number: Any = np.int64(2)
+    assert opened.recommend([10], k=number).equals(opened.recommend([10], k=2))
+    with pytest.raises(ConfigError, match="--history: expected a list or a text, got 5"):
+        opened.recommend(5)  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="--users: expected a list or a text, got 5"):
+        opened.recommend(users=5)  # type: ignore[call-overload]
+    skipped = opened.recommend([["11", "10"], ["11"], [], ["20", "Heat (1996)"]], k=2, unknown="skip")
+    assert skipped["history"].to_list() == [0, 0, 3, 3]
+    assert items_of(skipped.to_dicts()) == items_of(opened.recommend([[10], [20]], k=2).to_dicts())
+    assert opened.recommend([11], unknown="skip").columns == skipped.columns
+    with pytest.raises(ConfigError, match="unknown='ignore': use 'error' or 'skip'"):
+        opened.recommend([11], unknown="ignore")  # type: ignore[call-overload]
+
+
+def test_frames_of_histories_give_what_files_give(
+    run: Path, movies: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    histories = [*([int(item) for item in items] for items in histories_of(movies).values()), [10, 9999], [9999]]
+    rows = pl.DataFrame(
+        {"id": range(len(histories)), "history": histories, "candidates": [[30, 9999]] * len(histories)}
+    )
+    rows.write_parquet(tmp_path / "new.parquet")
+    opened = recmill.open_run(run)
+    best = recommend(run, input=tmp_path / "new.parquet", keep=["id"], k=7, frame="polars")
+    assert best["id"].unique().to_list() == [*range(NUM_USERS - 1), NUM_USERS], "none if none is left or known"
+    caplog.clear()
+    assert opened.recommend(input=rows, keep=["id"], k=7).equals(best)
+    assert any("history: 8.0 % of the values are unseen" in text for text in caplog.messages)
+    assert recommend(run, input=rows.to_pandas(), k=7) == best.drop("id").to_dicts()
+    recmill.predict(run, tmp_path / "new.parquet", tmp_path / "scores.parquet", keep=["id"])
+    scores = opened.predict(rows, keep=["id"], frame="pandas")
+    assert pl.from_pandas(scores).equals(pl.read_parquet(tmp_path / "scores.parquet"))
+    for options, text in (
+        ({"input": rows, "history": [10]}, "exactly one"),
+        ({"input": rows, "k": 31}, "--k 31: there are 30 items"),
+        ({"input": rows, "k": 0}, "--k 0: there are 30 items"),
+        ({"input": rows.with_columns(rank=1), "keep": ["rank"]}, "--keep rank: a column of the output has this name"),
+        ({"history": [10], "keep": ["id"]}, "--keep names columns of --input"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            recommend(run, **options)  # type: ignore[call-overload]
+        with pytest.raises(ConfigError, match=text):
+            opened.recommend(options.pop("history", None), **options)  # type: ignore[call-overload]
+    with pytest.raises(
+        ConfigError, match=r"`rows` is a path, not a frame. For files: recmill.predict\('.*', 'n.csv', output\)"
+    ):
+        opened.predict("n.csv")
+    with pytest.raises(ConfigError, match=r"For files: recmill.recommend\('.*', input='n.csv'\)"):
+        opened.recommend(input=Path("n.csv"))
+    with pytest.raises(DataError, match="--keep: the frame has no column 'user'; it has id, history, candidates"):
+        opened.recommend(input=rows, keep=["user"])
+    with pytest.raises(DataError, match="the model needs history, candidates: the frame has no column 'candidates'"):
+        opened.predict(rows.drop("candidates"))

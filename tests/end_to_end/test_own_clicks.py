@@ -183,7 +183,7 @@ def test_scores_that_are_no_numbers_are_an_error(trained: Path) -> None:
     predictor = predict.Predictor(trained / "run")
     predictor.network.state_dict()["logit.bias"].fill_(float("nan"))
     with pytest.raises(CheckpointError, match="its model gives scores that are not finite numbers"):
-        predictor.score(pl.DataFrame({"site": ["s1"], "tags": ["a"]}))
+        predictor.of_frame(pl.DataFrame({"site": ["s1"], "tags": ["a"]}), [])
 
 
 def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,11 @@
 
 import ast
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_type
 
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 
 import recmill
+from recmill import errors
+from recmill.commands import keywords
 from recmill.config import load_config
 from recmill.errors import ConfigError
 
@@ -32,6 +36,7 @@ if TYPE_CHECKING:  # this part is checked by mypy and never run
         assert_type(recmill.evaluate("r", per_user=True), pl.DataFrame)
         assert_type(recmill.evaluate("r", per_user=True, frame="arrow"), pa.Table)
         assert_type(recmill.results("r", "s"), pl.DataFrame)
+        assert_type(recmill.results(["r", Path("s")]), pl.DataFrame)
         assert_type(recmill.results("r", frame="pandas"), pd.DataFrame)
         assert_type(recmill.history("r"), pl.DataFrame)
         run = recmill.open_run("r")
@@ -65,6 +70,14 @@ def test_every_name_is_listed_declared_for_type_checkers_and_annotated() -> None
             assert all(p.annotation is not inspect.Parameter.empty for p in parameters), function
 
 
+def test_help_lists_the_options_of_every_function() -> None:
+    for name in {*recmill.__all__} - {"Run"}:
+        assert "options" not in inspect.signature(getattr(recmill, name)).parameters, name
+    for function in (recmill.evaluate, recmill.Run.evaluate):
+        assert "bootstrap: int = 0, procs: int = 1" in pydoc.plain(pydoc.render_doc(function))
+    assert "k_core: int = Ellipsis" in pydoc.plain(pydoc.render_doc(recmill.prepare))
+
+
 def test_importing_and_listing_names_imports_nothing_else() -> None:
     code = "import sys, recmill; dir(recmill); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -76,6 +89,47 @@ def test_an_unknown_keyword_argument_is_an_error_that_names_the_known_ones(name:
     arguments = ["synthetic-clicks", "d"] if name == "prepare" else []
     with pytest.raises(ConfigError, match=r"^unknown (argument|option) of \S+ 'no_such_name'\. Known: \w+"):
         getattr(recmill, name)(*arguments, no_such_name=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: recmill.train("quickstart/dlrm", "r", procs="2"), "procs: expected int, got '2'."),  # type: ignore[arg-type]
+        (lambda: recmill.recommend("r", [1], k=2.5), "k: expected int, got 2.5."),  # type: ignore[call-overload]
+        (lambda: recmill.open_run(5), "path: expected str or Path, got 5."),  # type: ignore[arg-type]
+        (lambda: recmill.results([5]), "RUN: expected str or Path, got 5."),  # type: ignore[list-item]
+        (lambda: recmill.report(5), "RUN: expected str or Path, got 5."),  # type: ignore[arg-type]
+        (lambda: recmill.export_rows("r", "t", "o", step="1"), "step: expected int, got '1'."),  # type: ignore[arg-type]
+        (lambda: recmill.plan("quickstart/dlrm", ids_per_row=3), "give a list, like [3]"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_of_a_wrong_type_is_an_error_that_names_the_argument(call: Callable[[], Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        call()
+
+
+def test_errors_name_arguments_and_commands_have_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "names_flags", False)
+    for call, expected in (
+        (lambda: recmill.prepare("clicks", tmp_path / "d", input="l.csv"), "Neither `schema` nor `label` is given"),
+        (lambda: recmill.evaluate("r", split="tset"), "`split`: should be 'val' or 'test', got 'tset'."),  # type: ignore[call-overload]
+        (lambda: recmill.recommend(tmp_path, [1], keep=["a"]), "`keep` names columns of `input`. Give both."),
+        (lambda: recmill.evaluate("r", per_user_file=""), "`per_user_file` is empty."),
+        (lambda: recmill.recommend(tmp_path / "r", [1]), "`recmill train` was given as `run`."),
+    ):
+        with pytest.raises(errors.UserError) as found:
+            call()
+        assert expected in str(found.value)
+    text = "--k 3 in --keep. Run: recmill prepare x --input y.csv --k 1. Or --input; or: recmill run --k 5"
+
+    @keywords.named_arguments
+    def fails(k: int, input: str) -> None:
+        raise ConfigError(text)
+
+    with pytest.raises(ConfigError) as shown:
+        fails(1, "")
+    expected = "`k` 3 in --keep. Run: recmill prepare x --input y.csv --k 1. Or `input`; or: recmill run --k 5"
+    assert str(shown.value) == expected
 
 
 def test_methods_of_a_run_name_what_was_meant() -> None:

@@ -280,7 +280,7 @@ def test_objects_within_json_lines_are_left_out_and_lists_are_several_values(tmp
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = recmill.guess_schema(tmp_path / "log.jsonl", "click", tmp_path / "clicks.toml")
     schema = str(tmp_path / "clicks.toml")
-    dataset = recmill.prepare("clicks", tmp_path / "data", input=str(tmp_path / "log.jsonl"), schema_file=schema)
+    dataset = recmill.prepare("clicks", tmp_path / "data", input=str(tmp_path / "log.jsonl"), schema=schema)
     assert [feature["name"] for feature in dataset["sparse"]] == ["tags"]
     guesses = {row["column"]: (row["guess"], row["why"]) for row in found["columns"]}
     assert guesses["tags"] == ("categorical", "lists")

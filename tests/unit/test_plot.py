@@ -36,7 +36,7 @@ def test_curves_show_the_loss_and_the_headline_metrics_of_all_runs(runs: list[Pa
         assert text in comments
     assert "validation logloss" not in comments
     before = path.read_bytes()
-    recmill.plot(*runs, output=path)
+    recmill.plot(runs, output=path)
     assert path.read_bytes() == before
 
 

@@ -64,7 +64,7 @@ def test_a_report_of_several_runs_shows_popularity_beside_the_runs_that_have_it(
     runs = [write_run(tmp_path / name, dlrm, DONE) for name in "ab"]
     finish(runs[0])
     finish(runs[1], **{"popularity/auroc": 0.625})
-    words = text_of(recmill.report(*runs, output=tmp_path / "report.html"))
+    words = text_of(recmill.report(runs, output=tmp_path / "report.html"))
     header = f"test {runs[0]} {runs[1]} popularity, {runs[1]} auroc 0.7100 0.7100 0.6250"
     assert header in words or header.replace(f"{tmp_path}/", "") in words
 

@@ -163,6 +163,8 @@ def test_results_of_several_runs_are_a_frame_with_a_row_each(new_run: NewRun) ->
     assert frame["popularity/auroc"].to_list() == [0.5, None]
     assert frame["best_step"].to_list() == [20, 20]
     assert frame["calibration"].null_count() == 2
+    assert recmill.results([done, failed]).equals(frame)
+    assert recmill.results(done, iter([str(failed)])).equals(frame)
 
 
 def test_a_history_has_a_row_per_report_without_incomplete_lines(new_run: NewRun, tmp_path: Path) -> None:

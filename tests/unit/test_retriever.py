@@ -195,8 +195,6 @@ def test_each_kind_of_model_names_its_own_flags(folder: Path, sasrec: Any, tmp_p
     recmill.train(sasrec, tmp_path / "run", overrides=["train.max_steps=1"])
     with pytest.raises(DataError, match="no column 'history'; it has request, user, age"):
         recmill.recommend(tmp_path / "run", input=folder / "requests.csv")
-    with pytest.raises(ConfigError, match="--input: give a file of histories"):
-        recmill.recommend(tmp_path / "run", input=pl.DataFrame({"history": ["1"]}))
 
 
 def test_vectors_do_not_fit_into_csv(folder: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class EvaluateOptions(TypedDict, total=False):
     checkpoint: Literal["newest", "best"] | None
     fallback: bool
     protocols: list[str] | None
-    ks: list[int] | None
+    ks: int | list[int] | None
     metrics: list[str] | None
     bootstrap: int
     procs: int
@@ -101,14 +101,16 @@ def evaluate(
     training tested: the best by validation with checkpoint.keep_best, otherwise the newest.
 
     Options are those of `recmill evaluate --help`, with underscores: evaluate("runs/dlrm", split="val", procs=2);
-    `protocols` and `ks` are lists. Sequence models have "popularity/full/ndcg@10", ... as well: what ranking by
-    popularity reaches. `bootstrap=N` adds 95 % intervals, from "low/auroc" to "high/auroc".
+    `protocols` is a list, `ks` a list or a number. Sequence models have "popularity/full/ndcg@10", ... as well: what
+    ranking by popularity reaches. `bootstrap=N` adds 95 % intervals, from "low/auroc" to "high/auroc".
 
     With `per_user`, sequence models return a frame ("polars", "pandas" or "arrow") instead: one row per user, with the
     held-out item, and "full/rank", ...: its rank by protocol, from 1.
     """
     if per_user:
         return _per_user(run, frame, options)
+    if isinstance(ks := options.get("ks"), int):
+        options = {**options, "ks": [ks]}
     checked = checked_options("evaluate", Options, dict(options))
     directory, config = assemble.open_trained_run(run)
     if process_environment().rank == 0:

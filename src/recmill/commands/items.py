@@ -63,5 +63,5 @@ def _write_requests(vectors: RequestVectors, options: Options) -> dict[str, Any]
     if Path(options.output).suffix == ".csv":
         raise ConfigError(f"--output {options.output}: .csv cannot hold vectors. Use .parquet or .jsonl.")
     given = options.model_dump(exclude={"requests"}) | {"input": options.requests}
-    written = score_files(vectors, ["vector"], RequestOptions(**given))
+    written = score_files(vectors, vectors.made, RequestOptions(**given))
     return {"requests": written["rows"], "dim": vectors.dim, "output": written["output"]}

@@ -1,48 +1,107 @@
-"""Wrong keyword arguments of public functions: an error that names what was meant, as for flags."""
+"""Wrong arguments of public functions: an error that names what was meant, as for flags."""
 
 import functools
 import inspect
+import numbers
+import os
+import re
+import sys
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
+from recmill import errors
 from recmill.config import config_keys
-from recmill.errors import ConfigError
+from recmill.errors import ConfigError, UserError
 from recmill.registry import nearest, unknown
 
+_ACCEPTED: dict[Any, Any] = {int: numbers.Integral, Path: os.PathLike}
+_FLAGS = {
+    "overrides": "set", "histories": "history", "ks": "k", "protocols": "protocol", "per_user_file": "per_user"
+}  # fmt: skip
+_FLAG = re.compile(r"\brecmill [a-z-]+ .*?(?=\.?$|\. |\n)|(?<![\w-])--[a-z][a-z-]*")  # or a command, which has flags
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def checked_keywords(function: CallableT) -> CallableT:
-    """Return the function, or the class with its methods, so that an unknown keyword argument is a ConfigError."""
+    """Return the function, or the class with its methods, with a ConfigError for unknown keywords and wrong types."""
     if inspect.isclass(function):
         for name, method in [*vars(function).items()]:
             if inspect.isfunction(method) and not name.startswith("_"):
                 setattr(function, name, checked_keywords(method))
         return function
 
-    known = _keywords(function)
+    signature = full_signature(function)
+    known = [name for name, p in signature.parameters.items() if p.kind is not p.VAR_POSITIONAL and name != "self"]
+    parameters = inspect.signature(function).parameters
+    kinds = {name: found for name, parameter in parameters.items() if (found := _classes(parameter.annotation))}
 
+    @named_arguments
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         for name, value in named.items():
             if name not in known:
                 raise ConfigError(_message(function.__name__, name, value, known))
+        for name, value in {**dict(zip(parameters, arguments, strict=False)), **named}.items():
+            if name in kinds and not isinstance(value, tuple(_ACCEPTED.get(kind, kind) for kind in kinds[name])):
+                expected = " or ".join(kind.__name__ for kind in kinds[name] if kind is not type(None))
+                raise ConfigError(f"{name}: expected {expected}, got {value!r}.")
         return function(*arguments, **named)
 
     return typing.cast(CallableT, call)
 
 
-def _keywords(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's arguments, also of those in a TypedDict: `**options: Unpack[Options]`."""
-    names = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            (options,) = typing.get_args(parameter.annotation)
-            names += options.__annotations__
-        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name != "self":
-            names.append(parameter.name)
-    return names
+def named_arguments(function: CallableT) -> CallableT:
+    """Give a function its full signature, and let its errors name arguments instead of flags."""
+    signature = full_signature(function)
+    forms = [(form, name) for name in signature.parameters for form in (name, _FLAGS.get(name, name))]
+    known = {f"--{form.replace('_', '-')}": name for form, name in forms}
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except UserError as error:
+            if not errors.names_flags:
+                error.args = (_FLAG.sub(lambda found: _argument(found, known), str(error)),)
+            raise
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return typing.cast(CallableT, call)
+
+
+def _argument(found: re.Match[str], known: dict[str, str]) -> str:
+    return f"`{known[found[0]]}`" if found[0] in known else found[0]
+
+
+def full_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return a function's signature with the keyword arguments in a TypedDict: `**options: Unpack[Options]`.
+
+    Their defaults are those of the class `Options` beside the TypedDict; without one, `...`: the callee knows them.
+    """
+    signature = inspect.signature(function)
+    parameters = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            parameters.append(parameter)
+            continue
+        (declared,) = typing.get_args(parameter.annotation)
+        options = getattr(sys.modules[declared.__module__], "Options", None)
+        for name, annotation in typing.get_type_hints(declared).items():
+            default = options.model_fields[name].get_default(call_default_factory=True) if options else ...
+            parameters.append(
+                parameter.replace(name=name, kind=parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
+    return signature.replace(parameters=parameters)
+
+
+def _classes(annotation: Any) -> tuple[type, ...]:
+    """Return the classes of an annotation like `int | None`; none if it has other parts, is missing or a bool."""
+    kinds = typing.get_args(annotation) or (annotation,)
+    return (
+        kinds if all(inspect.isclass(kind) for kind in kinds) and not {bool, inspect.Parameter.empty} & {*kinds} else ()
+    )
 
 
 def meant_key(name: str, known: list[str]) -> str | None:

@@ -1,6 +1,6 @@
 """`recmill.open_run`: a trained run that stays in memory, for programs and notebooks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
@@ -9,9 +9,11 @@ from recmill.commands import assemble
 from recmill.commands.evaluate import EvaluateOptions
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.predict import Predictor
-from recmill.commands.recommend import Named, Recommender, RecommendOptions
+from recmill.commands.ranker import Ranker
+from recmill.commands.recommend import Named, Recommender, RecommendOptions, check_no_include_seen, check_no_keep
 from recmill.commands.retriever import Retriever
 from recmill.data.frames import Kind, as_polars, converted
+from recmill.data.names import Unknown
 from recmill.errors import ConfigError
 from recmill.metrics.own import Values
 
@@ -60,45 +62,74 @@ class Run:
         keep: list[str] | None = None,
         k: int = 10,
         include_seen: bool = False,
+        unknown: Unknown = "error",
         frame: Kind = "polars",
     ) -> "AnyFrame":
         """Return a frame with the K items that the model ranks first: rank (from 1), item, title and score.
 
         `histories`: original ids or titles of items, oldest first, or a list of several such histories; column
         "history" has its number, from 0. Or `users`: original ids of users of the dataset, in column "user".
+        `unknown`: items of `histories` that the dataset does not have are an error, or left out ("skip"). A history
+        of which nothing is left has no rows.
 
-        A 'two_tower' recommends for `input`, a frame with a request per row: K rows for each, in order, with the
-        columns in `keep`, rank, item and score. The first call reads the items of the dataset.
+        Or `input`: a frame with a history per row, in column "history", or for a 'two_tower' a request per row. The
+        result has K rows for each, in order, with the columns in `keep`, rank, item, score and, after histories, title.
+        Items of these histories that the dataset does not have are left out, with a warning. The first call for a
+        'two_tower' reads the items of the dataset.
         """
-        if self._predictor and input is not None:
-            self._retriever = self._retriever or Retriever.of(self._predictor)
-            return converted(self._retriever.of_frame(as_polars(input, "input"), k, keep or []), frame)
+        if (histories is not None) + (users is not None) + (input is not None) != 1:
+            raise ConfigError(
+                "Recommend for histories, for users or for the rows of `input`: give exactly one of them."
+            )
+        if input is not None:
+            rows = self._as_polars(input, "input", "recommend({!r}, input={!r})")
+            return converted(self._best_of_frame(rows, keep or [], k, include_seen), frame)
+        check_no_keep(keep)
         if self._recommender is None:
             raise ConfigError(
                 f"{self.path}: its model is no sequence model, so it has nothing to recommend. "
                 "Train one: recmill train own/sasrec. A 'two_tower' recommends for `input`."
             )
-        if input is not None or keep:
-            raise ConfigError(f"{self.path}: `input` and `keep` are for two-tower models. Give histories or users.")
-        if (histories is None) == (users is None):
-            raise ConfigError("Recommend for histories or for users: give exactly one of the two.")
         if users is not None:
             return converted(self._recommender.for_users(users, k, include_seen), frame)
         assert histories is not None
-        is_one = isinstance(histories, str) or not any(isinstance(part, list | tuple) for part in histories)
+        if unknown not in ("error", "skip"):
+            raise ConfigError(f"unknown={unknown!r}: use 'error' or 'skip'.")
+        is_text = isinstance(histories, str) or not isinstance(histories, Iterable)
+        is_one = is_text or not any(isinstance(part, list | tuple) for part in histories)
         several: Any = [histories] if is_one else histories
-        return converted(self._recommender.after(several, k, include_seen), frame)
+        return converted(self._recommender.after(several, k, include_seen, unknown), frame)
 
-    def predict(self, rows: "AnyFrame", *, frame: Kind = "polars") -> "AnyFrame":
-        """Return a frame with the click probability of each row, "score", and its "logit".
+    def _as_polars(self, given: object, what: str, for_files: str) -> "pl.DataFrame":
+        """Return a frame as one of Polars; raise if it is a path."""
+        if isinstance(given, str | Path):
+            call = for_files.format(str(self.path), str(given))
+            raise ConfigError(f"`{what}` is a path, not a frame. For files: recmill.{call}.")
+        return as_polars(given, what)
+
+    def _best_of_frame(self, rows: "pl.DataFrame", keep: list[str], k: int, include_seen: bool) -> "pl.DataFrame":
+        """Return the K best items of each row."""
+        if self._recommender:
+            self._recommender.check_k(k)
+            return Ranker(self._recommender, k, include_seen).of_frame(rows, keep)
+        check_no_include_seen(include_seen)
+        assert self._predictor
+        self._retriever = self._retriever or Retriever.of(self._predictor)
+        return self._retriever.best_of_frame(rows, k, keep)
+
+    def predict(self, rows: "AnyFrame", *, keep: list[str] | None = None, frame: Kind = "polars") -> "AnyFrame":
+        """Return a frame with the columns in `keep`, the click probability of each row, "score", and its "logit".
 
         `rows`: a frame of pandas, Polars or Arrow with the columns that the features are made of. With
         `frame="pandas"`, the scores of a pandas frame have its index.
+
+        With a sequence model, `rows` has columns "history" and "candidates". The result has one row per candidate, in
+        order, with the columns in `keep`, "item" and "score".
         """
-        if self._predictor is None:
-            raise ConfigError(f"{self.path}: its model is no click model. Use `recommend`.")
-        scores: Any = converted(self._predictor.score(as_polars(rows, "rows")), frame)
-        if frame == "pandas" and hasattr(rows, "index"):
+        new = self._as_polars(rows, "rows", "predict({!r}, {!r}, output)")
+        scorer = self._predictor or Ranker(cast(Recommender, self._recommender))
+        scores: Any = converted(scorer.of_frame(new, keep or []), frame)
+        if frame == "pandas" and self._predictor and hasattr(rows, "index"):
             scores.index = rows.index
         return cast("AnyFrame", scores)
 

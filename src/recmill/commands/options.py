@@ -1,5 +1,6 @@
 """How commands declare flags as fields of their Options, and the flags that several of them have."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ from recmill.data.opening import Checks
 from recmill.environment import process_environment
 from recmill.errors import ConfigError, DataError
 
+Runs = str | Path | Iterable[str | Path]  # what each argument of a function of several runs may be
 STREAM = "-"  # stdin or stdout, where a path is given
 
 Procs = Annotated[PositiveInt, Field(description="Processes on this machine: up to 4 per core, or RECMILL_MAX_PROCS.")]
@@ -32,6 +34,12 @@ def dataset_checks(verify: bool | None) -> Checks:
     if verify is False or process_environment().rank:
         return "sizes"
     return "digests" if verify else "once"
+
+
+def listed(runs: Iterable[Runs]) -> list[str | Path]:
+    """Return the runs one by one."""
+    groups = (given if isinstance(given, Iterable) and not isinstance(given, str) else [given] for given in runs)
+    return [run for group in groups for run in group]
 
 
 def new_path(path: str | Path, flag: str) -> Path:

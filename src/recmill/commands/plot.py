@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from recmill import registry
 from recmill.commands.history import history
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import flag
+from recmill.commands.options import Runs, flag, listed
 from recmill.commands.results import run_report
 from recmill.config.options import given_path
 from recmill.config.sections import Section
@@ -32,16 +32,18 @@ class Options(Section):
 
 
 @checked_keywords
-def plot(
-    *runs: str | Path, metric: str | Sequence[str] = (), x: Axis = "step", output: str | Path = "curves.svg"
-) -> Path:
-    """Draw the training loss and validation metrics of `runs` by step or epoch, and return the path of the file."""
-    if not runs:
+def plot(*runs: Runs, metric: str | Sequence[str] = (), x: Axis = "step", output: str | Path = "curves.svg") -> Path:
+    """Draw the training loss and validation metrics of `runs` (paths, or lists of them) by step or epoch.
+
+    Returns the path of the file.
+    """
+    named_runs = listed(runs)
+    if not named_runs:
         raise ConfigError("Nothing to plot: name at least one run.")
     path = given_path(output, "--output")
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--output {path}: use a name that ends in .svg or .png.")
-    histories = {str(run): history(run) for run in runs}
+    histories = {str(run): history(run) for run in named_runs}
     column = "epochs_done" if x == "epoch" else "step"
     for name, frame in histories.items():
         if column not in frame.columns:
@@ -53,7 +55,7 @@ def plot(
     for name in named:
         if name not in known:
             raise ConfigError(f"--metric: {registry.unknown('metric', name, known)}")
-    shown = named or [name for name in dict.fromkeys(run_report(run).metric for run in runs) if name]
+    shown = named or [name for name in dict.fromkeys(run_report(run).metric for run in named_runs) if name]
     figure = new_figure(1 + len(shown))
     _draw(figure.axes[0], "training loss", histories, column, "loss")
     for axes, name in zip(figure.axes[1:], shown, strict=True):

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -130,6 +130,35 @@ class Scorer:
         """Return the columns to keep with the columns of the output."""
         raise NotImplementedError
 
+    @property
+    def made(self) -> list[str]:
+        """The columns of `scored` behind those to keep."""
+        raise NotImplementedError
+
+    def of_frame(self, frame: "pl.DataFrame", keep: Sequence[str]) -> "pl.DataFrame":
+        """Return `scored` for the rows of a frame."""
+        encoded, _ = self.encoded(frame, keep)
+        with self.one_thread():
+            return self.scored(frame.select(keep), encoded)
+
+    def encoded(self, frame: "pl.DataFrame", keep: Sequence[str]) -> tuple[Any, Tally]:
+        """Return the rows of a frame, of which the columns to keep are there, and what was counted in them."""
+        from recmill.datasets.inputs.reading import lacking
+        from recmill.datasets.own_clicks.values import RawRows
+
+        encoder = self.new_encoder()
+        needed = encoder.feature_columns
+        for columns, who in ((needed, f"the model needs {', '.join(needed)}"), (keep, "--keep")):
+            if missing := [column for column in columns if column not in frame.columns]:
+                raise DataError(f"{who}: the frame has {lacking(missing, frame.columns)}")
+        self.check_kept(keep)
+        rows = RawRows(frame.select(needed), "the frame", range(1, frame.height + 1))
+        return encoder.encode(rows, with_labels=False), encoder.tally
+
+    def check_kept(self, keep: Sequence[str]) -> None:
+        if taken := {"score", "logit", *self.made} & set(keep):
+            raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
+
     @contextmanager
     def one_thread(self) -> Iterator[None]:
         """Let torch use one thread for each batch, so that sums are always added in the same order."""
@@ -181,6 +210,10 @@ class Predictor(Scorer):
             )
         self._which, self._fallback, self._data = which, fallback, data
         self._open_dataset = dataset
+
+    @property
+    def made(self) -> list[str]:
+        return ["score", "logit"]
 
     @cached_property
     def _dataset(self) -> Dataset:
@@ -254,24 +287,3 @@ class Predictor(Scorer):
 
         logits = self.logits(encoded)
         return pl.DataFrame(kept.to_dict() | {"score": sigmoid(logits).astype(np.float32), "logit": logits})
-
-    def score(self, frame: "pl.DataFrame") -> "pl.DataFrame":
-        """Return columns score and logit for the rows of a frame."""
-        import polars as pl
-
-        encoded = self.encoded(frame)
-        if frame.is_empty():
-            return pl.DataFrame(schema={"score": pl.Float32, "logit": pl.Float32})
-        with self.one_thread():
-            logits = self.logits(encoded)
-        return pl.DataFrame({"score": sigmoid(logits).astype(np.float32), "logit": logits})
-
-    def encoded(self, frame: "pl.DataFrame") -> "ClickRows":
-        from recmill.datasets.inputs.reading import lacking
-        from recmill.datasets.own_clicks.values import RawRows
-
-        needed = self.encoder.feature_columns
-        if missing := [column for column in needed if column not in frame.columns]:
-            raise DataError(f"the model needs {', '.join(needed)}: the frame has {lacking(missing, frame.columns)}")
-        rows = RawRows(frame.select(needed), "the frame", range(1, frame.height + 1))
-        return self.new_encoder().encode(rows, with_labels=False)

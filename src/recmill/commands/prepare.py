@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 from recmill import registry
+from recmill.commands.keywords import named_arguments
 from recmill.config.options import checked_options, given_path
 from recmill.data.frames import as_polars, is_frame
 from recmill.data.opening import open_dataset
@@ -51,7 +52,8 @@ class PrepareOptions(TypedDict, total=False):
     on_bad_row: Literal["fail", "skip"]
     max_bad_rows: int | None
     # clicks
-    schema_file: str | Path | None
+    schema: str | Path | None
+    schema_file: str | Path | None  # the same
     label: str | None
     # histories, movielens, goodreads
     layout: Literal["rows", "lines", "jsonl"]
@@ -97,12 +99,14 @@ class PrepareOptions(TypedDict, total=False):
     random_size: int
 
 
+@named_arguments
 def prepare(
     name: str, output: str | Path, *, overwrite: bool = False, **options: Unpack[PrepareOptions]
 ) -> dict[str, Any]:
     """Write dataset `name` to `output` and return its description; an identical dataset there is left as it is.
 
     Options are those of `recmill prepare NAME --help`, with underscores: prepare("synthetic-clicks", "d", rows=1000).
+    The signature lists those of all datasets.
     An interrupted call, repeated, resumes. `input` of "clicks" and "histories" may be a frame of pandas,
     Polars or Arrow.
     """

@@ -1,6 +1,6 @@
 """Files of histories: scores of given candidates, or the best items, by a run's sequence model."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from recmill.data.names import Names
 from recmill.data.recipes import Tally
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.values import RawRows, texts
-from recmill.errors import ConfigError, DataError
+from recmill.errors import DataError
 
 if TYPE_CHECKING:
     import polars as pl
@@ -79,7 +79,10 @@ class Ranker(Scorer):
         self._recommender, self._k, self._include_seen = recommender, k, include_seen
         self.run = recommender.run
         self.rows_per_row = max(k, 1)
-        self.made = ["rank", "item", "title", "score"] if k else ["item", "score"]
+
+    @property
+    def made(self) -> list[str]:
+        return ["rank", "item", "title", "score"] if self._k else ["item", "score"]
 
     @cached_property
     def encoder(self) -> HistoryEncoder:  # type: ignore[override]
@@ -91,20 +94,19 @@ class Ranker(Scorer):
 
     def scored(self, kept: "pl.DataFrame", encoded: Histories) -> "pl.DataFrame":  # type: ignore[override]
         """Return the columns to keep and `made`. A row whose history has no known item gets null, or no items."""
-        made = self._best(encoded) if self._k else self._of_candidates(encoded)
+        if self._k:
+            histories = [items + 1 for items in encoded.items]
+            made = self._recommender.best_of_all(histories, self._k, self._include_seen)
+        else:
+            made = self._of_candidates(encoded)
         rows = made["row"]
         return made.select([*(column.gather(rows) for column in kept), *self.made])
-
-    def _batches(self, encoded: Histories) -> Iterator[list[int]]:
-        rows = [row for row, items in enumerate(encoded.items) if len(items)]
-        size = self._recommender.batch_size
-        yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
     def _of_candidates(self, encoded: Histories) -> "pl.DataFrame":
         import polars as pl
 
         found = [np.full(len(row), np.nan, np.float32) for row in encoded.candidates]
-        for rows in self._batches(encoded):
+        for rows in self._recommender.batches(encoded.items):
             scores_BV = self._recommender.scores([encoded.items[row] + 1 for row in rows])
             for row, scores_V in zip(rows, scores_BV, strict=True):
                 is_known = encoded.candidates[row] >= 0
@@ -114,19 +116,14 @@ class Ranker(Scorer):
         scores = pl.Series(np.concatenate(found), dtype=pl.Float32).fill_nan(None)
         return pl.DataFrame({"row": np.repeat(np.arange(len(found)), lengths), "item": names, "score": scores})
 
-    def _best(self, encoded: Histories) -> "pl.DataFrame":
-        import polars as pl
+    def of_frame(self, frame: "pl.DataFrame", keep: Sequence[str]) -> "pl.DataFrame":
+        """Return `scored` for the rows of a frame, and warn of unknown items."""
+        from recmill.commands.scored_files import shares
 
-        frames = []
-        for rows in self._batches(encoded):
-            histories = [encoded.items[row] + 1 for row in rows]
-            best = self._recommender.best(histories, self._k, self._include_seen)
-            frames.append(best.with_columns(row=pl.Series(rows).gather(best["row"])))
-        schema = {"row": pl.Int64, "rank": pl.Int32, "item": pl.String, "title": pl.String, "score": pl.Float32}
-        return pl.concat(frames) if frames else pl.DataFrame(schema=schema)
-
-    def of_frame(self, frame: "pl.DataFrame", k: int, keep: list[str]) -> "pl.DataFrame":
-        raise ConfigError("--input: give a file of histories. For those in memory: open_run(run).recommend(histories).")
+        encoded, tally = self.encoded(frame, keep)
+        shares(tally, self)
+        with self.one_thread():
+            return self.scored(frame.select(keep), encoded)
 
     def write_best(self, options: dict[str, Any]) -> dict[str, Any]:
         """Write the K best items for the rows of a file."""
@@ -135,6 +132,5 @@ class Ranker(Scorer):
         checked = checked_options("recommend", RequestOptions, options)
         if checked.output != STREAM:
             new_path(checked.output, "--output")
-        self._recommender.check_k(self._k)
         written = score_files(self, self.made, checked)
         return written | {"requests": written["rows"], "rows": written["written"]}

@@ -18,7 +18,7 @@ from recmill.commands.options import Fallback, Verify, Which, dataset_checks, fl
 from recmill.config.sections import Section
 from recmill.data.checks import checked_items
 from recmill.data.frames import Kind, as_polars, converted
-from recmill.data.names import Names
+from recmill.data.names import Names, Unknown
 from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.observe.log import quiet_libraries
@@ -83,6 +83,7 @@ class _Options(TypedDict, total=False):
 class RecommendOptions(_Options, total=False):
     """The keyword arguments of `Run.recommend`, for type checkers."""
 
+    unknown: Unknown
     input: "AnyFrame | None"
 
 
@@ -220,10 +221,16 @@ def _searcher(
 
     _, config = assemble.open_trained_run(run)
     if assemble.model_module(config).KIND == "histories":
-        return Ranker(Recommender(run, which, fallback, verify), k, include_seen)
+        recommender = Recommender(run, which, fallback, verify)
+        recommender.check_k(k)
+        return Ranker(recommender, k, include_seen)
+    check_no_include_seen(include_seen)
+    return Retriever(run, which, fallback, verify)
+
+
+def check_no_include_seen(include_seen: bool) -> None:
     if include_seen:
         raise ConfigError("--include-seen is for histories: the items of requests are never left out. Remove it.")
-    return Retriever(run, which, fallback, verify)
 
 
 def _best_in_memory(
@@ -231,8 +238,13 @@ def _best_in_memory(
 ) -> "pl.DataFrame":
     import polars as pl
 
+    from recmill.commands.ranker import Ranker
+
     if not isinstance(input, str | Path):
-        return searcher.of_frame(as_polars(input, "input"), k, keep or [])
+        rows = as_polars(input, "input")
+        if isinstance(searcher, Ranker):
+            return searcher.of_frame(rows, keep or [])
+        return searcher.best_of_frame(rows, k, keep or [])
     with tempfile.TemporaryDirectory(prefix="recmill-recommend-") as directory:
         output = str(Path(directory) / "best.parquet")
         searcher.write_best({"input": str(input), "output": output, "keep": keep, "k": k})
@@ -269,19 +281,31 @@ class Recommender:
     def users(self) -> Names:
         return Names(self._dataset.path / "users.parquet", "user")
 
-    def after(self, histories: Sequence[Named], k: int, include_seen: bool) -> "pl.DataFrame":
+    def after(
+        self, histories: Sequence[Named], k: int, include_seen: bool, unknown: Unknown = "error"
+    ) -> "pl.DataFrame":
         """Return columns history (its number, from 0), rank, item, title and score."""
-        import polars as pl
-
         self.check_k(k)
-        found = [np.array(self.items.find(history, "--history")) + 1 for history in histories]
+        found = [np.array(self.items.find(history, "--history", unknown), np.int64) + 1 for history in histories]
         for seen in found:
             self._check_enough_left(seen, "outside this history", k, include_seen)
+        return self.best_of_all(found, k, include_seen).rename({"row": "history"})
+
+    def best_of_all(self, histories: Sequence[np.ndarray], k: int, include_seen: bool) -> "pl.DataFrame":
+        """Return what `best` does, batch by batch; nothing for a history without items."""
+        import polars as pl
+
         frames = []
-        for start in range(0, len(found), self.batch_size):
-            frame = self.best(found[start : start + self.batch_size], k, include_seen)
-            frames.append(frame.with_columns(history=pl.col("row") + start))
-        return pl.concat(frames).select("history", "rank", "item", "title", "score")
+        for rows in self.batches(histories):
+            best = self.best([histories[row] for row in rows], k, include_seen)
+            frames.append(best.with_columns(row=pl.Series(rows).gather(best["row"])))
+        schema = {"row": pl.Int64, "rank": pl.Int32, "item": pl.String, "title": pl.String, "score": pl.Float32}
+        return pl.concat(frames) if frames else pl.DataFrame(schema=schema)
+
+    def batches(self, histories: Sequence[np.ndarray]) -> Iterator[list[int]]:
+        """Yield the numbers of the histories that have items."""
+        rows = [row for row, items in enumerate(histories) if len(items)]
+        yield from (rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size))
 
     def for_users(self, users: Named, k: int, include_seen: bool) -> "pl.DataFrame":
         """Return columns user, rank, item, title and score."""

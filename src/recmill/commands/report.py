@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import flag
+from recmill.commands.options import Runs, flag, listed
 from recmill.commands.report_sections import SECTIONS, Facts, gather, hosts_of
 from recmill.commands.results import RunReport, run_report
 from recmill.config.options import given_path
@@ -30,20 +30,21 @@ class Options(Section):
 
 
 @checked_keywords
-def report(*runs: str | Path, output: str | Path | None = None) -> Path:
-    """Write one self-contained HTML file about `runs` and return its path."""
-    if not runs:
+def report(*runs: Runs, output: str | Path | None = None) -> Path:
+    """Write one self-contained HTML file about `runs` (paths, or lists of them) and return its path."""
+    paths = listed(runs)
+    if not paths:
         raise ConfigError("Nothing to report: name at least one run.")
-    if len(runs) > MAX_SERIES:
-        raise ConfigError(f"{len(runs)} runs: the curves of more than {MAX_SERIES} cannot be told apart. Name fewer.")
-    folder = given_path(runs[0], "RUN")
-    default = folder / "report.html" if len(runs) == 1 else Path("report.html")
+    if len(paths) > MAX_SERIES:
+        raise ConfigError(f"{len(paths)} runs: the curves of more than {MAX_SERIES} cannot be told apart. Name fewer.")
+    folder = given_path(paths[0], "RUN")
+    default = folder / "report.html" if len(paths) == 1 else Path("report.html")
     path = given_path(output, "--output") if output is not None else default
     if path.is_dir():
         raise ConfigError(f"--output {path} is a directory. Name a file.")
-    reports = [run_report(run) for run in runs]
+    reports = [run_report(run) for run in paths]
     with new_file(path.absolute()) as partial:
-        facts = [gather(run, found) for run, found in zip(runs, reports, strict=True)]
+        facts = [gather(run, found) for run, found in zip(paths, reports, strict=True)]
         partial.write_text(html_of(facts), encoding="utf-8", errors="replace")
     return path
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from recmill.commands import assemble
 from recmill.commands.history import number
 from recmill.commands.keywords import checked_keywords
+from recmill.commands.options import Runs, listed
 from recmill.config import load_config, read_settings
 from recmill.config.options import given_path
 from recmill.data.frames import Kind, converted
@@ -51,21 +52,21 @@ class RunReport:
 
 
 @overload
-def results(*runs: str | Path, frame: Literal["polars"] = "polars") -> "pl.DataFrame": ...
+def results(*runs: Runs, frame: Literal["polars"] = "polars") -> "pl.DataFrame": ...
 @overload
-def results(*runs: str | Path, frame: Literal["pandas"]) -> "pd.DataFrame": ...
+def results(*runs: Runs, frame: Literal["pandas"]) -> "pd.DataFrame": ...
 @overload
-def results(*runs: str | Path, frame: Literal["arrow"]) -> "pa.Table": ...
+def results(*runs: Runs, frame: Literal["arrow"]) -> "pa.Table": ...
 @checked_keywords
-def results(*runs: str | Path, frame: Kind = "polars") -> "AnyFrame":
+def results(*runs: Runs, frame: Kind = "polars") -> "AnyFrame":
     """Return one row per run: state, model, best step, test metrics, what popularity reaches and what is reachable.
 
-    `frame`: "polars", "pandas" or "arrow".
+    `runs`: paths, or lists of them. `frame`: "polars", "pandas" or "arrow".
     """
     import polars as pl
 
     rows = []
-    for report in map(run_report, runs):
+    for report in map(run_report, listed(runs)):
         facts = asdict(report)
         groups = [("", facts.pop("values")), *((f"{name}/", facts.pop(name)) for name in ("popularity", "reachable"))]
         metrics = {f"{prefix}{name}": number(value) for prefix, values in groups for name, value in values.items()}

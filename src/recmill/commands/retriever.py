@@ -3,6 +3,7 @@
 The capitals at the end of an array's name are its axes: R requests, C items, D dims, K best items.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from recmill.commands.options import STREAM, dataset_checks, flag, new_path
 from recmill.commands.predict import Options, Predictor, RowEncoder
 from recmill.config.options import checked_options
 from recmill.data.recipes import has_recipe, kept_dataset, vocabulary_file
-from recmill.errors import ConfigError, DataError
+from recmill.errors import ConfigError
 from recmill.models import two_tower
 from recmill.observe.log import quiet_libraries
 
@@ -110,6 +111,10 @@ class Retriever(Predictor):
         return self._model.request_mlp[-1]
 
     @property
+    def made(self) -> list[str]:
+        return ["rank", self.item_column, "score"]
+
+    @property
     def item_column(self) -> str:
         return self.items.columns[-1]
 
@@ -144,12 +149,10 @@ class Retriever(Predictor):
     def scored(self, kept: "pl.DataFrame", encoded: "ClickRows") -> "pl.DataFrame":
         return self.best(kept, encoded, self.rows_per_row)
 
-    def of_frame(self, frame: "pl.DataFrame", k: int, keep: list[str]) -> "pl.DataFrame":
+    def best_of_frame(self, frame: "pl.DataFrame", k: int, keep: Sequence[str]) -> "pl.DataFrame":
         """Return what `best` does for the rows of a frame."""
         self.check_k(k)
-        if missing := [column for column in keep if column not in frame.columns]:
-            raise DataError(f"keep: the frame has no column '{missing[0]}'; it has {', '.join(frame.columns)}.")
-        encoded = self.encoded(frame)
+        encoded, _ = self.encoded(frame, keep)
         with self.one_thread():
             return self.best(frame.select(keep), encoded, k)
 
@@ -162,12 +165,16 @@ class Retriever(Predictor):
             new_path(checked.output, "--output")  # fails before all items are read
         self.check_k(checked.k)
         self.rows_per_row = checked.k
-        written = score_files(self, ["rank", self.item_column, "score"], checked)
+        written = score_files(self, self.made, checked)
         return written | {"requests": written["rows"], "rows": written["written"]}
 
 
 class RequestVectors(Retriever):
     """Gives the vectors of requests instead of their best items."""
+
+    @property
+    def made(self) -> list[str]:
+        return ["vector"]
 
     def scored(self, kept: "pl.DataFrame", encoded: "ClickRows") -> "pl.DataFrame":
         import polars as pl

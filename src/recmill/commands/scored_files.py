@@ -139,8 +139,7 @@ def _checked_job(scorer: "Scorer", options: "Options", files: list[InputFile], o
     check_columns(files, section, encoder.feature_columns, lack, "Add them: scores are computed from them.")
     copied = kept if output.suffix == ".parquet" else []
     check_columns(files, section, kept, "--keep does not fit the files", "Correct --keep, or the files.", copied)
-    if taken := {"score", "logit", *made} & set(kept):
-        raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
+    scorer.check_kept(kept)
     label = encoder.label_column
     has_labels = scorer.reads_labels and all(label in columns_of(file, section) for file in files)
     columns = [*needed, *([label] if has_labels and label not in needed else [])]
@@ -168,8 +167,8 @@ def _score(scorer: "Scorer", options: "Options", job: Job, inputs: dict[str, Any
             parts = run_job("predict", arguments, options.procs)
         written = sum(work.part(f"score-{number}", dict)["written"] for number in range(parts))
         tally, metrics = _write(job, work, parts, output)
-    shares = _shares(tally, scorer)
-    result: dict[str, Any] = {"rows": tally.rows, "written": written, "output": str(output), "features": shares}
+    result: dict[str, Any] = {"rows": tally.rows, "written": written, "output": str(output)}
+    result["features"] = shares(tally, scorer)
     return result | ({"metrics": metrics} if job.has_labels else {})
 
 
@@ -257,7 +256,7 @@ def _values(metrics: BinaryMetrics) -> Values:
     return metrics.compute(World(0, 1, 0, 1, torch.device("cpu")))
 
 
-def _shares(tally: Tally, scorer: "Scorer") -> list[dict[str, Any]]:
+def shares(tally: Tally, scorer: "Scorer") -> list[dict[str, Any]]:
     """Return for each feature the shares of missing, unseen and clipped values, here and in the training rows.
 
     Log a warning for each share that has become much larger.

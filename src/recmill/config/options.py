@@ -1,6 +1,7 @@
 """Keyword arguments or command-line flags -> a validated `Options` model."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ OptionsT = TypeVar("OptionsT", bound=Section)
 
 def given_path(path: str | Path, what: str) -> Path:
     """Return the path. An empty one, as from an unset shell variable, would mean the current directory."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"{what}: expected str or Path, got {path!r}.")
     if not str(path):
         raise ConfigError(f"{what} is empty. Give a path; the current directory is '.'.")
     try:
@@ -44,7 +47,7 @@ def checked_options(command: str, options_class: type[OptionsT], options: dict[s
                 lines.append(unknown(f"option of {command}", key, options_class.model_fields))
             elif problem["type"] == "missing":
                 lines.append(f"--{key.replace('_', '-')} is missing.")
-            elif problem["type"] == "list_type" and isinstance(problem["input"], str):
+            elif problem["type"] == "list_type" and isinstance(problem["input"], str | int):
                 lines.append(f"--{key.replace('_', '-')}: give a list, like {[problem['input']]!r}.")
             else:
                 message = problem["msg"].replace("Input should be", "should be")

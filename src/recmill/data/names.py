@@ -1,14 +1,15 @@
 """Find users and items of a prepared dataset by their original ids or titles."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from recmill.data.parquet_files import reading
-from recmill.errors import DataError
+from recmill.errors import ConfigError, DataError
 
+Unknown = Literal["error", "skip"]  # what becomes of names that are unknown
 _MAX_COMPARED = 100_000  # difflib takes seconds for this many names
 _MAX_SUGGESTED = 3
 _MAX_LISTED = 5
@@ -27,15 +28,21 @@ class Names:
             self.originals: Any = names["original_id"]
         self.titles: Any = names["title"] if "title" in names.columns else self.originals
 
-    def find(self, names: str | Sequence[str | int], flag: str) -> list[int]:
-        """Return the row of each name (an original id or a title). A string is split at commas outside of names."""
+    def find(self, names: str | Sequence[str | int], flag: str, unknown: Unknown = "error") -> list[int]:
+        """Return the row of each name (an original id or a title). A string is split at commas outside of names.
+
+        `unknown`: names that the dataset does not have are an error, or left out ("skip").
+        """
+        if not isinstance(names, Iterable):
+            raise ConfigError(f"{flag}: expected a list or a text, got {names!r}.")
         wanted = self.split(names) if isinstance(names, str) else [str(name) for name in names]
-        if not wanted:
+        if not wanted and unknown == "error":
             raise DataError(f"{flag} is empty: name at least one {self._what}.")
-        if missing := list(dict.fromkeys(name for name in wanted if name not in self._rows)):
+        missing = list(dict.fromkeys(name for name in wanted if name not in self._rows))
+        if missing and unknown == "error":
             raise DataError(self._unknown(missing, self._rows, flag))
         try:
-            return [self.row_of(name) for name in wanted]
+            return [self.row_of(name) for name in wanted if name in self._rows]
         except DataError as error:
             raise DataError(f"{flag}: {error}") from None
 

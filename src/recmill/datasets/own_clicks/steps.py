@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import polars as pl
+from pydantic import AliasChoices
 
 from recmill.config.sections import Section, key
 from recmill.data.click_rows import ClickRows
@@ -59,7 +60,10 @@ KeptBlock = tuple[str, int, int, str, list[str]]  # file, first row in its file,
 class Options(Section):
     input: str = key(..., "A file, a directory, or a pattern in quotes like 'logs/*.csv.gz'; also s3://, gs://, hf://.")
     schema_file: str | None = key(
-        None, "The schema: a TOML file. See docs/own-data.md.", json_schema_extra={"flags": ["--schema"]}
+        None,
+        "The schema: a TOML file. See docs/own-data.md.",
+        json_schema_extra={"flags": ["--schema"]},
+        validation_alias=AliasChoices("schema_file", "schema"),  # pydantic has a method `schema`
     )
     label: str | None = key(None, "Instead of --schema: guess the schema, as `recmill schema --label` does.")
     engine: Literal["polars", "spark"] = key(
