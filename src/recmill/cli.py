@@ -79,7 +79,7 @@ def _run(arguments: list[str]) -> int:
 
 def _with_key(error: click.NoSuchOption, command: click.Command) -> click.UsageError:
     """Suggest what somebody means who names GPUs or workers, an argument, or a config key with a flag."""
-    from recmill.commands.keywords import meant_key
+    from recmill.commands.keywords import keys_instead
 
     flags = {parameter.name: parameter for parameter in command.params if parameter.name}
     name = error.option_name.lstrip("-").replace("-", "_")
@@ -92,8 +92,8 @@ def _with_key(error: click.NoSuchOption, command: click.Command) -> click.UsageE
         hint = (
             "Did you mean '--procs N'? It is the number of processes on a machine; each uses one GPU, if there are any."
         )
-    elif "overrides" in flags and (key := meant_key(name, [*flags])):
-        hint = f"Did you mean '--set {key}=VALUE'?"
+    elif "overrides" in flags and (keys := keys_instead(name, [*flags])):
+        hint = f"Did you mean {' or '.join(f'--set {key}=VALUE' for key in keys)}?"
     return click.UsageError(f"No such option '{error.option_name}'. {hint}", error.ctx) if hint else error
 
 

@@ -252,5 +252,7 @@ def test_a_flag_that_is_a_key_of_the_config_is_named_with_set() -> None:
 
     assert "No such option '--config'. Give CONFIG without a flag: recmill train CONFIG" in printed("--config")
     assert "No such option '--gpus'. Did you mean '--procs N'? It is the number of processes" in printed("--gpus")
-    assert "No such option '--epochs'. Did you mean '--set train.num_epochs=VALUE'?" in printed("--epochs")
+    assert "No such option '--epochs'. Did you mean --set train.num_epochs=VALUE?" in printed("--epochs")
+    assert "Did you mean --set optim.dense.lr=VALUE or --set optim.tables.lr=VALUE?" in printed("--lr")
+    assert "No such option '--data'. Did you mean --set data.path=VALUE?" in printed("--data")
     assert "--procs" in printed("--proc")

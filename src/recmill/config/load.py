@@ -15,7 +15,7 @@ import tomli_w
 
 from recmill import registry
 from recmill.config.problems import Problem, contradictions, contradictions_within, report, validated
-from recmill.config.sections import Section, Settings
+from recmill.config.sections import Section, Settings, config_keys
 from recmill.config.shipped import shipped_configs
 from recmill.errors import ConfigError, did_you_mean, did_you_mean_path
 
@@ -196,17 +196,18 @@ def parse_value(text: str) -> Any:
 
 def _checked(values: dict[str, Any], problems: list[Problem]) -> Config:
     """Return the config, and add everything that is wrong with it to `problems`."""
-    settings, found = validated(Settings, _common(values), siblings=["model"])
-    problems += found
-    sentences = list(contradictions_within(settings))
     own = values.get("model")
     own = own if isinstance(own, dict) else {}
     name = own.get("name")
     model = Section()
     module = _model_module(name, problems)
+    known = [*config_keys(), *(config_keys(module.Config, "model.") if module else ())]
+    settings, found = validated(Settings, _common(values), siblings=["model"], elsewhere=known)
+    problems += found
+    sentences = list(contradictions_within(settings))
     if module:
         keys = {key: value for key, value in own.items() if key != "name"}
-        model, found = validated(module.Config, keys, "model.", siblings=["name"])
+        model, found = validated(module.Config, keys, "model.", siblings=["name"], elsewhere=known)
         problems += found
         sentences += contradictions_within(model)
         sentences += [
