@@ -49,6 +49,8 @@ def _run(arguments: list[str]) -> int:
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption) and error.ctx:
             error = _with_key(error, error.ctx.command)
+        elif isinstance(error, click.UsageError):
+            error = _with_equals_sign(error, arguments)
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
@@ -75,6 +77,14 @@ def _run(arguments: list[str]) -> int:
         hint = f"\nRun again with {_DEBUG} to see the traceback." if isinstance(error, WorkerError) else ""
         _print_error(f"recmill: {known.kind}: {known}{hint}")
         return known.exit_code
+
+
+def _with_equals_sign(error: click.UsageError, arguments: list[str]) -> click.UsageError:
+    """Say how --set is written, if there is a `--set KEY VALUE` among the arguments."""
+    for flag, key, value in zip(arguments, arguments[1:], arguments[2:], strict=False):
+        if flag == "--set" and "=" not in key and not value.startswith("-"):
+            return click.UsageError(f"--set takes KEY=VALUE: --set {key}={value}", error.ctx)
+    return error
 
 
 def _with_key(error: click.NoSuchOption, command: click.Command) -> click.UsageError:
