@@ -340,8 +340,13 @@ def test_an_empty_data_path_is_a_config_error() -> None:
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     schema = {"label": {"column": "click"}, "feature": []}
-    with pytest.raises(ConfigError, match=r"is the schema of a click log, .*: recmill prepare clicks --schema"):
+    with pytest.raises(ConfigError, match=r"is the schema of a click log") as caught:
         load_config(schema)
+    for command in (
+        "recmill prepare clicks --schema config --input LOG --output data/mine;",
+        "recmill train own/dlrm --set data.path=data/mine --run runs/mine.",
+    ):
+        assert command in str(caught.value)
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "nope.toml")
 

@@ -100,7 +100,7 @@ def explanation(run: str | Path, **options: Unpack[ExplainOptions]) -> dict[str,
     for name, members in _groups(checked.group, columns).items():
         columns[name] = tuple(np.concatenate([columns[m][part] for m in members]) for part in (0, 1))  # type: ignore[assignment]
     predictor = Predictor(run, checked.checkpoint, checked.fallback, dataset=dataset)
-    return _importance(predictor, _sampled(dataset, checked.rows), columns, checked, dataset.clicks)
+    return _importance(predictor, *_sampled(dataset, checked.rows), columns, checked, dataset.clicks)
 
 
 _Columns = tuple[np.ndarray, np.ndarray]  # of a feature: its columns of dense values, and of ids
@@ -121,40 +121,45 @@ def _columns(description: ClicksDescription) -> dict[str, _Columns]:
 
 
 def _groups(given: list[str], columns: dict[str, _Columns]) -> dict[str, list[str]]:
-    groups = {}
+    groups: dict[str, list[str]] = {}
     for text in given:
-        name, _, members = text.partition("=")
-        groups[name] = [member.strip() for member in members.split(",") if member.strip()]
-        if not name or not groups[name]:
+        name, _, listed = text.partition("=")
+        members = [member.strip() for member in listed.split(",") if member.strip()]
+        if not name or not members:
             raise ConfigError(f"--group '{text}': give a name and features, like user=age,city.")
         if name in columns:
             raise ConfigError(f"--group '{text}': '{name}' is a feature. Choose another name.")
-        for member in groups[name]:
+        if name in groups:
+            raise ConfigError(f"--group '{text}': another group is called '{name}'. Choose another name.")
+        for member in members:
             if member not in columns:
                 raise ConfigError(f"--group '{text}': {unknown('feature', member, columns)}")
+        groups[name] = members
     return groups
 
 
-def _sampled(dataset: Dataset, most: int) -> ClickRows:
-    """Return at most this many rows of the validation split, evenly spread over it."""
+def _sampled(dataset: Dataset, most: int) -> tuple[ClickRows, np.ndarray | None]:
+    """Return at most this many rows of the validation split, evenly spread over it, and their weights, if any."""
     from recmill.data.clicks import SplitRows
 
     rows = SplitRows(dataset, "val")
     chosen = np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64)
-    return rows.take(chosen)
+    return rows.take(chosen), None if rows.weights is None else rows.weights[chosen]
 
 
 def _importance(
     predictor: Predictor,
     rows: ClickRows,
+    weights: np.ndarray | None,
     columns: dict[str, _Columns],
     options: Options,
     description: ClicksDescription,
 ) -> dict[str, Any]:
     with predictor.one_thread():  # for each of several shuffles at the same time
-        base = auroc(predictor.logits(rows), rows.labels)
+        base = auroc(predictor.logits(rows), rows.labels, weights)
         if base is None:
-            raise DataError(f"the {len(rows):,} rows of the validation split have one class. Use more: --rows.")
+            fact = f"the rows of the validation split ({len(rows):,} of them were used) have one class"
+            raise DataError(f"{fact}. Use more: --rows.")
 
         def drop(job: tuple[int, int]) -> float:
             feature, repeat = job
@@ -163,7 +168,7 @@ def _importance(
             shuffled = replace(rows, dense=rows.dense.copy(), ids=rows.ids.copy())
             shuffled.dense[:, dense] = rows.dense[np.ix_(order, dense)]
             shuffled.ids[:, ids] = rows.ids[np.ix_(order, ids)]
-            return base - (auroc(predictor.logits(shuffled), rows.labels) or 0.0)
+            return base - (auroc(predictor.logits(shuffled), rows.labels, weights) or 0.0)
 
         jobs = [(feature, repeat) for feature in range(len(columns)) for repeat in range(options.repeats)]
         drops = []

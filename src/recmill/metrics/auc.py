@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from recmill.world import World
 
 
-def auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
+def auroc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = None) -> float | None:
     """Return the share of (positive, negative) pairs in the right order; a tie counts half.
 
-    None if a class is missing.
+    A pair counts as the product of its weights. None if a class is missing.
     """
+    if weights is not None:
+        return combined([_weighted_pairs(scores, labels.astype(np.float64), weights.astype(np.float64))])
     labels = labels.astype(bool)
     positives, negatives = np.sort(scores[labels]), np.sort(scores[~labels])  # 10 times faster than argsort
     below = np.searchsorted(negatives, positives, "left")
@@ -53,12 +55,16 @@ def auroc_over_ranks(scores: np.ndarray, labels: np.ndarray, world: "World") -> 
 def weighted_auroc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray, world: "World") -> float | None:
     """Return the AUROC of all ranks' scores where a pair counts as the product of its weights. All ranks take part."""
     columns = [labels.astype(np.float64), weights.astype(np.float64)]
-    scores, labels, weights = by_score_range(scores, columns, world)
+    ranges = world.gather(_weighted_pairs(*by_score_range(scores, columns, world)))
+    return world.broadcast(combined(ranges) if ranges else None)
+
+
+def _weighted_pairs(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
+    """Return twice the weight of the pairs in the right order, and the weights of the positives and the negatives."""
     _, cells = np.unique(scores, return_inverse=True)
     positives, negatives = (np.bincount(cells, weights * share) for share in (labels, 1 - labels))
     pairs = float(np.sum(positives * (2 * np.cumsum(negatives) - negatives)))
-    ranges = world.gather((pairs, float(positives.sum()), float(negatives.sum())))
-    return world.broadcast(combined(ranges) if ranges else None)
+    return pairs, float(positives.sum()), float(negatives.sum())
 
 
 def grouped_auroc(
