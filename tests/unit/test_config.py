@@ -338,6 +338,21 @@ def test_an_empty_data_path_is_a_config_error() -> None:
     assert "--set: 'data.path': String should have at least 1 character, got ''" in problem(GOOD, ("data.path=",))
 
 
+def test_a_run_or_a_dataset_in_place_of_a_config_is_named_with_the_command_that_was_meant(tmp_path: Path) -> None:
+    def error(path: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        return str(caught.value).replace(str(tmp_path), "here")
+
+    for name, files in {"a run": ["config.toml"], "plays": ["dataset.json", "users.parquet"], "other": []}.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).touch()
+    assert "To resume it: recmill train 'here/a run/config.toml' --run 'here/a run';" in error(tmp_path / "a run")
+    assert "recmill train own/sasrec --set data.path=here/plays --run runs/plays." in error(tmp_path / "plays")
+    assert error(tmp_path / "other") == "here/other is a directory. Name the run config (.toml) itself."
+
+
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     schema = {"label": {"column": "click"}, "feature": []}
     with pytest.raises(ConfigError, match=r"is the schema of a click log") as caught:

@@ -15,3 +15,8 @@ def training_command(dataset: Path) -> str:
     """Return the command that trains on a prepared dataset."""
     setting, run = f"data.path={dataset}", f"runs/{dataset.absolute().name}"
     return shlex.join(["recmill", "train", own_config(dataset), "--set", setting, "--run", run])
+
+
+def resuming_command(run: Path) -> str:
+    """Return the command that resumes a run."""
+    return shlex.join(["recmill", "train", str(run / "config.toml"), "--run", str(run)])
