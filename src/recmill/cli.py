@@ -698,5 +698,5 @@ def report_command(runs: tuple[str, ...], **options: Any) -> None:
 @click.argument("b", type=click.Path())
 @_prints(printed_runs.print_comparison)
 def compare_command(a: str, b: str) -> Any:
-    """Compare run A with run B: config, environment, metrics, speed, curves. "same" marks what is within the noise."""
+    """Compare run A with run B: config, environment, metrics, speed, curves, and which differences are noise."""
     return recmill.compare(a, b)

@@ -130,12 +130,16 @@ def print_comparison(found: Any) -> None:
 
 
 def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any) -> None:
-    cells = [[row.name, text(row.a), text(row.b), difference(row), "same" if row.is_same else ""] for row in rows]
+    cells = [[row.name, text(row.a), text(row.b), difference(row), _judged(row)] for row in rows]
     header = [title, "A", "B", "B / A" if title == "speed" else "B - A", ""]
     width = 3 if any(row.is_same is None for row in rows) else len(header)
     if cells:
         print_line()
         print_table(header[:width], [row[:width] for row in cells])
+
+
+def _judged(row: Any) -> str:
+    return "same" if row.a == row.b else "within noise" if row.is_same else ""
 
 
 def _short(value: float) -> str:
