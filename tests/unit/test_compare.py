@@ -1,5 +1,7 @@
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,17 +174,23 @@ def test_sequence_models_have_losses_of_their_own(tmp_path: Path, dlrm: Config) 
     assert [*found.curves] == ["auroc"]
 
 
-def test_a_comparison_fits_80_columns_and_old_runs_leave_out_what_they_lack(
-    tmp_path: Path, dlrm: Config, run_cli: RunCli, capsys: pytest.CaptureFixture[str]
+def test_a_comparison_fits_the_terminal_and_old_runs_leave_out_what_they_lack(
+    tmp_path: Path, dlrm: Config, run_cli: RunCli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     other = dlrm | {"data": {"path": "/a/very/long/path" * 9}, "model": dlrm["model"] | {"x" * 90: [1] * 99}}
-    a = write_run(tmp_path / "a", dlrm, DONE)
-    b = write_run(tmp_path / ("b" * 100), other, {"state": "failed", "reason": "No memory.", "step": 3})
+    a = write_run(Path("a"), dlrm, DONE)
+    b = write_run(Path("b" * 70), other, {"state": "failed", "reason": "No memory.", "step": 3})
     finish(a)
-    print_comparison(recmill.compare(a, b))
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    assert "best validation" in printed
+    found = recmill.compare(a, b)
+    found.runs[0] = replace(found.runs[0], verdict="words " * 30)
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_comparison(found)
+        printed = capsys.readouterr().out
+        assert width - 10 < max(map(len, printed.splitlines())) <= width
+        assert "best validation" in printed
     for file in ("config.toml", "metrics.jsonl"):
         (b / file).unlink()
     print_comparison(recmill.compare(a, b))

@@ -1,6 +1,5 @@
 """What `train`, `recmill results` and `recmill compare` print about runs."""
 
-import textwrap
 from collections.abc import Sequence
 from os.path import commonpath
 from pathlib import Path
@@ -98,13 +97,12 @@ def _print_tested(report: Any) -> None:
 
 
 def print_comparison(found: Any) -> None:
-    """Print a `commands.compare.Comparison`, in 80 columns."""
+    """Print a `commands.compare.Comparison`; its tables fit 80 columns."""
     for letter, run in zip("AB", found.runs, strict=True):
         words = [run.run, run.model, state_text(run), human_time(run.seconds) if run.seconds is not None else ""]
-        for line in textwrap.wrap(f"{letter}  {', '.join(filter(None, words))}", 80, subsequent_indent="   "):
-            print_line(line)
-        for line in textwrap.wrap(run.verdict, 77):
-            print_line(f"   {line}")
+        print_line(f"{letter}  {', '.join(filter(None, words))}", 3)
+        if run.verdict:
+            print_line(f"   {run.verdict}", 3)
     for title, rows in {"config": found.config, "environment": found.environment}.items():
         cells = [[_cut(row.name, 36), *_cut_alike(row.a, row.b)] for row in rows]
         print_line()
@@ -125,8 +123,8 @@ def print_comparison(found: Any) -> None:
         print_line(f"losses at common steps {parted} (last: {found.last_common_step:,})")
     rules = {found.metrics_of: found.noise_of_metrics, "speed": _NOISE_OF_SPEED if found.speed else ""}
     for what, rule in rules.items():
-        for line in textwrap.wrap(f"noise ({what}): {rule}", 80, subsequent_indent="  ") if rule else ():
-            print_line(line)
+        if rule:
+            print_line(f"noise ({what}): {rule}", 2)
 
 
 def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any) -> None:
