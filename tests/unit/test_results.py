@@ -154,6 +154,22 @@ def test_results_fit_the_terminal_and_repeat_the_names(capsys: pytest.CaptureFix
     assert sum(line.count("runs/number") for line in lines) == 5
 
 
+@pytest.mark.parametrize("width, first_block", [(50, 1), (65, 2), (30, 1)])
+def test_popularity_stands_beside_the_first_runs_and_no_row_of_a_block_is_empty(
+    width: int, first_block: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 30 columns there is no place for popularity beside a run."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    done: Values = {"full/hr@10": 0.5, "full/ndcg@10": 0.25}
+    first = [RunReport(f"run-{n}-with-a-name", "done", values=done, popularity={"full/hr@10": 0.1}) for n in range(2)]
+    print_results([*first, RunReport("runs/other", "failed", step=7, values={"auroc": 0.75})], [{}] * 3)
+    blocks = capsys.readouterr().out.split("\n\n")
+    assert blocks[0].splitlines()[0].count("run-") == first_block
+    assert ("popularity" in blocks[0]) is (width > 30)
+    assert sum(block.count("popularity") for block in blocks) == 1
+    assert all(len(re.split("  +", line)) > 1 for block in blocks for line in block.splitlines())
+
+
 def test_results_of_several_runs_are_a_frame_with_a_row_each(new_run: NewRun) -> None:
     done = new_run("done", DONE, {"auroc": 0.75, "calibration": "undefined", "popularity/auroc": 0.5})
     failed = new_run("failed", {"state": "failed"})

@@ -1,6 +1,6 @@
 """What `train`, `recmill results` and `recmill compare` print about runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os.path import commonpath
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,15 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
         bests = [best if metric == report.metric else "" for metric in headlines]
         facts = [report.run, report.model, *[dataset] * has_several, state_text(report)]
         columns.append([*facts, *steps, *bests, *values])
-    columns += [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in _references(reports, names).items()]
-    print_columns([*labels, *names], columns)
+    known = _references(reports, names, dict(zip((report.dataset for report in reports), datasets, strict=True)))
+    references = [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in known.items()]
+    print_columns([*labels, *names], columns, references)
     for report in reports:
         if report.state != "done" and report.reason:
             print_line(f"{report.run}: {state_text(report)}: {report.reason}")
 
 
-def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[str]]:
+def _references(reports: Sequence[Any], names: Sequence[str], short_paths: Mapping[str, str]) -> dict[str, list[str]]:
     """Return columns with what popularity reaches and what is reachable, by title, in the order of `names`.
 
     Where runs on several datasets have the same metric, each dataset has its own columns.
@@ -63,7 +64,7 @@ def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[
             ]
             cells = [found.pop() if len(found) == 1 else "differs" if found else "" for found in known]
             if any(cells):
-                columns[title if is_one else f"{title}, {dataset}"] = cells
+                columns[title if is_one else f"{title}, {short_paths[dataset]}"] = cells
     return columns
 
 
