@@ -96,9 +96,11 @@ def test_one_signal_finishes_the_step_saves_and_says_so(dlrm: dict[str, Any], tm
     assert process.returncode == (130 if name == "SIGINT" else 75), output
     by = "" if name == "SIGINT" else f" by {name} on rank [01]"
     kind = "interrupted" if name == "SIGINT" else "preempted"
-    assert re.search(rf"recmill: {kind}: Stopped at step [\d,]+{by}\. Run the same command to resume", output), output
+    assert re.search(rf"recmill: {kind}: Training ended at step [\d,]+{by}\. Run the same command to resume", output), (
+        output
+    )
     assert name != "SIGINT" or "SIGINT" not in output
-    assert output.lower().count("stopped at step") == 1, output
+    assert output.lower().count("ended at step") == 1, output
     assert "Traceback" not in output
     at = status(tmp_path / "run")
     stopped_at = at["step"]

@@ -70,23 +70,23 @@ def test_runs_that_are_not_done_are_shown_as_such(new_run: NewRun, capsys: pytes
     statuses = {
         "done": DONE,
         "failed": {"state": "failed", "reason": "The loss is no longer a finite number."},
-        "stopped": {"state": "preempted", "reason": "SIGTERM", "step": 37},  # saved after the last report
-        "killed": {"state": "running"},
+        "preempted": {"state": "preempted", "reason": "SIGTERM", "step": 37},  # saved after the last report
+        "lost": {"state": "running"},
         "running": {"state": "running"},
     }
     paths = [new_run(name, status, {"auroc": 0.75} if name == "done" else None) for name, status in statuses.items()]
-    killed, running = (path / ".lock" for path in paths[3:])
+    lost, running = (path / ".lock" for path in paths[3:])
     take_it = (
         "import sys, pathlib, recmill.files.locks as l; l.exclusive_lock(pathlib.Path(sys.argv[1]), '').__enter__()"
     )
-    subprocess.run([sys.executable, "-c", take_it, str(killed)], check=True)
+    subprocess.run([sys.executable, "-c", take_it, str(lost)], check=True)
     with exclusive_lock(running, ""):
         reports = [run_report(path) for path in paths]
     assert [report.state for report in reports] == list(statuses)
     print_results(reports, deltas(reports))
     text = capsys.readouterr().out
     assert f"{reports[1].run}: failed at step 30: The loss is no longer a finite number." in text
-    assert f"{reports[2].run}: stopped at step 37: SIGTERM" in text
+    assert f"{reports[2].run}: preempted at step 37: SIGTERM" in text
     assert text.count("running at step 30") == 1
 
 

@@ -121,7 +121,7 @@ def train(
         results = _launch(checked, dataset, options, procs)
     if stopped := results.get("stopped"):
         step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
-        raise stop_error(name, f"Stopped at step {step:,}{_by(name, rank)}.")
+        raise stop_error(name, f"Training ended at step {step:,}{_by(name, rank)}.")
     return results
 
 
@@ -466,7 +466,7 @@ def _train(
             log.info("%s", timing["verdict"])
             facts = {"rank": signal.rank, "reason": signal.name, "restarts": restarts, "seconds": seconds()}
             run.write_status(signal.state, step=at.step, **facts)
-            text = f"stopped at step {at.step:,}{_by(signal.name, signal.rank)}"
+            text = f"{signal.state} at step {at.step:,}{_by(signal.name, signal.rank)}"
             log.info("%s", text, extra={"console": ""})  # the error says the same
         return {"stopped": {"step": at.step, "rank": signal.rank, "signal": signal.name}}
     if mlperf:

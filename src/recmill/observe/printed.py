@@ -410,6 +410,8 @@ def print_launch(launched: Any, is_dry_run: bool) -> None:
 
 def print_status(run: Any) -> None:
     print(f"{run.state} at step {run.step:,}" + (f": {run.reason}" if run.reason else ""))
+    if run.resume:
+        print_command("resume: ", run.resume)
     if run.job:
         print(f"{run.launcher} job {run.job} is {run.job_state}, submitted {run.submitted_at}")
 
