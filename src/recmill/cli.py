@@ -50,6 +50,8 @@ def _run(arguments: list[str]) -> int:
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption) and error.ctx:
             error = _with_key(error, error.ctx.command)
+        elif isinstance(error, click.UsageError):
+            error = _with_equals_sign(error, arguments)
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
@@ -78,9 +80,17 @@ def _run(arguments: list[str]) -> int:
         return known.exit_code
 
 
+def _with_equals_sign(error: click.UsageError, arguments: list[str]) -> click.UsageError:
+    """Say how --set is written, if there is a `--set KEY VALUE` among the arguments."""
+    for flag, key, value in zip(arguments, arguments[1:], arguments[2:], strict=False):
+        if flag == "--set" and "=" not in key and not value.startswith("-"):
+            return click.UsageError(f"--set takes KEY=VALUE: --set {key}={value}", error.ctx)
+    return error
+
+
 def _with_key(error: click.NoSuchOption, command: click.Command) -> click.UsageError:
     """Suggest what somebody means who names GPUs or workers, an argument, or a config key with a flag."""
-    from recmill.commands.keywords import meant_key
+    from recmill.commands.keywords import keys_instead
 
     flags = {parameter.name: parameter for parameter in command.params if parameter.name}
     name = error.option_name.lstrip("-").replace("-", "_")
@@ -93,8 +103,8 @@ def _with_key(error: click.NoSuchOption, command: click.Command) -> click.UsageE
         hint = (
             "Did you mean '--procs N'? It is the number of processes on a machine; each uses one GPU, if there are any."
         )
-    elif "overrides" in flags and (key := meant_key(name, [*flags])):
-        hint = f"Did you mean '--set {key}=VALUE'?"
+    elif "overrides" in flags and (keys := keys_instead(name, [*flags])):
+        hint = f"Did you mean {' or '.join(f'--set {key}=VALUE' for key in keys)}?"
     return click.UsageError(f"No such option '{error.option_name}'. {hint}", error.ctx) if hint else error
 
 
@@ -689,5 +699,5 @@ def report_command(runs: tuple[str, ...], **options: Any) -> None:
 @click.argument("b", type=click.Path())
 @_prints(printed_runs.print_comparison)
 def compare_command(a: str, b: str) -> Any:
-    """Compare run A with run B: config, environment, metrics, speed, curves. "same" marks what is within the noise."""
+    """Compare run A with run B: config, environment, metrics, speed, curves, and which differences are noise."""
     return recmill.compare(a, b)

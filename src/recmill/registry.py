@@ -198,16 +198,21 @@ def _misfit(module: ModuleType, what: str) -> str | None:
     return None
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """Return a message with the unknown name, the known name that it resembles, and all known names."""
+def unknown(what: str, name: str, known: Iterable[str], others: Iterable[str] = ()) -> str:
+    """Return a message with the unknown name, the known names that it resembles or `others`, and all known names."""
     names = sorted(known)
-    near = nearest(name, names)
-    hint = f"Did you mean '{near}'? " if near else ""
+    meant = [f"'{near}'" for near in nearest(name, names) or others]
+    hint = f"Did you mean {' or '.join(meant)}? " if meant else ""
     return f"unknown {what} '{name}'. {hint}Known: {', '.join(names)}."
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` resembles most, if any; of keys like a.b, the last parts are compared."""
-    by_last_part = {full.rpartition(".")[2]: full for full in sorted(known)}
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known name that `name` resembles most, if any.
+
+    Of keys like a.b, the last parts are compared: several keys may have the nearest one.
+    """
+    by_last_part: dict[str, list[str]] = {}
+    for full in sorted(known):
+        by_last_part.setdefault(full.rpartition(".")[2], []).append(full)
     near = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1, cutoff=0.6)
-    return by_last_part[near[0]] if near else None
+    return by_last_part[near[0]] if near else []

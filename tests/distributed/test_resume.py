@@ -96,9 +96,11 @@ def test_one_signal_finishes_the_step_saves_and_says_so(dlrm: dict[str, Any], tm
     assert process.returncode == (130 if name == "SIGINT" else 75), output
     by = "" if name == "SIGINT" else f" by {name} on rank [01]"
     kind = "interrupted" if name == "SIGINT" else "preempted"
-    assert re.search(rf"recmill: {kind}: Stopped at step [\d,]+{by}\. Run the same command to resume", output), output
+    assert re.search(rf"recmill: {kind}: Training ended at step [\d,]+{by}\. Run the same command to resume", output), (
+        output
+    )
     assert name != "SIGINT" or "SIGINT" not in output
-    assert output.lower().count("stopped at step") == 1, output
+    assert output.lower().count("ended at step") == 1, output
     assert "Traceback" not in output
     at = status(tmp_path / "run")
     stopped_at = at["step"]
@@ -223,6 +225,8 @@ def test_a_finished_run_is_kept_and_guarded(dlrm: dict[str, Any], tmp_path: Path
     assert group.train(dlrm, run, overrides=["train.max_steps=2"]) == first  # unchanged
     group.train(dlrm, run, overrides=["train.max_steps=3"])  # longer
     assert len(losses(run)) == 3
+    with pytest.raises(DataError, match=rf"Name your dataset: --set data.path={dlrm['data']['path']};"):
+        group.train({**dlrm, "data": {"path": "data/own"}}, run, overrides=["train.max_steps=4"])
     other = tmp_path / "other"
     shutil.copytree(dlrm["data"]["path"], other)
     with (other / "dataset.json").open("a") as file:
@@ -233,6 +237,26 @@ def test_a_finished_run_is_kept_and_guarded(dlrm: dict[str, Any], tmp_path: Path
     flip_a_bit(run / "checkpoints" / "step-00000003")
     with pytest.raises(CheckpointError, match="its content changed since it was saved"):
         group.train(dlrm, run, overrides=["train.max_steps=4"])
+
+
+def test_data_that_is_not_there_is_named_with_a_dataset_beside_it_for_such_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shipped configs have such a data.path, for everybody to replace."""
+    for name, files in {"mine": ["dataset.json"], "plays": ["dataset.json", "users.parquet"], "cut": []}.items():
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for file in files:
+            (tmp_path / "data" / name / file).touch()
+    monkeypatch.chdir(tmp_path)
+    for config, mine in (("own/dlrm", "data/mine"), ("own/sasrec", "data/plays")):
+        expected = f"data/own: no such directory, .* config. Name your dataset: --set data.path={mine}; or make it: "
+        with pytest.raises(DataError, match=expected):
+            train(config, "runs/x")
+    (tmp_path / "data/ours").mkdir()
+    (tmp_path / "data/ours/dataset.json").touch()
+    for data, meant in (("data/ouors", "data/ours"), ("none/own", "DIR")):
+        with pytest.raises(DataError, match=f"--set data.path={meant};"):
+            train("own/dlrm", "runs/x", overrides=[f"data.path={data}"])
 
 
 def test_a_loss_that_is_not_finite_is_never_saved(dlrm: dict[str, Any], tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_signal_before_the_first_step_lets_an_evaluation_end_and_trains_nothin
     process.send_signal(signal.SIGUSR2)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 75, output
-    assert "Stopped at step 0 by SIGUSR2" in output
+    assert "Training ended at step 0 by SIGUSR2" in output
     at = status(tmp_path / "run")
     assert (at["state"], at["reason"], at["step"], at["rank"]) == ("preempted", "SIGUSR2", 0, 0)
     assert [(line["step"], line["split"]) for line in metric_lines(tmp_path / "run")] == [(0, "val")]

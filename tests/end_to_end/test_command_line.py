@@ -296,6 +296,10 @@ def test_what_was_meant_is_named_for_runs_datasets_configs_and_files(
         ((*prepare, "--input", "log.cvs", "--user-column", "user_id"), 3, "'log.csv'"),
     ):
         assert_one_clear_error(run_cli(*arguments), code, meant if "like" in meant else f"Did you mean {meant}?")
+    (tmp_path / "data" / "clicks" / "dataset.json").touch()
+    command = "recmill train own/dlrm --set data.path=data/clicks --run runs/clicks."
+    assert_one_clear_error(run_cli("predict", "data/clicks", "--input", "log.csv", "--output", "s.csv"), 4, command)
+    assert_one_clear_error(run_cli("train", "data/clicks", "--run", "r"), 2, command)
 
 
 def test_debug_shows_where_an_error_came_from(run_cli: RunCli, tmp_path: Path) -> None:

@@ -145,6 +145,9 @@ def test_methods_of_a_run_name_what_was_meant() -> None:
 def test_a_key_of_the_config_given_to_train_is_named_as_an_override() -> None:
     with pytest.raises(ConfigError, match=r'unknown argument of train \'epochs\'.*overrides={"train.num_epochs": 3}'):
         recmill.train("c.toml", "r", epochs=3)  # type: ignore[call-arg]
+    both = r'overrides={"optim.dense.lr": 3} or overrides={"optim.tables.lr": 3}\.'
+    with pytest.raises(ConfigError, match=both):
+        recmill.train("c.toml", "r", lr=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"'proc'\. Did you mean 'procs'\?"):
         recmill.train("c.toml", "r", proc=3)  # type: ignore[call-arg]
 

@@ -246,11 +246,15 @@ def test_a_shell_completes_commands_flags_and_names_without_importing_torch(word
 
 
 def test_a_flag_that_is_a_key_of_the_config_is_named_with_set() -> None:
-    def printed(flag: str) -> str:
-        command = [sys.executable, "-m", "recmill", "train", "c.toml", "--run", "r", flag, "3"]
+    def printed(flag: str, value: str = "3") -> str:
+        command = [sys.executable, "-m", "recmill", "train", "c.toml", "--run", "r", flag, value, "4"]
         return subprocess.run(command, capture_output=True, text=True).stderr
 
     assert "No such option '--config'. Give CONFIG without a flag: recmill train CONFIG" in printed("--config")
     assert "No such option '--gpus'. Did you mean '--procs N'? It is the number of processes" in printed("--gpus")
-    assert "No such option '--epochs'. Did you mean '--set train.num_epochs=VALUE'?" in printed("--epochs")
+    assert "No such option '--epochs'. Did you mean --set train.num_epochs=VALUE?" in printed("--epochs")
+    assert "Did you mean --set optim.dense.lr=VALUE or --set optim.tables.lr=VALUE?" in printed("--lr")
+    assert "No such option '--data'. Did you mean --set data.path=VALUE?" in printed("--data")
     assert "--procs" in printed("--proc")
+    assert printed("--set", "data.path").endswith("Error: --set takes KEY=VALUE: --set data.path=4\n")
+    assert "unexpected extra argument (4)" in printed("--set", "data.path=3")

@@ -1,5 +1,7 @@
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,24 @@ def test_parts_of_steps_are_the_same_within_the_spread_of_ten_stretches(tmp_path
     assert (near["step ms"].is_same, far["step ms"].is_same) == (True, False)
 
 
+def test_samples_per_second_are_judged_as_the_time_of_a_step_is(
+    tmp_path: Path, dlrm: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A few log lines of equal speed have no spread, but the steps do: in run a, 22 ms with a deviation of 10 ms."""
+    runs = []
+    for name, forward, rate in (("a", [0.01, 0.03] * 5, 1000), ("b", [0.012] * 10, 2000), ("c", [0.002] * 10, 5000)):
+        runs.append(write_run(tmp_path / name, dlrm, {"state": "failed"}))
+        record(runs[-1], forward)
+        append(runs[-1], [{"step": step, "split": "train", "samples_per_s": rate} for step in (60, 120)])
+    for run, is_noise in ((runs[1], True), (runs[2], False)):
+        found = recmill.compare(runs[0], run)
+        assert [named(found.speed)[name].is_same for name in ("step ms", "samples/s")] == [is_noise, is_noise]
+        print_comparison(found)
+        printed = capsys.readouterr().out
+        assert bool(re.search(r"^samples/s +1,000  \d,000  .*  within noise$", printed, re.M)) is is_noise
+        assert re.search(r"^update ms +2 +2 +1.00   same$", printed, re.M)
+
+
 def test_curves_are_compared_at_common_steps_and_the_first_difference_is_found(tmp_path: Path, dlrm: Config) -> None:
     a, b = (write_run(tmp_path / name, dlrm, {"state": "failed"}) for name in "ab")
     append(a, [{"step": step, "split": "train", "loss": 1.0} for step in range(2, 1000, 2)])
@@ -154,17 +174,23 @@ def test_sequence_models_have_losses_of_their_own(tmp_path: Path, dlrm: Config) 
     assert [*found.curves] == ["auroc"]
 
 
-def test_a_comparison_fits_80_columns_and_old_runs_leave_out_what_they_lack(
-    tmp_path: Path, dlrm: Config, run_cli: RunCli, capsys: pytest.CaptureFixture[str]
+def test_a_comparison_fits_the_terminal_and_old_runs_leave_out_what_they_lack(
+    tmp_path: Path, dlrm: Config, run_cli: RunCli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     other = dlrm | {"data": {"path": "/a/very/long/path" * 9}, "model": dlrm["model"] | {"x" * 90: [1] * 99}}
-    a = write_run(tmp_path / "a", dlrm, DONE)
-    b = write_run(tmp_path / ("b" * 100), other, {"state": "failed", "reason": "No memory.", "step": 3})
+    a = write_run(Path("a"), dlrm, DONE)
+    b = write_run(Path("b" * 70), other, {"state": "failed", "reason": "No memory.", "step": 3})
     finish(a)
-    print_comparison(recmill.compare(a, b))
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    assert "best validation" in printed
+    found = recmill.compare(a, b)
+    found.runs[0] = replace(found.runs[0], verdict="words " * 30)
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_comparison(found)
+        printed = capsys.readouterr().out
+        assert width - 10 < max(map(len, printed.splitlines())) <= width
+        assert "best validation" in printed
     for file in ("config.toml", "metrics.jsonl"):
         (b / file).unlink()
     print_comparison(recmill.compare(a, b))

@@ -283,6 +283,10 @@ def test_defaults_then_file_then_set(tmp_path: Path) -> None:
         ("train={seed=3}", "'train' is a section: set its keys one by one"),
         ("train.seed=1\ntrain.num_epochs=3", "--set: 'train.seed': should be a valid integer"),
         ("a.b.c=1", "--set: unknown key 'a'"),
+        ("lr=1", "--set: unknown key 'lr'. Did you mean 'optim.dense.lr' or 'optim.tables.lr'? Known: checkpoint"),
+        ("optim.lr=1", "--set: unknown key 'optim.lr'. Did you mean 'optim.dense.lr' or 'optim.tables.lr'?"),
+        ("batch_size=1", "Did you mean 'eval.global_batch_size' or 'train.global_batch_size'?"),
+        ("embedding_dim=8", "--set: unknown key 'embedding_dim'. Did you mean 'model.embedding_dim'?"),
         ("eval.ks=[0]", "--set: 'eval.ks.0': should be greater than 0"),
         ("data.path.x=3", "'path' in '--set data.path.x=3' is a value, not a section"),
     ],
@@ -342,10 +346,30 @@ def test_an_empty_data_path_is_a_config_error() -> None:
     assert "--set: 'data.path': String should have at least 1 character, got ''" in problem(GOOD, ("data.path=",))
 
 
+def test_a_run_or_a_dataset_in_place_of_a_config_is_named_with_the_command_that_was_meant(tmp_path: Path) -> None:
+    def error(path: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        return str(caught.value).replace(str(tmp_path), "here")
+
+    for name, files in {"a run": ["config.toml"], "plays": ["dataset.json", "users.parquet"], "other": []}.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).touch()
+    assert "To resume it: recmill train 'here/a run/config.toml' --run 'here/a run';" in error(tmp_path / "a run")
+    assert "recmill train own/sasrec --set data.path=here/plays --run runs/plays." in error(tmp_path / "plays")
+    assert error(tmp_path / "other") == "here/other is a directory. Name the run config (.toml) itself."
+
+
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     schema = {"label": {"column": "click"}, "feature": []}
-    with pytest.raises(ConfigError, match=r"is the schema of a click log, .*: recmill prepare clicks --schema"):
+    with pytest.raises(ConfigError, match=r"is the schema of a click log") as caught:
         load_config(schema)
+    for command in (
+        "recmill prepare clicks --schema config --input LOG --output data/mine;",
+        "recmill train own/dlrm --set data.path=data/mine --run runs/mine.",
+    ):
+        assert command in str(caught.value)
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "nope.toml")
 

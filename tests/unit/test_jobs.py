@@ -13,12 +13,14 @@ import pytest
 
 from recmill.commands.jobs import cancel, logs, status
 from recmill.commands.launch import launch
+from recmill.commands.results import run_report
 from recmill.errors import ConfigError, ResourceError
 from recmill.files.atomic import write_json
 from recmill.jobs import schedulers
 from recmill.jobs.records import Record, is_cancel_requested, note_job, read_job_end, read_jobs, write_job_end
 from recmill.jobs.schedulers import started_at
 from recmill.launch.failures import report_failure
+from recmill.observe.printed import print_status
 from recmill.observe.run_dir import RunDirectory
 
 from ..processes import wait_until
@@ -188,15 +190,22 @@ def test_the_logs_of_all_pods_are_asked_for_and_cancel_removes_what_was_created(
     ]
 
 
-def test_a_run_without_a_job_is_running_only_while_the_process_that_locked_it_lives(run: Path) -> None:
+def test_a_run_without_a_job_is_running_only_while_the_process_that_locked_it_lives(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = RunDirectory(run)
     directory.write_status("running", step=3)
     with directory.locked():
-        assert status(run).state == "running"
+        assert (status(run).state, status(run).resume) == ("running", "")
     with subprocess.Popen(["true"]) as ended:
         pass
     (run / ".lock").write_text(f"process {ended.pid} on {socket.gethostname()} since 2026-01-01T00:00:00Z")
-    assert status(run).state == "lost"
+    assert (status(run).state, run_report(run).state) == ("lost", "lost")
+    directory.write_status("interrupted", step=3, reason="SIGINT")
+    print_status(status(run))
+    expected = f"interrupted at step 3: SIGINT\nresume: recmill train {run}/config.toml --run {run}\n"
+    assert capsys.readouterr().out == expected
+    assert run_report(run).state == "interrupted"
 
 
 def test_a_script_that_runs_here_is_found_by_its_process_and_cancelled_by_a_signal(run: Path) -> None:

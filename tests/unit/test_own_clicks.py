@@ -697,7 +697,8 @@ def test_groups_too_large_for_their_split_are_noted(prepared: Prepare) -> None:
 
 def test_a_missing_schema_says_how_to_make_one(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text(GOOD)
-    with pytest.raises(ConfigError, match=r"absent.toml: no such file\. Make one from the log: recmill schema"):
+    command = "recmill schema --input LOG --label COLUMN --output absent.toml"
+    with pytest.raises(ConfigError, match=rf"absent.toml: no such file\. Make one from the log: {command}\."):
         recmill.prepare("clicks", tmp_path / "d", input=str(tmp_path / "log.csv"), schema_file="absent.toml")
     with pytest.raises(ConfigError, match="--schema is the text of a schema, not a file"):
         recmill.prepare("clicks", tmp_path / "d", input="log.csv", schema_file='[label]\ncolumn = "click"\n')

@@ -1,6 +1,7 @@
 """`recmill plan`: memory, changes that make tables fit, and forecasts, without a GPU, a dataset or processes."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -392,7 +393,7 @@ def test_the_command_prints_and_exits_by_whether_it_fits(run_cli: RunCli, tmp_pa
     done = run_cli("plan", str(config), "--rows", "1000,2000", "--samples", "6400", "--plot", str(plotted))
     assert done.returncode == 0, done.stderr
     run, memory = done.stdout.splitlines()[-2:]  # what is wanted most comes last
-    assert run.startswith("run: 100 steps")
+    assert re.match(r"run: 100 steps, \d\.\d\d s \(training \d\.\d\d s, validation \d\.\d\d s, checkpoints ", run)
     assert memory.startswith("memory: fits, with ")
     sizes = [line.split()[0] for line in done.stdout.splitlines() if "-bound" in line][:-1]
     assert sizes == ["1", "2", "4", "8", "16", "32", "64"]  # up to a sample each

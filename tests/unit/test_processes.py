@@ -122,7 +122,9 @@ def test_a_signal_reaches_a_worker_that_is_being_started_even_if_another_thread_
         "    print(error)\n"
     )
     done = run(folder, code)
-    assert done.stdout == "Stopped at step 0 by SIGUSR2 on rank 0. Run the same command to resume.\n", done.stderr
+    assert done.stdout == "Training ended at step 0 by SIGUSR2 on rank 0. Run the same command to resume.\n", (
+        done.stderr
+    )
 
 
 def test_a_worker_that_waits_ends_when_the_command_is_killed() -> None:

@@ -87,8 +87,7 @@ def test_runs_that_are_not_done_and_old_ones_say_what_is_missing(state: str, tmp
         tmp_path / "a", dlrm, {"state": state, "step": 120, "reason": "SIGTERM" if state != "running" else ""}
     )
     words = text_of(recmill.report(run))
-    shown = "stopped" if state in ("preempted", "interrupted") else state
-    assert f"{shown} at step 120" in words
+    assert f"{state} at step 120" in words
     assert ("SIGTERM" if state != "running" else "comes when it is done") in words
     for sentence in (
         "This run did not record where its time went.",

@@ -70,23 +70,23 @@ def test_runs_that_are_not_done_are_shown_as_such(new_run: NewRun, capsys: pytes
     statuses = {
         "done": DONE,
         "failed": {"state": "failed", "reason": "The loss is no longer a finite number."},
-        "stopped": {"state": "preempted", "reason": "SIGTERM", "step": 37},  # saved after the last report
-        "killed": {"state": "running"},
+        "preempted": {"state": "preempted", "reason": "SIGTERM", "step": 37},  # saved after the last report
+        "lost": {"state": "running"},
         "running": {"state": "running"},
     }
     paths = [new_run(name, status, {"auroc": 0.75} if name == "done" else None) for name, status in statuses.items()]
-    killed, running = (path / ".lock" for path in paths[3:])
+    lost, running = (path / ".lock" for path in paths[3:])
     take_it = (
         "import sys, pathlib, recmill.files.locks as l; l.exclusive_lock(pathlib.Path(sys.argv[1]), '').__enter__()"
     )
-    subprocess.run([sys.executable, "-c", take_it, str(killed)], check=True)
+    subprocess.run([sys.executable, "-c", take_it, str(lost)], check=True)
     with exclusive_lock(running, ""):
         reports = [run_report(path) for path in paths]
     assert [report.state for report in reports] == list(statuses)
     print_results(reports, deltas(reports))
     text = capsys.readouterr().out
     assert f"{reports[1].run}: failed at step 30: The loss is no longer a finite number." in text
-    assert f"{reports[2].run}: stopped at step 37: SIGTERM" in text
+    assert f"{reports[2].run}: preempted at step 37: SIGTERM" in text
     assert text.count("running at step 30") == 1
 
 
@@ -152,6 +152,22 @@ def test_results_fit_the_terminal_and_repeat_the_names(capsys: pytest.CaptureFix
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if "0.5000" in line] == ["full/hr@10"] * 3
     assert sum(line.count("runs/number") for line in lines) == 5
+
+
+@pytest.mark.parametrize("width, first_block", [(50, 1), (65, 2), (30, 1)])
+def test_popularity_stands_beside_the_first_runs_and_no_row_of_a_block_is_empty(
+    width: int, first_block: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 30 columns there is no place for popularity beside a run."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    done: Values = {"full/hr@10": 0.5, "full/ndcg@10": 0.25}
+    first = [RunReport(f"run-{n}-with-a-name", "done", values=done, popularity={"full/hr@10": 0.1}) for n in range(2)]
+    print_results([*first, RunReport("runs/other", "failed", step=7, values={"auroc": 0.75})], [{}] * 3)
+    blocks = capsys.readouterr().out.split("\n\n")
+    assert blocks[0].splitlines()[0].count("run-") == first_block
+    assert ("popularity" in blocks[0]) is (width > 30)
+    assert sum(block.count("popularity") for block in blocks) == 1
+    assert all(len(re.split("  +", line)) > 1 for block in blocks for line in block.splitlines())
 
 
 def test_results_of_several_runs_are_a_frame_with_a_row_each(new_run: NewRun) -> None:

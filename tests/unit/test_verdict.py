@@ -60,6 +60,11 @@ def test_small_waits_are_partly_and_none_are_compute() -> None:
     assert of(times(input=3, forward=97)).text == "compute-bound, 97 % of the step"
 
 
+def test_steps_of_little_but_fixed_costs_are_bound_by_overhead() -> None:
+    found = of(times(forward=16, other=84))
+    assert found.text == "overhead-bound 84 %: without it 6.25x; try a larger train.global_batch_size"
+
+
 @pytest.mark.parametrize("steps", [0, 1, 9])
 def test_few_steps_give_no_verdict(steps: int) -> None:
     found = of(times(steps=steps, input=1.0 * steps))

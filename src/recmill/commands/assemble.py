@@ -14,6 +14,7 @@ from recmill.checkpoints.format import committed, step_of, step_path
 from recmill.config import Config, fingerprint, load_config
 from recmill.config.options import given_path
 from recmill.config.sections import ALL_TABLES, DYNAMIC_ON_CUDA, SSD_ON_CUDA, DynamicTable
+from recmill.config.suggested import own_config, resuming_command, training_command
 from recmill.data.opening import Checks, open_dataset
 from recmill.data.windows import WindowRules
 from recmill.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError, did_you_mean_path
@@ -393,6 +394,8 @@ def open_directory(path: str | Path) -> RunDirectory:
             "given as --run."
         )
     if not run.config_file.is_file():
+        if own_config(run.path):
+            raise CheckpointError(f"{run.path} is a prepared dataset. Train on it: {training_command(run.path)}.")
         inside = sorted(run.path.glob("*/config.toml"))
         remedy = f"It holds runs: name one, like {inside[0].parent}." if inside else "Train first: recmill train."
         raise CheckpointError(f"{run.path}: no config.toml, so this is no run directory. {remedy}")
@@ -410,7 +413,7 @@ def open_trained_directory(path: str | Path) -> RunDirectory:
     saved_step = run.saved_step()
     if not committed(run.checkpoints):
         raise lost_error(run.checkpoints, saved_step) or CheckpointError(
-            f"{path}: no complete checkpoint yet. Train first: recmill train {run.config_file} --run {path}."
+            f"{path}: no complete checkpoint yet. Train first: {resuming_command(run.path)}."
         )
     return run
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import hypot, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,9 +88,9 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
         metrics_of=metrics_of,
         noise_of_metrics=rule,
         speed=[
-            Measured(name, mean, other[0], abs(other[0] - mean) <= _NOISE_SPREADS * hypot(spread, other[1]))
-            for name, (mean, spread) in runs[0].speed.items()
-            if (other := runs[1].speed.get(name)) and (mean or other[0])
+            Measured(name, own.mean, other.mean, _is_noise(own, other))
+            for name, own in runs[0].speed.items()
+            if (other := runs[1].speed.get(name)) and (own.mean or other.mean)
         ],
         curves={name: rows for name, rows in curves.items() if rows},
         first_difference=first_difference,
@@ -99,11 +99,16 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
     )
 
 
+class _Speed(NamedTuple):
+    mean: float
+    spread: float  # of the ten parts of the run, relative to the mean
+
+
 @dataclass
 class _Run:
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
-    speed: dict[str, tuple[float, float]] = field(default_factory=dict)  # mean and spread of stretches
+    speed: dict[str, _Speed] = field(default_factory=dict)
     validations: dict[str, deque[float]] = field(default_factory=dict)
 
 
@@ -137,6 +142,8 @@ def _read(path: str | Path, report: RunReport) -> _Run:
                 count[stretch] += 1
     for name, label in {"samples_per_s": "samples/s", "memory_gb": "memory GB"}.items():
         _add_speed(run, label, *sums[name])
+    if "samples/s" in run.speed and "step ms" in run.speed:  # the time of all steps, not only that of the reported ones
+        run.speed["samples/s"] = _Speed(run.speed["samples/s"].mean, run.speed["step ms"].spread)
     return run
 
 
@@ -175,7 +182,13 @@ def _add_speed(run: _Run, name: str, totals: np.ndarray, counts: np.ndarray) -> 
     """Add the mean, and how far the stretches of the run are from it (standard deviation)."""
     if counts.sum():
         stretches = totals[counts > 0] / counts[counts > 0]
-        run.speed[name] = float(totals.sum() / counts.sum()), float(stretches.std())
+        mean = float(totals.sum() / counts.sum())
+        run.speed[name] = _Speed(mean, float(stretches.std()) / mean if mean else 0.0)
+
+
+def _is_noise(a: _Speed, b: _Speed) -> bool:
+    """Return whether a difference is noise. It is relative to the middle of both: a rate is judged as its time is."""
+    return abs(b.mean - a.mean) <= _NOISE_SPREADS * hypot(a.spread, b.spread) * (a.mean + b.mean) / 2
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:

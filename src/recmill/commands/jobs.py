@@ -7,20 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recmill.config.options import given_path
+from recmill.config.suggested import resuming_command
 from recmill.errors import ConfigError
 from recmill.jobs.records import read_job_end, read_jobs, request_cancel, write_job_end
 from recmill.jobs.schedulers import SCHEDULERS, JobState, job_state, pods_command, stop_job
 from recmill.observe.run_dir import RunDirectory
 
 _POLL_SECONDS = 1.0
-_ENDED = ("done", "failed", "lost", "preempted", "interrupted")
+_RESUMED = ("lost", "preempted", "interrupted")  # by the same command
+_ENDED = ("done", "failed", *_RESUMED)
 _KILLED = "ended by cancel --now. Launch it again to resume from the last checkpoint."
 _LOST = "its processes ended without reporting why, as when a machine fails. Launch it again to resume."
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """`state`: queued, running, done, preempted, interrupted, failed, lost, or "new" before the first step."""
+    """`state`: queued, running, done, preempted, interrupted, failed, lost, or "new" before the first step.
+
+    `resume`: the command that resumes a run without a job.
+    """
 
     state: str
     step: int
@@ -29,6 +34,7 @@ class RunStatus:
     launcher: str
     job_state: str
     submitted_at: str
+    resume: str = ""
 
 
 def status(run: str | Path) -> RunStatus:
@@ -43,7 +49,8 @@ def status(run: str | Path) -> RunStatus:
     state, reason = _combined(str(own.get("state", "new")), str(own.get("reason", "")), found, end, is_gone)
     step = int(own.get("step", 0))
     if record is None or found is None:
-        return RunStatus(state, step, reason, "", "", "", "")
+        resume = resuming_command(Path(run)) if state in _RESUMED else ""
+        return RunStatus(state, step, reason, "", "", "", "", resume)
     return RunStatus(state, step, reason, record.id, record.launcher, found.state, record.submitted_at)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from recmill import errors
-from recmill.config import config_keys
+from recmill.config import config_keys, meant_keys
 from recmill.errors import ConfigError, UserError
-from recmill.registry import nearest, unknown
+from recmill.registry import unknown
 
 _ACCEPTED: dict[Any, Any] = {int: numbers.Integral, Path: os.PathLike}
 _FLAGS = {
@@ -104,16 +104,17 @@ def _classes(annotation: Any) -> tuple[type, ...]:
     )
 
 
-def meant_key(name: str, known: list[str]) -> str | None:
-    """Return the key of the config that an unknown name resembles more than it resembles a known one."""
-    near = nearest(name, [*known, *config_keys()])
-    return near if near and near not in known else None
+def keys_instead(name: str, known: list[str]) -> list[str]:
+    """Return the keys of the config that an unknown name resembles more than it resembles a known one."""
+    near = meant_keys(name, [*known, *config_keys()])
+    return [] if {*near} & {*known} else near
 
 
 def _message(function: str, name: str, value: Any, known: list[str]) -> str:
-    if "overrides" in known and (key := meant_key(name, known)):
+    if "overrides" in known and (keys := keys_instead(name, known)):
+        meant = " or ".join(f'overrides={{"{key}": {value!r}}}' for key in keys)
         return (
-            f"unknown argument of {function} '{name}'. Keys of the config go to overrides: "
-            f'overrides={{"{key}": {value!r}}}. Arguments: {", ".join(known)}.'
+            f"unknown argument of {function} '{name}'. Keys of the config go to overrides: {meant}. "
+            f"Arguments: {', '.join(known)}."
         )
     return unknown(f"argument of {function}", name, known)

@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 
     from recmill.data.frames import AnyFrame
 
-_STOPPED = ("preempted", "interrupted")
-
 
 @dataclass(frozen=True)
 class RunReport:
     run: str
-    state: str  # done, running, stopped, failed, or killed: it ended without writing how
+    state: str  # of status.json, or lost: it ended without writing how
     reason: str = ""  # the error or the signal
     model: str = ""
     dataset: str = ""
@@ -104,8 +102,8 @@ def run_report(path: str | Path) -> RunReport:
     if state == "done":
         facts |= _tested(run, path)
     elif state == "running" and run.has_lost_its_process():
-        state = "killed"
-    return RunReport(str(path), "stopped" if state in _STOPPED else state, **facts)
+        state = "lost"
+    return RunReport(str(path), state, **facts)
 
 
 def _progress(run: RunDirectory) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from recmill.commands.options import Fallback, Procs, Verify, dataset_checks, fl
 from recmill.config import Config, Overrides, differences, fingerprint, key_of, load_config, override_texts, to_toml
 from recmill.config.options import given_path
 from recmill.config.sections import Section, Settings, ShardingSection, TrainSection
+from recmill.config.suggested import own_config
 from recmill.data.opening import Checks
 from recmill.data.recipes import keep_recipe
 from recmill.environment import (
@@ -31,7 +32,7 @@ from recmill.environment import (
     process_environment,
     recorded_variables,
 )
-from recmill.errors import CheckpointError, ConfigError, Interrupted, Preempted, UserError
+from recmill.errors import CheckpointError, ConfigError, DataError, Interrupted, Preempted, UserError
 from recmill.failpoints import reach
 from recmill.files.atomic import write_json, write_text
 from recmill.hardware.cpu import threads_per_process
@@ -120,7 +121,7 @@ def train(
         results = _launch(checked, dataset, options, procs)
     if stopped := results.get("stopped"):
         step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
-        raise stop_error(name, f"Stopped at step {step:,}{_by(name, rank)}.")
+        raise stop_error(name, f"Training ended at step {step:,}{_by(name, rank)}.")
     return results
 
 
@@ -148,6 +149,8 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
         step = directory.saved_step()
         if step_path(directory.checkpoints, step).is_dir():  # else training may begin at an earlier one
             _check_reached(directory, step, most)
+    if not Path(config.settings.data.path).exists():
+        raise _no_data(config, saved)
     dataset = assemble.open_matching_dataset(checked, checks)
     if saved is not None:
         newest = None
@@ -162,6 +165,20 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
             "Set it to false, or choose another --run."
         )
     return CheckedRun(checked, directory, dataset, is_finished)
+
+
+def _no_data(config: Config, saved: Config | None) -> DataError:
+    """Return the error for a data.path that is not there, with the dataset of the run or one beside the path."""
+    path = Path(config.settings.data.path)
+    kind = "own/sasrec" if assemble.model_module(config).KIND == "histories" else "own/dlrm"
+    beside = [file.parent for file in sorted(path.parent.glob("*/dataset.json")) if own_config(file.parent) == kind]
+    near = registry.nearest(path.name, [dataset.name for dataset in beside])
+    known = [Path(saved.settings.data.path)] if saved else [dataset for dataset in beside if dataset.name in near]
+    yours = [dataset for dataset in known or beside if dataset.is_dir()]
+    return DataError(
+        f"{path}: no such directory, and it is the data.path of the config. Name your dataset: --set data.path="
+        f"{yours[0] if yours else 'DIR'}; or make it: recmill prepare NAME --output {path}."
+    )
 
 
 def _model_and_data(config: Config) -> str:
@@ -449,7 +466,7 @@ def _train(
             log.info("%s", timing["verdict"])
             facts = {"rank": signal.rank, "reason": signal.name, "restarts": restarts, "seconds": seconds()}
             run.write_status(signal.state, step=at.step, **facts)
-            text = f"stopped at step {at.step:,}{_by(signal.name, signal.rank)}"
+            text = f"{signal.state} at step {at.step:,}{_by(signal.name, signal.rank)}"
             log.info("%s", text, extra={"console": ""})  # the error says the same
         return {"stopped": {"step": at.step, "rank": signal.rank, "signal": signal.name}}
     if mlperf:

@@ -203,5 +203,5 @@ class Program:
 
     def _unknown(self, word: str) -> ConfigError:
         near = nearest(word, [flag.name for flag in self.flags])
-        remedy = f"Did you mean '{near}'?" if near else "docs/coming-from.md lists its flags."
+        remedy = f"Did you mean '{near[0]}'?" if near else "docs/coming-from.md lists its flags."
         return ConfigError(f"{self.name} has no flag '{word}'. {remedy}")

@@ -12,4 +12,5 @@ from recmill.config.load import (
     read_toml,
     to_toml,
 )
+from recmill.config.problems import meant_keys
 from recmill.config.sections import Section, Settings, config_keys

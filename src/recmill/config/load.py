@@ -15,8 +15,9 @@ import tomli_w
 
 from recmill import registry
 from recmill.config.problems import Problem, contradictions, contradictions_within, report, validated
-from recmill.config.sections import Section, Settings
+from recmill.config.sections import Section, Settings, config_keys
 from recmill.config.shipped import shipped_configs
+from recmill.config.suggested import own_config, resuming_command, training_command
 from recmill.errors import ConfigError, did_you_mean, did_you_mean_path
 
 Overrides = Sequence[str] | Mapping[str, Any]  # ["optim.dense.lr=0.02"] or {"optim.dense.lr": 0.02}, also nested
@@ -153,13 +154,21 @@ def read_toml(path: Path) -> dict[str, Any]:
             remedy = f"The config that comes with Recmill is called {name}."
         raise ConfigError(f"{path}: no such file. {remedy}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory. Name the run config (.toml) itself.") from None
+        raise ConfigError(_about_directory(path)) from None
     except OSError as error:
         if error.filename:
             raise
         raise ConfigError(f"{path}: {error.strerror}. Name a run config (.toml) that can be read.") from None
     except ValueError as error:  # also of bytes that are not UTF-8, and of too long integers
         raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+
+
+def _about_directory(path: Path) -> str:
+    if (path / "config.toml").is_file():
+        return f"{path} is a run. To resume it: {resuming_command(path)}; for a new run, name {path / 'config.toml'}."
+    if own_config(path):
+        return f"{path} is a prepared dataset. Name a config: {training_command(path)}."
+    return f"{path} is a directory. Name the run config (.toml) itself."
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
@@ -196,17 +205,18 @@ def parse_value(text: str) -> Any:
 
 def _checked(values: dict[str, Any], problems: list[Problem]) -> Config:
     """Return the config, and add everything that is wrong with it to `problems`."""
-    settings, found = validated(Settings, _common(values), siblings=["model"])
-    problems += found
-    sentences = list(contradictions_within(settings))
     own = values.get("model")
     own = own if isinstance(own, dict) else {}
     name = own.get("name")
     model = Section()
     module = _model_module(name, problems)
+    known = [*config_keys(), *(config_keys(module.Config, "model.") if module else ())]
+    settings, found = validated(Settings, _common(values), siblings=["model"], elsewhere=known)
+    problems += found
+    sentences = list(contradictions_within(settings))
     if module:
         keys = {key: value for key, value in own.items() if key != "name"}
-        model, found = validated(module.Config, keys, "model.", siblings=["name"])
+        model, found = validated(module.Config, keys, "model.", siblings=["name"], elsewhere=known)
         problems += found
         sentences += contradictions_within(model)
         sentences += [

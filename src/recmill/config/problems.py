@@ -16,21 +16,34 @@ from recmill.config.sections import Section, named_sections, subsection
 SectionT = TypeVar("SectionT", bound=Section)
 _MAX_LINES = 10  # of a report
 _KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
+# What people look for who do not know the key
+_RATES = ["optim.dense.lr", "optim.tables.lr"]
+_WORDS = {"data": ["data.path"], "dataset": ["data.path"], "model": ["model.name"], "learning_rate": _RATES}
 
 
 @dataclass(frozen=True)
 class Problem:
     text: str
     keys: tuple[str, ...]  # that it is about
-    meant: str | None = None  # the known key that an unknown one resembles
+    meant: Sequence[str] = ()  # the known keys that an unknown one resembles
+
+
+def meant_keys(name: str, keys: Sequence[str]) -> list[str]:
+    """Return those of the `keys` of a run config that `name` resembles most, like both learning rates for lr."""
+    return _WORDS.get(name) or registry.nearest(name, keys)
 
 
 def validated(
-    cls: type[SectionT], values: Mapping[str, Any], prefix: str = "", siblings: Sequence[str] = ()
+    cls: type[SectionT],
+    values: Mapping[str, Any],
+    prefix: str = "",
+    siblings: Sequence[str] = (),
+    elsewhere: Sequence[str] = (),
 ) -> tuple[SectionT, list[Problem]]:
     """Return the section, where keys with a problem have their defaults, and the problems.
 
-    `prefix`: the section's name in the config; `siblings`: other keys that the config may have there.
+    `prefix`: the section's name in the config; `siblings`: other keys that the config may have there; `elsewhere`:
+    keys of all sections, which somebody may mean who leaves out the section.
     """
     try:
         # Through JSON, pydantic is strict about types but accepts a list for a tuple.
@@ -39,7 +52,7 @@ def validated(
         errors: Sequence[Mapping[str, Any]] = invalid.errors()
     problems: dict[tuple[str, ...], Problem] = {}
     for error in errors:
-        problem = _problem(cls, error, prefix, siblings)
+        problem = _problem(cls, error, prefix, siblings, elsewhere)
         if error["type"] != "list_type" or problem.keys not in problems:  # of a number or a list, a number was meant
             problems[problem.keys] = problem
     return _without_problems(cls, values, [error["loc"] for error in errors]), list(problems.values())
@@ -47,7 +60,7 @@ def validated(
 
 def contradictions(sentences: Sequence[str], others: Sequence[Problem]) -> list[Problem]:
     """Return a problem for each sentence, unless it names a key that has a problem already."""
-    doubtful = [key for other in others for key in (*other.keys, other.meant) if key]
+    doubtful = [key for other in others for key in (*other.keys, *other.meant)]
     found = [Problem(text, tuple(_KEY.findall(text))) for text in sentences]
     return [problem for problem in found if not any(concerns(problem, key) for key in doubtful)]
 
@@ -96,14 +109,17 @@ def _without_problems(cls: type[SectionT], values: Any, problems: Sequence[tuple
     return cast(SectionT, cls.model_construct(**good))  # mypy infers Section, not SectionT
 
 
-def _problem(cls: type[Section], error: Mapping[str, Any], prefix: str, siblings: Sequence[str]) -> Problem:
+def _problem(
+    cls: type[Section], error: Mapping[str, Any], prefix: str, siblings: Sequence[str], elsewhere: Sequence[str]
+) -> Problem:
     parent, field, location = _locate(cls, error["loc"])
     key = (prefix + ".".join(map(str, location))).rstrip(".")
     if error["type"] == "extra_forbidden":
         names = [*parent.model_fields, *(siblings if len(location) == 1 else [])]
         before = key[: len(key) - len(str(location[-1]))]
         known = [f"{before}{name}" for name in names]
-        return Problem(registry.unknown("key", key, known), (key,), registry.nearest(key, known))
+        others = meant_keys(key, elsewhere) if elsewhere else []
+        return Problem(registry.unknown("key", key, known, others), (key,), registry.nearest(key, known) or others)
     help_text = (field.description or "") if field else ""
     if error["type"] == "missing":
         return Problem(f"'{key}' is missing. {help_text}", (key,))

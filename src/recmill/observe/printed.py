@@ -68,19 +68,29 @@ def print_table(header: Row, rows: Sequence[Row]) -> None:
         print_line(line, last)
 
 
-def print_columns(labels: Row, columns: Sequence[Row]) -> None:
-    """Print the labels and as many columns as the terminal has place for, then again with the next ones."""
+def print_columns(labels: Row, columns: Sequence[Row], references: Sequence[Row] = ()) -> None:
+    """Print the labels and as many columns as the terminal has place for, then again with the next ones.
+
+    The columns `references` stand right of the first ones, if there is place. Rows without a value are left out.
+    """
     width = shutil.get_terminal_size((10_000, 0)).columns
-    count = len(columns)
-    while count > 1 and any(
-        len(line) > width for line in table_lines(list(zip(labels, *columns[:count], strict=True)))
-    ):
-        count -= 1
-    header, *rows = zip(labels, *columns[:count], strict=True)
+
+    def block(count: int) -> list[Row]:
+        header, *rows = zip(labels, *columns[:count], *references, strict=True)
+        return [header, *(row for row in rows if any(row[1:]))]
+
+    def fits(count: int) -> bool:
+        return max(map(len, table_lines(block(count)))) <= width
+
+    count = next(filter(fits, range(len(columns), 0, -1)), 0)
+    if not count and references:
+        print_columns(labels, [*columns, *references])
+        return
+    header, *rows = block(count or 1)
     print_table(header, rows)
-    if columns[count:]:
+    if rest := columns[count or 1 :]:
         print_line()
-        print_columns(labels, columns[count:])
+        print_columns(labels, rest)
 
 
 def print_command(before: str, command: str) -> None:
@@ -400,6 +410,8 @@ def print_launch(launched: Any, is_dry_run: bool) -> None:
 
 def print_status(run: Any) -> None:
     print(f"{run.state} at step {run.step:,}" + (f": {run.reason}" if run.reason else ""))
+    if run.resume:
+        print_command("resume: ", run.resume)
     if run.job:
         print(f"{run.launcher} job {run.job} is {run.job_state}, submitted {run.submitted_at}")
 

@@ -7,6 +7,7 @@ from recmill.observe.printed import counted, print_columns, print_line, print_ta
 from recmill.observe.progress import human_bytes, human_rate, human_time
 
 _LARGEST = 5  # tables that are shown
+_SHORT = 10.0  # seconds that are shown with a fraction
 _HELD = {name: name for name in ("rows", "state", "gradients", "cache")} | {"looked_up": "activations", "ids": "ids"}
 
 
@@ -92,8 +93,10 @@ def _print_forecast(report: Any) -> None:
     )
     print_line(f"verdict: {run.verdict.text}")
     if run.steps:
-        spent = f"training {human_time(run.training)}, validation {human_time(run.validating)}"
-        print_line(f"run: {run.steps:,} steps, {run.hours:,.2f} h ({spent}, checkpoints {human_time(run.saving)})")
+        times = (3600 * run.hours, run.training, run.validating, run.saving)
+        total, training, validating, saving = (f"{t:.2f} s" if t < _SHORT else human_time(t) for t in times)
+        parts = f"training {training}, validation {validating}, checkpoints {saving}"
+        print_line(f"run: {run.steps:,} steps, {total} ({parts})")
     if report.cost is None:
         print_line("cost: not known, because the number of steps is not. Give --samples.")
     elif report.cost:

@@ -1,7 +1,6 @@
 """What `train`, `recmill results` and `recmill compare` print about runs."""
 
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os.path import commonpath
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,15 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
         bests = [best if metric == report.metric else "" for metric in headlines]
         facts = [report.run, report.model, *[dataset] * has_several, state_text(report)]
         columns.append([*facts, *steps, *bests, *values])
-    columns += [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in _references(reports, names).items()]
-    print_columns([*labels, *names], columns)
+    known = _references(reports, names, dict(zip((report.dataset for report in reports), datasets, strict=True)))
+    references = [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in known.items()]
+    print_columns([*labels, *names], columns, references)
     for report in reports:
         if report.state != "done" and report.reason:
             print_line(f"{report.run}: {state_text(report)}: {report.reason}")
 
 
-def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[str]]:
+def _references(reports: Sequence[Any], names: Sequence[str], short_paths: Mapping[str, str]) -> dict[str, list[str]]:
     """Return columns with what popularity reaches and what is reachable, by title, in the order of `names`.
 
     Where runs on several datasets have the same metric, each dataset has its own columns.
@@ -64,7 +64,7 @@ def _references(reports: Sequence[Any], names: Sequence[str]) -> dict[str, list[
             ]
             cells = [found.pop() if len(found) == 1 else "differs" if found else "" for found in known]
             if any(cells):
-                columns[title if is_one else f"{title}, {dataset}"] = cells
+                columns[title if is_one else f"{title}, {short_paths[dataset]}"] = cells
     return columns
 
 
@@ -98,13 +98,12 @@ def _print_tested(report: Any) -> None:
 
 
 def print_comparison(found: Any) -> None:
-    """Print a `commands.compare.Comparison`, in 80 columns."""
+    """Print a `commands.compare.Comparison`; its tables fit 80 columns."""
     for letter, run in zip("AB", found.runs, strict=True):
         words = [run.run, run.model, state_text(run), human_time(run.seconds) if run.seconds is not None else ""]
-        for line in textwrap.wrap(f"{letter}  {', '.join(filter(None, words))}", 80, subsequent_indent="   "):
-            print_line(line)
-        for line in textwrap.wrap(run.verdict, 77):
-            print_line(f"   {line}")
+        print_line(f"{letter}  {', '.join(filter(None, words))}", 3)
+        if run.verdict:
+            print_line(f"   {run.verdict}", 3)
     for title, rows in {"config": found.config, "environment": found.environment}.items():
         cells = [[_cut(row.name, 36), *_cut_alike(row.a, row.b)] for row in rows]
         print_line()
@@ -125,17 +124,21 @@ def print_comparison(found: Any) -> None:
         print_line(f"losses at common steps {parted} (last: {found.last_common_step:,})")
     rules = {found.metrics_of: found.noise_of_metrics, "speed": _NOISE_OF_SPEED if found.speed else ""}
     for what, rule in rules.items():
-        for line in textwrap.wrap(f"noise ({what}): {rule}", 80, subsequent_indent="  ") if rule else ():
-            print_line(line)
+        if rule:
+            print_line(f"noise ({what}): {rule}", 2)
 
 
 def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any) -> None:
-    cells = [[row.name, text(row.a), text(row.b), difference(row), "same" if row.is_same else ""] for row in rows]
+    cells = [[row.name, text(row.a), text(row.b), difference(row), _judged(row)] for row in rows]
     header = [title, "A", "B", "B / A" if title == "speed" else "B - A", ""]
     width = 3 if any(row.is_same is None for row in rows) else len(header)
     if cells:
         print_line()
         print_table(header[:width], [row[:width] for row in cells])
+
+
+def _judged(row: Any) -> str:
+    return "same" if row.a == row.b else "within noise" if row.is_same else ""
 
 
 def _short(value: float) -> str:

@@ -40,7 +40,7 @@ class Hints:
 @dataclass(frozen=True)
 class Verdict:
     text: str
-    kind: str  # input, exchange, sync, late, save, validate, compute or unknown
+    kind: str  # input, exchange, sync, late, save, validate, other, compute or unknown
     steps: int  # on which it is based
     shares: dict[str, float]  # of a step: input, sync, exchange, compute, other
     seconds: dict[str, float]  # of the run: in steps, save, validate
@@ -102,6 +102,7 @@ def _finding(
         "exchange": shares["exchange"] * of_run,
         "late": lateness * of_run if lateness >= LATE else 0.0,
         "sync": 0.0 if lateness >= LATE or len(ranks) == 1 else shares["sync"] * of_run,
+        "other": shares["other"] * of_run,
         "save": seconds["save"] / max(run, 1e-9),
         "validate": seconds["validate"] / max(run, 1e-9),
     }
@@ -112,10 +113,11 @@ def _finding(
         return _about_late(ranks, late, lateness), kind
     share = costs[kind] if kind in ("save", "validate") else shares[kind]
     share = min(share, 0.999)
-    name = {"sync": "synchronization", "save": "checkpoint", "validate": "validation"}.get(kind, kind)
+    names = {"sync": "synchronization", "save": "checkpoint", "validate": "validation", "other": "overhead"}
+    name = names.get(kind, kind)
     words = f"{name}-bound" if share >= BOUND else f"mostly compute-bound, partly {name}-bound"
     of_what = " of the run" if kind in ("save", "validate") else ""
-    gone = {"validate": "without it", "exchange": "without it"}.get(kind, "without waiting")
+    gone = "without it" if kind in ("validate", "exchange", "other") else "without waiting"
     return f"{words} {_percent(share)}{of_what}: {gone} {1 / (1 - share):.2f}x; {_remedy(kind, hints)}", kind
 
 
@@ -155,6 +157,7 @@ def _remedy(kind: str, hints: Hints) -> str:
         "exchange": "try a larger train.global_batch_size or another sharding.default",
         "sync": "the ranks are late in turns: other programs may use their cores",
         "validate": "validate less often (eval.every_steps)",
+        "other": "try a larger train.global_batch_size",
     }[kind]
 
 
