@@ -378,6 +378,7 @@ def test_the_table_shows_users_ranks_and_titles(run: Path, run_cli: RunCli) -> N
         ([], 2, ["exactly one of --history, --users, --all and --input"]),
         (["--all"], 2, ["--all and --input write to a file"]),
         (["--users", "100", "--output", "x.parquet"], 2, ["--all and --input write to a file"]),
+        (["--all", "--output", "x.csv"], 2, ["--output x.csv: it is written as Parquet. End its name with .parquet"]),
         (["--all", "--output", "x.parquet", "--k", "31"], 2, ["--k 31: there are 30 items"]),
     ],
 )

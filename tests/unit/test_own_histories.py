@@ -251,6 +251,7 @@ EVENTS = [("7", "x", 1), ("8", "z", 2), ("7", "y", 3), ("8", "y", 4), ("7", "z",
         ("ratings.dat", "".join(f"{u}::{i}::{t}\n" for u, i, t in EVENTS),
          {"columns": ["who", "what", "when"], **COLUMNS}),
         ("raw.csv", ";who;what\n" + "".join(f'{n};"{u}";"{i}"\n' for n, (u, i, _) in enumerate(EVENTS)), COLUMNS),
+        ("raw.csv", "who;what;note\n" + "".join(f'"{u}";"{i}";"a \\"b\\" c"\n' for u, i, _ in EVENTS), COLUMNS),
         ("raw.json", "".join(json.dumps({"who": int(u), "what": i, "when": t}) + "\n" for u, i, t in EVENTS[::-1]),
          {**COLUMNS, "time_column": "when"}),
         ("reviews", "".join(

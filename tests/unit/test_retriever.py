@@ -200,3 +200,5 @@ def test_each_kind_of_model_names_its_own_flags(folder: Path, sasrec: Any, tmp_p
 def test_vectors_do_not_fit_into_csv(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot hold vectors"):
         recmill.write_items(folder / "run", tmp_path / "vectors.csv", requests=folder / "requests.csv")
+    with pytest.raises(ConfigError, match=r"items.jsonl: it is written as Parquet. End its name with .parquet"):
+        recmill.write_items(folder / "run", tmp_path / "items.jsonl")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from recmill.commands import assemble
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import Fallback, Procs, Verify, Which, dataset_checks, flag, new_path
+from recmill.commands.options import Fallback, Procs, Verify, Which, dataset_checks, flag, new_parquet
 from recmill.config import Config
 from recmill.config.load import metric_problems
 from recmill.config.options import checked_options
@@ -120,7 +120,7 @@ def evaluate(
     for problem in metric_problems(checked.metrics or [], assemble.model_module(config).TASK):
         raise ConfigError(f"--metrics: {problem}")
     if checked.per_user_file:
-        checked = checked.model_copy(update={"per_user_file": str(new_path(checked.per_user_file, "--per-user"))})
+        checked = checked.model_copy(update={"per_user_file": str(new_parquet(checked.per_user_file, "--per-user"))})
     section = config.settings.train
     if is_launched_with(checked.procs):
         import_libraries(in_own_process=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import Fallback, Which, flag, new_path
+from recmill.commands.options import Fallback, Which, flag, new_parquet
 from recmill.commands.retriever import RequestOptions, RequestVectors, Retriever
 from recmill.config.options import checked_options
 from recmill.config.sections import Section
@@ -46,8 +46,8 @@ def write_items(
         raise ConfigError("--keep names columns of --requests. Give both.")
     if options.requests is not None:
         return _write_requests(RequestVectors(run, options.checkpoint, options.fallback), options)
+    path = new_parquet(options.output, "--output")
     retriever = Retriever(run, options.checkpoint, options.fallback)
-    path = new_path(options.output, "--output")
     import polars as pl
 
     vectors = retriever.item_vectors_CD

@@ -43,12 +43,20 @@ def listed(runs: Iterable[Runs]) -> list[str | Path]:
 
 
 def new_path(path: str | Path, flag: str) -> Path:
-    """Return the absolute path of a Parquet file to write; raise if it exists or Polars could not write there."""
+    """Return the absolute path of a file to write; raise if it exists or Polars could not write there."""
     output = given_path(path, flag).absolute()
     if output.exists():
         raise DataError(f"{output} exists. Choose another {flag}, or move it away.")
     if any("\udc80" <= letter <= "\udcff" for letter in str(output)):  # bytes that are no text: Polars needs text
         raise ConfigError(f"{flag} {output}: this path is not valid UTF-8. Choose another one.")
+    return output
+
+
+def new_parquet(path: str | Path, flag: str) -> Path:
+    """Return `new_path` of a file that can only be Parquet."""
+    output = new_path(path, flag)
+    if output.suffix != ".parquet":
+        raise ConfigError(f"{flag} {output.name}: it is written as Parquet. End its name with .parquet.")
     return output
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from recmill.commands import assemble
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag, new_path
+from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag, new_parquet
 from recmill.config.sections import Section
 from recmill.data.checks import checked_items
 from recmill.data.frames import Kind, as_polars, converted
@@ -179,7 +179,7 @@ def recommend_all(
     import polars as pl
     from polars.io.plugins import register_io_source
 
-    output = new_path(output, "--output")
+    output = new_parquet(output, "--output")
     model = Recommender(run, checkpoint, fallback, verify)
     model.check_k(k)
     names = model.users.originals

@@ -9,7 +9,7 @@ import io
 import logging
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
@@ -227,16 +227,13 @@ class Table:
             yield text.replace(separator, _REPLACED.encode())
 
     def _split(self, text: bytes, errors: str = "backslashreplace") -> list[list[str]]:
-        rows = list(self._rows_of(text, errors))
-        if QUOTE_IN_FIELD.encode() in text and self.section.escape:
-            rows = [[value.replace(QUOTE_IN_FIELD, '"') for value in row] for row in rows]
-        return rows
-
-    def _rows_of(self, text: bytes, errors: str, strict: bool = False) -> Iterator[list[str]]:
         csv.field_size_limit(2 * MAX_ROW_BYTES)
         lines = io.StringIO(text.decode("utf-8", errors=errors), newline="")
         quoting: Any = csv.QUOTE_MINIMAL if self._has_quotes else csv.QUOTE_NONE
-        return csv.reader(lines, delimiter=self._one_byte_separator, quoting=quoting, strict=strict)
+        rows = list(csv.reader(lines, delimiter=self._one_byte_separator, quoting=quoting))
+        if QUOTE_IN_FIELD.encode() in text and self.section.escape:
+            rows = [[value.replace(QUOTE_IN_FIELD, '"') for value in row] for row in rows]
+        return rows
 
     def _parse(self, text: bytes, num_columns: int, positions: dict[Field, int]) -> pl.DataFrame | None:
         """Return None if any row is bad."""
@@ -305,10 +302,7 @@ class Table:
         return has_quotes and all(len(row) == num_columns for row in self._split(text)) and not self._is_open(text)
 
     def _row_with_stray_quote(self, text: bytes) -> int:
-        """Return the number of the first row whose quoted field continues after its closing quote; 0 if there is none.
-
-        Polars would leave out the quotes of such a field.
-        """
+        """Return what `row_with_stray_quote` does. Polars would leave out the quotes of such a field."""
         if not self._has_quotes or b'"' not in text:
             return 0
         letters = np.frombuffer(b"\n" + text + b"\n", np.uint8)
@@ -318,13 +312,8 @@ class Table:
         continues = ~np.isin(letters[closing + 1], np.append(ends, np.uint8(ord('"'))))
         if not (np.isin(letters[quotes[::2][: len(closing)] - 1], ends) & continues).any():
             return 0  # most texts; what looks stray may also follow a quote in a field without quotes
-        number = 0
-        try:
-            for number, _ in enumerate(self._rows_of(text, "backslashreplace", strict=True), 1):  # noqa: B007
-                pass
-        except csv.Error as error:
-            return number + 1 if "expected after" in str(error) else 0
-        return 0
+        lines = io.StringIO(text.decode("utf-8", errors="backslashreplace"), newline="")
+        return row_with_stray_quote(lines, self._one_byte_separator)
 
     def _is_open(self, text: bytes) -> bool:
         """Return whether the last field begins with a quote that is not closed: it then holds the last line end."""
@@ -386,6 +375,18 @@ class Table:
         if frame is None:
             raise self._bad_row(text, num_columns, positions, done)
         return frame
+
+
+def row_with_stray_quote(lines: Iterable[str], separator: str) -> int:
+    """Return the number of the first row whose quoted field continues after its closing quote; 0 if there is none."""
+    csv.field_size_limit(2 * MAX_ROW_BYTES)
+    done = 0
+    try:
+        for _ in csv.reader(lines, delimiter=separator, strict=True):
+            done += 1
+    except csv.Error as error:
+        return done + 1 if "expected after" in str(error) else 0  # else the last field is not closed
+    return 0
 
 
 def _is_broken(row: list[str]) -> bool:

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from recmill.datasets.compressed import InputFile
-from recmill.datasets.inputs.delimited import SEPARATORS
+from recmill.datasets.inputs.delimited import SEPARATORS, row_with_stray_quote
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.text import LongRow, row_blocks
 from recmill.errors import ConfigError, DataError
@@ -28,13 +28,23 @@ def described(
     lines = _first_lines(file, section, prefix)
     if separator is None:
         section = _with_separator(file, section, lines, prefix)
-    has_quotes = section.quotes if quotes is None else quotes
-    return section.model_copy(update={"quotes": has_quotes and _begins_with_quote(lines, section.separator)})
+    has_quotes = (section.quotes if quotes is None else quotes) and _begins_with_quote(lines, section.separator)
+    escape = section.escape or (has_quotes and _has_backslashes(lines, section.separator))
+    return section.model_copy(update={"quotes": has_quotes, "escape": escape})
 
 
 def _begins_with_quote(lines: list[str], separator: str) -> bool:
     """Return whether any field begins with a quote; with commas, later ones may."""
     return separator == "," or any(line.startswith('"') or f'{separator}"' in line for line in lines)
+
+
+def _has_backslashes(lines: list[str], separator: str) -> bool:
+    """Return whether quotes in fields are written as \\": the lines cannot be divided with those, but without them."""
+    if len(separator) > 1 or not any('\\"' in line for line in lines):
+        return False
+    without = (line.replace("\\\\", "").replace('\\"', "") + "\n" for line in lines)
+    given = (f"{line}\n" for line in lines)
+    return row_with_stray_quote(given, separator) > 0 and not row_with_stray_quote(without, separator)
 
 
 def _with_separator(file: InputFile, section: InputSection, lines: list[str], prefix: str) -> InputSection:
