@@ -7,7 +7,9 @@ import pytest
 
 import recmill
 from recmill.commands.check_plugin import check_plugin
-from recmill.contracts import datasets, metrics, models
+from recmill.config import load_config
+from recmill.contracts import Broken, datasets, metrics, models
+from recmill.data.opening import open_dataset
 from recmill.errors import ConfigError
 from recmill.launch.failures import WorkerError
 
@@ -67,6 +69,26 @@ def test_each_mistake_in_a_model_is_reported_once(old: str, new: str, passed: in
     found = [outcome.problem for outcome in outcomes if outcome.problem]
     assert len(found) == 1 and re.search(problem, found[0]), found
     assert sum(not outcome.problem and not outcome.cause for outcome in outcomes) == passed, outcomes
+
+
+@pytest.mark.parametrize(
+    ("layer", "dropped", "problem"),
+    [
+        (
+            "nn.Dropout(0.2)",
+            "self.drop(dense)",
+            r"`drop` is torch\.nn\.Dropout: use RowDropout of recmill\.nn\.dropout",
+        ),
+        ("0.2", "nn.functional.dropout(dense, 0.2)", "changes with torch.manual_seed: use RowDropout"),
+    ],
+)
+def test_dropout_of_torch_is_named(layer: str, dropped: str, problem: str, folder: Path, clicks: Path) -> None:
+    text = block_with(REPO / "docs" / "own-model.md", "class FM").replace("self.dense(dense)", f"self.dense({dropped})")
+    text = text.replace("self.features =", f"self.drop = {layer}\n        self.features =")
+    (folder / "my_models" / "fm.py").write_text(text)
+    config = load_config({"data": {"path": str(clicks)}, "model": {"name": "my_models.fm"}})
+    with pytest.raises(Broken, match=problem):
+        models.random_numbers_of_torch_do_not_change_the_loss(config, open_dataset(clicks))
 
 
 def test_training_names_the_line_of_a_model_that_raises(folder: Path, clicks: Path) -> None:

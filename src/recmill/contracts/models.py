@@ -109,6 +109,19 @@ def padding_rows_change_no_gradient(config: Config, dataset: Dataset) -> None:
         expect(equal, f"the gradient of {name} changes if the batch is divided: does a row depend on other rows?")
 
 
+def random_numbers_of_torch_do_not_change_the_loss(config: Config, dataset: Dataset) -> None:
+    """Dropout is that of recmill.nn.dropout: torch's own draws other numbers in each process."""
+    network, batch = build(config, dataset), first_batch(config, dataset)
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        losses.append(task_module(config).loss_sum(network, batch).item())
+    kind = nn.modules.dropout._DropoutNd
+    found = [f"`{name}` is torch.nn.{type(m).__name__}" for name, m in network.named_modules() if isinstance(m, kind)]
+    fact = ", ".join(found) or "the loss of a batch changes with torch.manual_seed"
+    expect(math.isclose(*losses, rel_tol=1e-5), f"{fact}: use RowDropout of recmill.nn.dropout")
+
+
 def two_processes_and_evaluate_give_the_metrics_of_one_process(config: Config, dataset: Dataset) -> None:
     """The number of processes does not change what is learned, and `evaluate` repeats the test."""
     section = config.settings.train.model_copy(update={"max_steps": 8, "kernels": "auto"})
@@ -132,5 +145,6 @@ ON_ONE_DEVICE: tuple[Check, ...] = (
     it_can_overfit_one_batch,
     its_state_can_be_saved_and_loaded,
     padding_rows_change_no_gradient,
+    random_numbers_of_torch_do_not_change_the_loss,
 )
 CHECKS = (*ON_ONE_DEVICE, two_processes_and_evaluate_give_the_metrics_of_one_process)

@@ -33,7 +33,11 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
     """Return grad' @ x, contiguous. For few inputs, the transposed product is up to 7 times faster."""
-    return product(x.t(), grad).t().contiguous() if x.shape[1] <= 128 else product(grad.t(), x)
+    if x.shape[1] > 128:
+        return product(grad.t(), x)
+    shape, transposed = (grad.shape[1], x.shape[1]), product(x.t(), grad)
+    # A single row or column is contiguous with any strides, but DDP warns if they are not those of a new matrix.
+    return transposed.view(shape) if 1 in shape else transposed.t().contiguous()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -47,6 +47,14 @@ def test_a_layer_by_onednn_equals_torchs(
     assert found[-1 - has_bias].is_contiguous()
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 1), (1, 16), (16, 3), (200, 1)])
+def test_gradients_of_weights_have_the_strides_of_weights(inputs: int, outputs: int) -> None:
+    x, grad = torch.randn(5, inputs), torch.randn(5, outputs)
+    found = products.weight_gradient(x, grad)
+    torch.testing.assert_close(found, grad.t() @ x)
+    assert found.stride() == torch.empty(outputs, inputs).stride()
+
+
 def test_tensors_that_kernels_cannot_process_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_prefers_onednn", lambda: True)
     double, weight = torch.ones(2, 3, dtype=torch.float64), torch.ones(4, 3)
