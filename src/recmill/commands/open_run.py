@@ -76,7 +76,8 @@ class Run:
         if self._recommender is None:
             raise ConfigError(
                 f"{self.path}: its model is no sequence model, so it has nothing to recommend. "
-                "Train one: recmill train own/sasrec. A 'two_tower' recommends for `input`."
+                "Train one: recmill train own/sasrec --set data.path=DIR --run RUN. "
+                "A 'two_tower' recommends for `input`."
             )
         if input is not None or keep:
             raise ConfigError(f"{self.path}: `input` and `keep` are for two-tower models. Give histories or users.")
