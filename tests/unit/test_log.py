@@ -79,9 +79,13 @@ def test_a_record_may_have_a_shorter_text_or_none_on_the_console(
         log.info("checkpoint committed step=5", extra={"console": "saved step 5"})
         log.info("step 5  loss 0.5", extra={"console": ""})
         log.info("for both")
+        log.warning("half of the rows are missing")
     finally:
         log.removeHandler(handler)
     assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue() == "saved step 5\nfor both\n"
-    in_file = [line.split("INFO ")[1] for line in (tmp_path / "log.txt").read_text().splitlines()]
-    assert in_file == ["checkpoint committed step=5", "step 5  loss 0.5", "for both"]
+    assert console.file.getvalue() == "saved step 5\nfor both\nwarning: half of the rows are missing\n"
+    in_file = [line.split(" ", 2)[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert in_file == [
+        *("INFO checkpoint committed step=5", "INFO step 5  loss 0.5", "INFO for both"),
+        "WARNING half of the rows are missing",
+    ]

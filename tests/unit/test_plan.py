@@ -395,6 +395,10 @@ def test_the_command_prints_and_exits_by_whether_it_fits(run_cli: RunCli, tmp_pa
     run, memory = done.stdout.splitlines()[-2:]  # what is wanted most comes last
     assert re.match(r"run: 100 steps, \d\.\d\d s \(training \d\.\d\d s, validation \d\.\d\d s, checkpoints ", run)
     assert memory.startswith("memory: fits, with ")
+    for device, brackets in (("cpu", 2), ("a100-40gb", 1)):  # dense layers and activations; on a GPU activations alone
+        shown = run_cli("plan", str(config), "--rows", "1000,2000", "--device", device).stdout
+        assert len(re.findall(r"^\((?:dense|layers)\) ", shown, re.M)) == brackets
+        assert shown.count("(in brackets: not in the total)\n") == 1
     sizes = [line.split()[0] for line in done.stdout.splitlines() if "-bound" in line][:-1]
     assert sizes == ["1", "2", "4", "8", "16", "32", "64"]  # up to a sample each
     assert plotted.read_text(encoding="utf-8").startswith("<?xml")

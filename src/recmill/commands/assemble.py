@@ -397,7 +397,11 @@ def open_directory(path: str | Path) -> RunDirectory:
         if own_config(run.path):
             raise CheckpointError(f"{run.path} is a prepared dataset. Train on it: {training_command(run.path)}.")
         inside = sorted(run.path.glob("*/config.toml"))
-        remedy = f"It holds runs: name one, like {inside[0].parent}." if inside else "Train first: recmill train."
+        remedy = (
+            f"It holds runs: name one, like {inside[0].parent}."
+            if inside
+            else f"Train first: recmill train CONFIG --run {path}."
+        )
         raise CheckpointError(f"{run.path}: no config.toml, so this is no run directory. {remedy}")
     return run
 

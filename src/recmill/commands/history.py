@@ -43,7 +43,9 @@ def history(run: str | Path, frame: Kind = "polars") -> "AnyFrame":
     if not lines:
         if not directory.path.is_dir():
             open_directory(run)  # it says what is wrong
-        raise CheckpointError(f"{directory.metrics_file}: no metrics yet. Train first: recmill train.")
+        raise CheckpointError(
+            f"{directory.metrics_file}: no metrics yet. Train first: recmill train CONFIG --run {run}."
+        )
     names = dict.fromkeys(["step", "epoch", "split", "time", *(name for line in lines for name in line)])
     columns = {}
     for name in names:

@@ -88,7 +88,8 @@ class Run:
         if self._recommender is None:
             raise ConfigError(
                 f"{self.path}: its model is no sequence model, so it has nothing to recommend. "
-                "Train one: recmill train own/sasrec. A 'two_tower' recommends for `input`."
+                "Train one: recmill train own/sasrec --set data.path=DIR --run RUN. "
+                "A 'two_tower' recommends for `input`."
             )
         if users is not None:
             return converted(self._recommender.for_users(users, k, include_seen), frame)

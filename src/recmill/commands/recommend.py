@@ -265,7 +265,7 @@ class Recommender:
         if assemble.model_module(self._config).KIND != "histories":
             raise ConfigError(
                 f"{self.run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend. "
-                "Train one: recmill train own/sasrec."
+                "Train one: recmill train own/sasrec --set data.path=DIR --run RUN."
             )
         log.info("recommending with the model of %s", self.run.path)
         self._dataset = assemble.open_matching_dataset(self._config, dataset_checks(verify))

@@ -45,6 +45,11 @@ _PART_ROWS = 1 << 16
 _LABEL = "label of the row"  # a column of the parts that is not written
 _DRIFT = 3.0  # times the share of the training rows
 _FEW = 0.01  # smaller shares are not worth a warning
+_ADVICE = {
+    "missing": "Check how this column is filled.",
+    "unseen": "Check that they are written as in training. If they are new, prepare newer rows and train again.",
+    "clipped": "Check their unit. If the log has changed, prepare newer rows and train again.",
+}
 
 
 @dataclass(frozen=True)
@@ -270,6 +275,6 @@ def shares(tally: Tally, scorer: "Scorer") -> list[dict[str, Any]]:
             then = before.get(kind, 0) / encoder.trained_rows if encoder.trained_rows else None
             found.append({"feature": feature, "kind": kind, "here": here, "training": then})
             if then is not None and here > max(_DRIFT * then, _FEW):
-                text = "%s: %.1f %% of the values are %s, compared with %.1f %% in training"
-                log.warning(text, feature, 100 * here, kind, 100 * then)
+                text = "%s: %.1f %% of the values are %s, compared with %.1f %% in training. %s"
+                log.warning(text, feature, 100 * here, kind, 100 * then, _ADVICE[kind])
     return found

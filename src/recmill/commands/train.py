@@ -356,7 +356,7 @@ def _train(
             before = run_steps(load_config(run.config_file).settings, source.batches_per_epoch)
             warnings += advice.on_resume(settings.optim, before, steps, position.step)
         for text in warnings:
-            _warn(text)
+            log.warning("%s", text)
         run.write_status("running", step=position.step)  # first: this file makes the directory a run directory
         write_text(run.config_file, to_toml(config))
         keep_recipe(dataset, run.path)
@@ -429,7 +429,7 @@ def _train(
         _log_validation(at, results["val"], parts)
         entropy = number(results["val"].get("normalised_entropy"))
         for text in validation_advice.after(at, value, popularity, entropy) if world.is_main else ():
-            _warn(text)
+            log.warning("%s", text)
         return at
 
     def on_commit(step: int) -> None:
@@ -555,10 +555,6 @@ def _timing(parts: "Parts", settings: Settings) -> dict[str, Any]:
     ranks = world.gather(own)
     hints = Hints(settings.data.prefetch, settings.checkpoint.background)
     return verdict(ranks, hints).as_dict() if ranks else {}
-
-
-def _warn(text: str) -> None:
-    log.warning("%s", text, extra={"console": f"warning: {text}"})  # log.txt has the level of each line
 
 
 def _wait_for_kernels(compiling: threading.Thread, stop: StopRequest, heartbeat: Heartbeat) -> None:

@@ -89,7 +89,8 @@ def _loaded(
     if "model" not in values and {"label", "feature"} <= values.keys():
         raise ConfigError(
             f"{name} is the schema of a click log, not a run config. Prepare the log with it: recmill prepare clicks "
-            f"--schema {name}; then train: recmill train own/dlrm."
+            f"--schema {name} --input LOG --output data/mine; then train: recmill train own/dlrm --set "
+            "data.path=data/mine --run runs/mine."
         )
     problems: list[Problem] = []
     origins: dict[str, str] = {}  # by key

@@ -23,12 +23,14 @@ class _ConsoleHandler(logging.Handler):
     """Prints through rich's console, so that lines appear above a progress bar.
 
     `log.info(..., extra={"console": TEXT})` prints a shorter text here than in the log file, or nothing if it is empty.
+    Warnings begin with a word that says so; log files have the level of each line.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         short = getattr(record, "console", None)
         text = self.format(record) if short is None else escaped(short, keep="\n")
         if text:
+            text = f"warning: {text}" if record.levelno == logging.WARNING else text
             with contextlib.suppress(OSError):  # a closed terminal does not end a run; log.txt has every line
                 CONSOLE.print(fitted(text) if CONSOLE.is_terminal else text, style=_STYLES.get(record.levelno))
 

@@ -50,14 +50,16 @@ def _print_memory(report: Any, held: Sequence[str]) -> None:
     parts["NCCL"] = [rank.buffers for rank in report.ranks]
     parts["layers"] = [rank.layer_values for rank in report.ranks]
     cells = {name: [*map(_mb, values)] for name, values in parts.items() if any(values)}
-    if not is_cuda:  # in host memory, as the rest of the process: not counted as memory of tables
-        cells = {f"({name})" if name in ("dense", "layers") else name: values for name, values in cells.items()}
+    # On CPU dense layers are in host memory, as the rest of the process: not counted as memory of tables.
+    outside = ("layers",) if is_cuda else ("dense", "layers")
+    cells = {f"({name})" if name in outside else name: values for name, values in cells.items()}
     cells["total"] = [_mb(rank.total) for rank in report.ranks]
     cells["at a checkpoint"] = [f"{_mb(r.checkpoint_peak)}{', waits' * r.checkpoint_waits}" for r in report.ranks]
     cells["can use"] = [_mb(rank.usable) for rank in report.ranks]
     order = sorted(range(len(report.ranks)), key=lambda number: -report.ranks[number].total)
     columns = [[f"process {report.ranks[n].ranks}", *(values[n] for values in cells.values())] for n in order]
     print_columns(["MB", *cells], columns)
+    print_line("(in brackets: not in the total)")
 
 
 def _mb(count: float) -> str:

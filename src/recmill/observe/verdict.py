@@ -117,8 +117,9 @@ def _finding(
     name = names.get(kind, kind)
     words = f"{name}-bound" if share >= BOUND else f"mostly compute-bound, partly {name}-bound"
     of_what = " of the run" if kind in ("save", "validate") else ""
-    gone = "without it" if kind in ("validate", "exchange", "other") else "without waiting"
-    return f"{words} {_percent(share)}{of_what}: {gone} {1 / (1 - share):.2f}x; {_remedy(kind, hints)}", kind
+    gone = "without it" if kind in ("validate", "exchange") else "without waiting"
+    gain = "" if kind == "other" else f" {gone} {1 / (1 - share):.2f}x;"  # no step has no overhead
+    return f"{words} {_percent(share)}{of_what}:{gain} {_remedy(kind, hints)}", kind
 
 
 def _latest(ranks: Sequence[RankTimes]) -> tuple[RankTimes, float]:

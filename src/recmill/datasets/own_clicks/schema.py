@@ -274,7 +274,8 @@ def load_schema(path: Path, columns_of_log: Callable[[InputSection], list[str]] 
     if not path.exists():
         near = did_you_mean_path(path)
         raise ConfigError(
-            f"--schema {path}: no such file. {near}Make one from the log: recmill schema --output {path}."
+            f"--schema {path}: no such file. {near}Make one from the log: recmill schema --input LOG --label COLUMN "
+            f"--output {path}."
         )
     return checked_schema(read_toml(path), str(path), columns_of_log)
 
