@@ -245,7 +245,7 @@ def test_the_peak_of_memory_is_not_that_of_the_process_that_started_the_command(
         "subprocess.run([sys.executable, '-m', 'recmill', *sys.argv[1:]], check=True)"
     )
     words = ["prepare", "synthetic-clicks", "--rows", "500", "--output", tmp_path / "d"]
-    subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code, *map(str, words)], check=True, capture_output=True)
     assert json.loads((tmp_path / "d" / "preparation.json").read_text())["peak_memory_bytes"] < 800e6
 
 
