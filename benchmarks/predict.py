@@ -4,12 +4,15 @@
 
 The rows have Criteo's shape, and the model is a DLRM with 26 tables of width 16. Plain torch runs the same network on
 the same encoded rows, held in memory, with all cores: the floor. Both are measured in turns, twice; the better counts.
-The last line is JSON. Its CPU times are those of all threads and processes: they mean something on a busy machine, too.
+The peak memory is that of one more process, which only scores. The last line is JSON. Its CPU times are those of all
+threads and processes: they mean something on a busy machine, too.
 """
 
 import argparse
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -55,6 +58,18 @@ def plain_torch(predictor: Predictor, rows: int, dataset: Path) -> float:
     return time.perf_counter() - began
 
 
+def peak_gb(run: Path, rows: Path, output: Path) -> float:
+    """Return the peak memory of a process that only scores the rows."""
+    code = (
+        "import sys, recmill; from recmill.observe.counters import peak_bytes\n"
+        "recmill.predict(*sys.argv[1:])\n"
+        "print(peak_bytes())"
+    )
+    words = [sys.executable, "-c", code, str(run), str(rows), str(output)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return round(int(done.stdout.split()[-1]) / 1e9, 2)
+
+
 def measure(folder: Path, rows: int, procs: int) -> dict[str, float]:
     write_rows(folder, rows)
     recmill.prepare("criteo", folder / "data", input=str(folder / "train.txt"))
@@ -73,8 +88,9 @@ def measure(folder: Path, rows: int, procs: int) -> dict[str, float]:
         cpu_seconds["predict"].append(middle - before)
         cpu_seconds["torch"].append(sum(os.times()[:4]) - middle)
     rates = {f"{name}_rows_per_s": round(rows / min(found)) for name, found in seconds.items()}
+    memory = {"predict_peak_gb": peak_gb(folder / "run", folder / "rows.parquet", folder / "again.parquet")}
     cpu = {f"{name}_cpu_us_per_row": round(1e6 * min(found) / rows, 2) for name, found in cpu_seconds.items()}
-    return {"rows": rows, "procs": procs, **rates, **cpu}
+    return {"rows": rows, "procs": procs, **rates, **cpu, **memory}
 
 
 def main() -> None:

@@ -47,6 +47,11 @@ def test_decimal_commas_are_read_if_the_schema_says_so() -> None:
         numbers(rows, "price", ["", "NA"])
 
 
+def test_numbers_may_have_signs_exponents_and_spaces_and_nan_is_no_value() -> None:
+    rows = RawRows(pl.DataFrame({"price": ["NaN", "nan", " 7 ", "1e3", "+5", "-.5", "2."]}), "log.csv", range(1, 8))
+    np.testing.assert_array_equal(numbers(rows, "price", []), [np.nan, np.nan, 7, 1000, 5, -0.5, 2])
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_iso_is_checked_row_by_row_and_other_dates_are_no_times(order: int) -> None:
     good = ["2026-03-16", "2026-03-16 00:01:26.5", "2026-03-16T00:01", "2026-03-16T01:00:00Z", "2026-03-16T01:00+01:00"]
@@ -215,6 +220,30 @@ def test_several_values_buckets_crosses_and_times(prepared: Prepare) -> None:
     assert arrays(path, "val")[1][:, :4].tolist() == [[1, y, 0, 1], [0, 0, 0, 0]]
     tags = open_dataset(path).clicks.sparse[0]
     assert (tags.padding_id, tags.pooling) == (0, "mean"), "what fills a row up is no id"
+
+
+def test_ids_are_texts_as_they_are_and_whole_numbers_of_any_size(prepared: Prepare) -> None:
+    texts_of_ids = ["-1", "007", "18446744073709551616", "7", "7 ", " 7", "A", "a", "\u00e9", "e\u0301"]
+    log = "click,fold,site\n" + "".join(f"{click},,{text}\n" for text in texts_of_ids for click in (0, 1))
+    path = prepared(log + "0,v,7\n1,v,7\n0,t,7\n1,t,7\n", split=BY_FOLD, feature=[SITE])
+    values = pl.read_parquet(path / "vocabulary_site.parquet").filter(pl.col("id") > 1)["value"]
+    assert values.to_list() == sorted(texts_of_ids, key=str.encode)
+    largest = pl.DataFrame({"site": [2**63, 2**64 - 1]}, schema={"site": pl.UInt64})
+    assert texts(RawRows(largest, "log", range(1, 3)), "site", []).to_list() == [str(2**63), str(2**64 - 1)]
+
+
+def test_nulls_of_a_list_are_no_values(prepared: Prepare) -> None:
+    lists = [["x", None, "x"], [None], [], None, ["x"], ["x"]] + [["x"], ["x"]] * 2
+    folds = ["", "", "", "", "", "", "v", "v", "t", "t"]
+    path = prepared(pl.DataFrame({"click": [0, 1] * 5, "fold": folds, "site": lists}), split=BY_FOLD, feature=[SITE])
+    assert arrays(path)[1].tolist() == [[2, 2], [0, 0], [0, 0], [0, 0], [2, 0], [2, 0]]
+
+
+def test_a_log_may_have_a_thousand_columns(prepared: Prepare) -> None:
+    names = [f"c{number}" for number in range(1000)]
+    log = f"click,{','.join(names)}\n" + "".join(f"{row % 2}{',a' * len(names)}\n" for row in range(40))
+    path = prepared(log, feature=[{"column": name, "type": "categorical"} for name in names])
+    assert arrays(path)[1].shape == (32, 1000)
 
 
 def test_a_list_may_share_the_table_of_another_feature(prepared: Prepare) -> None:
@@ -488,6 +517,9 @@ def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
             "no row is for val (split.val_from = 2027-01-01). Change [split] of the schema.",
         ),
         ("1,t", "1,", {"split": {**BY_FOLD, "test": ["nobody"]}}, "no row is for test (split.test = ['nobody']). Ch"),
+        ("0,,a,2", "0,,a,0x10", {}, "row 2, column price: '0x10' is not a number. Correct it"),
+        ("0,,a,2", "0,,a,1e400", {}, "row 2, column price: 1e400 is larger than 3.4e+38. Correct it."),
+        ("", "", {**AT_PRICE, "split": {"by": "time"}}, "column price: too many rows have the same time for split.by"),
         ("0,,a,2", "0,,a,1e300", {}, "row 2, column price: 1e300 is larger than 3.4e+38. Correct it."),
         ("0,v,a,1", "0,v,a,3e38", {}, "row 7, column price: 3e+38 is too large for a 32-bit number after transform"),
         (

@@ -3,6 +3,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,17 @@ def test_a_dataset_says_how_fast_it_was_prepared_and_is_the_same_whatever_the_ti
     assert open_dataset(tmp_path / "a").fingerprint == open_dataset(tmp_path / "b").fingerprint
     prepare("synthetic-clicks", tmp_path / "a", rows=501, overwrite=True)
     assert json.loads((tmp_path / "a" / "preparation.json").read_text())["rows"] == 501
+
+
+def test_the_peak_of_memory_is_not_that_of_the_process_that_started_the_command(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "held = bytearray(900_000_000); held[::4096] = b'1' * len(held[::4096])\n"
+        "subprocess.run([sys.executable, '-m', 'recmill', *sys.argv[1:]], check=True)"
+    )
+    words = ["prepare", "synthetic-clicks", "--rows", "500", "--output", tmp_path / "d"]
+    subprocess.run([sys.executable, "-c", code, *map(str, words)], check=True, capture_output=True)
+    assert json.loads((tmp_path / "d" / "preparation.json").read_text())["peak_memory_bytes"] < 800e6
 
 
 def test_the_parts_of_a_phase_are_one_time_and_resumed_ones_take_none(

@@ -17,6 +17,7 @@ from recmill.datasets.writing import PREPARATION_FILE, needs_writing, remove_fin
 from recmill.errors import ConfigError
 from recmill.files.atomic import write_json
 from recmill.launch.dftracer import files_log, recorded_files
+from recmill.observe.counters import peak_bytes
 from recmill.observe.progress import human_rate, human_time
 from recmill.schema import ClicksDescription, Description
 
@@ -147,13 +148,13 @@ def _facts(description: Description, seconds: float, phases: Mapping[str, float]
         rows = sum(part.stop - part.start for parts in description.splits.values() for part in parts)
     else:
         rows = description.num_interactions
-    peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    of_children = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return {
         "seconds": round(seconds, 3),
         "phases": {name: round(spent, 3) for name, spent in phases.items()},
         "rows": rows,
         "rows_per_s": round(rows / max(seconds, 1e-9), 1),
-        "peak_memory_bytes": 1024 * max(peaks),
+        "peak_memory_bytes": max(peak_bytes(), of_children),
     }
 
 

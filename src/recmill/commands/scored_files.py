@@ -20,10 +20,11 @@ from recmill.checkpoints.format import committed
 from recmill.commands.options import STREAM, new_path
 from recmill.data.recipes import NO_LABEL, Tally
 from recmill.datasets.compressed import InputFile, file_state
+from recmill.datasets.inputs.files import found_files
 from recmill.datasets.inputs.parquet import converted_type
-from recmill.datasets.inputs.reading import num_rows
+from recmill.datasets.inputs.reading import check_columns, columns_of, num_rows, types_of
 from recmill.datasets.inputs.section import InputSection
-from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files, read, types_of
+from recmill.datasets.own_clicks.reading import read
 from recmill.datasets.own_clicks.values import RawRows
 from recmill.datasets.own_clicks.writing import read_arrow, write_arrow
 from recmill.datasets.parallel import ordered

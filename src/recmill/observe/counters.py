@@ -16,7 +16,7 @@ def counters(root: Path = Path("/")) -> dict[str, Any]:
     found: dict[str, Any] = {
         "cpu_s": round(usage.ru_utime + usage.ru_stime, 3),
         "rss": rss_bytes(),
-        "peak_rss": _peak_bytes(root),
+        "peak_rss": peak_bytes(root),
         "minor_faults": usage.ru_minflt,
         "major_faults": usage.ru_majflt,
         "switches": usage.ru_nvcsw,
@@ -32,7 +32,7 @@ def counters(root: Path = Path("/")) -> dict[str, Any]:
     return found | _gpus()
 
 
-def _peak_bytes(root: Path) -> int:
+def peak_bytes(root: Path = Path("/")) -> int:
     """Return the most memory that this process used; getrusage would begin with that of the process that started it."""
     return int(_pairs(root / "proc/self/status", ":").get("VmHWM", "0 kB").split()[0]) * 1024
 

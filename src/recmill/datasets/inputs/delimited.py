@@ -152,7 +152,7 @@ class Table:
         numbers = sum(_is_good(value, "number") for value in rows[1])
         if is_named or (numbers >= len(rows[1]) / 2 and not any(_is_good(value, "number") for value in rows[0])):
             shown = self.section.separator.join(rows[0])[:80]
-            skip = "--skip-lines 1" if self.prefix.startswith("--") else f"{self.prefix}skip_lines = 1"
+            skip = setting(self.prefix, "skip_lines", 1)
             raise DataError(
                 f"{self.path}: its first row is {shown!r}, which looks like names of columns, but {self.prefix}columns "
                 f"gives them. Leave {self.prefix}columns out, or skip the row ({skip})."
@@ -205,10 +205,6 @@ class Table:
         return "--no-quotes" if self.prefix.startswith("--") else f"{self.prefix}quotes = false"
 
     @property
-    def _has_quotes(self) -> bool:
-        return self.section.has_quotes
-
-    @property
     def _one_byte_separator(self) -> str:
         separator = self.section.separator
         return separator if len(separator.encode()) == 1 else _REPLACED
@@ -216,7 +212,7 @@ class Table:
     def _texts(self) -> Iterator[bytes]:
         """Yield the text in blocks of complete rows; a separator of several bytes is replaced by one byte."""
         separator = self.section.separator.encode()
-        for text in row_blocks(self.path, self.section, self.prefix, self._has_quotes):
+        for text in row_blocks(self.path, self.section, self.prefix, self.section.has_quotes):
             if len(separator) == 1:
                 yield text
                 continue
@@ -229,7 +225,7 @@ class Table:
     def _split(self, text: bytes, errors: str = "backslashreplace") -> list[list[str]]:
         csv.field_size_limit(2 * MAX_ROW_BYTES)
         lines = io.StringIO(text.decode("utf-8", errors=errors), newline="")
-        quoting: Any = csv.QUOTE_MINIMAL if self._has_quotes else csv.QUOTE_NONE
+        quoting: Any = csv.QUOTE_MINIMAL if self.section.has_quotes else csv.QUOTE_NONE
         rows = list(csv.reader(lines, delimiter=self._one_byte_separator, quoting=quoting))
         if QUOTE_IN_FIELD.encode() in text and self.section.escape:
             rows = [[value.replace(QUOTE_IN_FIELD, '"') for value in row] for row in rows]
@@ -251,7 +247,7 @@ class Table:
                 text,
                 has_header=False,
                 separator=self._one_byte_separator,
-                quote_char='"' if self._has_quotes else None,
+                quote_char='"' if self.section.has_quotes else None,
                 schema={str(position): types.get(position, pl.String()) for position in range(num_columns)},
                 columns=sorted(types),
             ).select(pl.col(str(position)).alias(field.name) for field, position in positions.items())
@@ -273,7 +269,7 @@ class Table:
         from recmill.datasets.inputs.fields import divided  # Numba takes 0.3 s to import, and few commands need it
 
         text = text.replace(b"\r\n", b"\n") if b"\r" in text else text
-        not_plain = [b"\0", b"\r", *([b'"'] if self._has_quotes else [])]
+        not_plain = [b"\0", b"\r", *([b'"'] if self.section.has_quotes else [])]
         if num_columns == 1 or self.section.escape or any(letter in text for letter in not_plain):
             return None
         try:
@@ -291,7 +287,7 @@ class Table:
     def _has_num_columns(self, text: bytes, num_columns: int) -> bool:
         letters = np.frombuffer(text, np.uint8)
         is_separator, is_end = letters == ord(self._one_byte_separator), letters == ord("\n")
-        has_quotes = self._has_quotes and b'"' in text
+        has_quotes = self.section.has_quotes and b'"' in text
         if has_quotes:  # between a quote and the next one, both are parts of a field
             is_outside = ~np.bitwise_xor.accumulate(letters == ord('"'))
             is_separator, is_end = is_separator & is_outside, is_end & is_outside
@@ -317,7 +313,7 @@ class Table:
 
     def _is_open(self, text: bytes) -> bool:
         """Return whether the last field begins with a quote that is not closed: it then holds the last line end."""
-        rows = self._split(text) if self._has_quotes else []
+        rows = self._split(text) if self.section.has_quotes else []
         return bool(rows and rows[-1] and rows[-1][-1].endswith("\n"))
 
     def _bad_row(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> DataError:
@@ -352,7 +348,7 @@ class Table:
             return f" It has 1 field; {hint}."
         if len(row) == num_columns + 1 and number == 1 and not self.section.columns:
             columns = f"{self.prefix}columns"
-            skip = "--skip-lines 1" if self.prefix.startswith("--") else f"{self.prefix}skip_lines = 1"
+            skip = setting(self.prefix, "skip_lines", 1)
             return f" Does it begin with an index that has no name? Name all columns ({columns}) and use {skip}."
         return f" {_REMEDY}"
 
@@ -361,7 +357,7 @@ class Table:
         if self.bad_rows is None or self._row_with_stray_quote(text):
             raise self._bad_row(text, num_columns, positions, done)
         good = io.StringIO()
-        quotes: Any = {"quotechar": '"'} if self._has_quotes else {"quotechar": None, "quoting": csv.QUOTE_NONE}
+        quotes: Any = {"quotechar": '"'} if self.section.has_quotes else {"quotechar": None, "quoting": csv.QUOTE_NONE}
         writer = csv.writer(good, delimiter=self._one_byte_separator, lineterminator="\n", **quotes)
         for number, row in enumerate(self._split(text, "surrogateescape"), done + 1):
             problem = _problem(row, num_columns, positions) or (_is_broken(row) and ": a character that is not UTF-8")

@@ -29,9 +29,9 @@ class LongRow(Exception):  # noqa: N818 - becomes a DataError where the number o
     """The next row is longer than MAX_ROW_BYTES."""
 
 
-def setting(prefix: str, name: str, value: str) -> str:
+def setting(prefix: str, name: str, value: str | int) -> str:
     """Return how to set a key of the input: in a schema, whose keys begin with 'input.', or by a flag."""
-    return f"{prefix}{name} {value!r}" if prefix.startswith("--") else f"{prefix}{name} = {value!r}"
+    return f"{prefix}{name.replace('_', '-')} {value!r}" if prefix.startswith("--") else f"{prefix}{name} = {value!r}"
 
 
 def row_blocks(file: InputFile, section: InputSection, prefix: str, quotes: bool) -> Iterator[bytes]:

@@ -80,7 +80,9 @@ def load_recipe(directory: Path) -> Recipe:
 
 def table_of(log: ClicksSchema, feature: CategoricalFeature) -> CategoricalFeature:
     """Return the feature whose vocabulary and table this one uses: another one, or itself."""
-    found = next(f for f in log.tables if f.name == owner(feature))
+    if not feature.share_table:
+        return feature
+    found = next(f for f in log.tables if f.name == feature.share_table)
     assert isinstance(found, CategoricalFeature)
     return found
 

@@ -3,12 +3,9 @@
 from collections.abc import Iterator
 
 from recmill.datasets.compressed import InputFile
-from recmill.datasets.inputs.files import found_files
-from recmill.datasets.inputs.reading import check_columns, columns_of, frames, types_of
+from recmill.datasets.inputs.reading import frames
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.values import RawRows
-
-__all__ = ["check_columns", "columns_of", "found_files", "read", "types_of"]
 
 
 def read(file: InputFile, section: InputSection, columns: list[str]) -> Iterator[RawRows]:

@@ -25,15 +25,14 @@ from recmill.data.recipes import RECIPE_FILE, vocabulary_file
 from recmill.datasets.compressed import InputFile, expansion, file_state, sample_digest
 from recmill.datasets.inputs.detection import described
 from recmill.datasets.inputs.fields import Fields
-from recmill.datasets.inputs.files import distinct_names
+from recmill.datasets.inputs.files import distinct_names, found_files
 from recmill.datasets.inputs.frame import FrameFile
 from recmill.datasets.inputs.reading import blocks as read_blocks
-from recmill.datasets.inputs.reading import num_rows
+from recmill.datasets.inputs.reading import check_columns, columns_of, num_rows
 from recmill.datasets.own_clicks.coding import Coder, can_be_numbered
 from recmill.datasets.own_clicks.encoding import Encoder, Recipe
 from recmill.datasets.own_clicks.guessing import as_toml, guess
 from recmill.datasets.own_clicks.learning import Found, Learner, learned
-from recmill.datasets.own_clicks.reading import check_columns, columns_of, found_files
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, checked_schema, load_schema
 from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, check_split, split_rules
 from recmill.datasets.own_clicks.values import RawRows, Values, times, type_problems, weights
