@@ -299,7 +299,7 @@ class Table:
 
     def _row_with_stray_quote(self, text: bytes) -> int:
         """Return what `row_with_stray_quote` does. Polars would leave out the quotes of such a field."""
-        if not self._has_quotes or b'"' not in text:
+        if not self.section.has_quotes or b'"' not in text:
             return 0
         letters = np.frombuffer(b"\n" + text + b"\n", np.uint8)
         quotes = np.flatnonzero(letters == ord('"'))
@@ -339,7 +339,7 @@ class Table:
                 return DataError(f"{self.path}: row {number:,}{problem}.{self._hint(row, num_columns, number)}")
         span = f"{self.path}: rows {done + 1:,} to {done + len(rows):,}"
         reasons = "a quote inside a field, or a date in another format than the first"
-        ignore = f" Or ignore quotes ({self._no_quotes})." if self._has_quotes and b'"' in text else ""
+        ignore = f" Or ignore quotes ({self._no_quotes})." if self.section.has_quotes and b'"' in text else ""
         return DataError(f"{span}: one of them cannot be read ({reasons}). {_REMEDY}{ignore}")
 
     def _hint(self, row: list[str], num_columns: int, number: int) -> str:
