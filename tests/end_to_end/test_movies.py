@@ -364,7 +364,11 @@ def test_the_table_shows_users_ranks_and_titles(run: Path, run_cli: RunCli) -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "facts"),
     [
-        (["--users", "101,100,999"], 3, ["2 user(s) are not in", "users.parquet", "'101' (did you mean '1", "'999'"]),
+        (["--users", "101,100,999"], 3, ["2 user(s) are not in", "users.parquet", "'101', '999'. Known ids: 100,"]),
+        (["--users", "0100,1"], 3, ["'0100' (did you mean '100'?), '1'. Known ids"]),
+        (["--history", "FILM 030 (1930)"], 3, ["did you mean 'Film 30 (1930)'?"]),
+        (["--history", "Film 3"], 3, ["'Film 3'. Known ids: 10"]),
+        (["--history", "30 (1930"], 3, ["did you mean 'Film 30 (1930)'?"]),
         (["--users", " , "], 3, ["--users is empty"]),
         (["--history", "Heat"], 3, ["'Heat' (did you mean 'Heat (1995)'?)", "items.parquet"]),
         (["--history", "heat (1996),20"], 3, ["1 item(s)", "did you mean 'Heat (1995)'"]),

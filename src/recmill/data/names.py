@@ -1,6 +1,7 @@
 """Find users and items of a prepared dataset by their original ids or titles."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,8 @@ from recmill.data.parquet_files import reading
 from recmill.errors import ConfigError, DataError
 
 Unknown = Literal["error", "skip"]  # what becomes of names that are unknown
+_MIN_SIMILARITY = 0.8  # of difflib: one letter of five, or two of ten
+_NO_NUMBER = r"(?:(?<!\d)|(?!\d))"  # a place that is not within a number
 _MAX_COMPARED = 100_000  # difflib takes seconds for this many names
 _MAX_SUGGESTED = 3
 _MAX_LISTED = 5
@@ -95,12 +98,24 @@ class Names:
 
 
 def _similar(name: str, known: list[str]) -> list[str]:
-    """Return known names that contain this one, the shortest first, then names that look like it."""
+    """Return known names that differ in leading zeros only; else names that contain this one, then nearly equal ones.
+
+    A number is not contained in one with more digits.
+    """
+    plain = _without_zeros(name)
+    if same := [other for other in known if _without_zeros(other) == plain]:
+        return same[:_MAX_SUGGESTED]
     wanted = name.casefold()
     by_fold = {other.casefold(): other for other in known}
-    containing = sorted((other for other in by_fold if wanted in other), key=len)
+    part = re.compile(_NO_NUMBER + re.escape(wanted) + _NO_NUMBER)
+    containing = sorted((other for other in by_fold if part.search(other)), key=len)
     compared = list(by_fold)
     if len(compared) > _MAX_COMPARED:
         compared = [other for other in compared if other[:2] == wanted[:2]][:_MAX_COMPARED]
-    alike = difflib.get_close_matches(wanted, compared, n=_MAX_SUGGESTED)
+    alike = difflib.get_close_matches(wanted, compared, n=_MAX_SUGGESTED, cutoff=_MIN_SIMILARITY)
     return [by_fold[other] for other in dict.fromkeys([*containing, *alike])][:_MAX_SUGGESTED]
+
+
+def _without_zeros(name: str) -> str:
+    """Return the name in lower case, without zeros that its numbers begin with."""
+    return re.sub(r"(?<!\d)0+(?=\d)", "", name.casefold())
