@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from recmill import errors, failpoints, prepare
+from recmill import failpoints, prepare
 from recmill.observe import log
 
 if TYPE_CHECKING:
@@ -159,13 +159,9 @@ def no_failure_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def known_environment() -> None:
-    """No launcher's variables (the commands would act as its workers), and one thread a process: tests share cores.
-
-    Errors name flags, as on the command line.
-    """
+    """No launcher's variables (the commands would act as its workers), and one thread a process: tests share cores."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
-    errors.names_flags = True
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
