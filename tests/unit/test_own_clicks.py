@@ -21,12 +21,13 @@ from recmill import failpoints
 from recmill.data.click_rows import StoredDay
 from recmill.data.opening import open_dataset
 from recmill.datasets.inputs import text
+from recmill.datasets.inputs.times import parsed_times
 from recmill.datasets.own_clicks import steps
 from recmill.datasets.own_clicks.coding import Coder
 from recmill.datasets.own_clicks.encoding import PARTS, Encoder, hashed, load_recipe, time_parts
 from recmill.datasets.own_clicks.reading import read
 from recmill.datasets.own_clicks.schema import load_schema
-from recmill.datasets.own_clicks.values import RawRows, numbers, parsed_times, texts
+from recmill.datasets.own_clicks.values import RawRows, numbers, texts
 from recmill.errors import ConfigError, DataError
 from recmill.schema import SPLITS
 

@@ -58,6 +58,7 @@ class PrepareOptions(TypedDict, total=False):
     user_column: str | None
     item_column: str | None
     time_column: str | None
+    time_format: str | None
     rating_column: str | None
     columns: list[str] | None
     separator: str | None

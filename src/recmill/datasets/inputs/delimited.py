@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +20,7 @@ import polars as pl
 from recmill.datasets.compressed import InputFile, expansion
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.text import MAX_ROW_BYTES, QUOTE_IN_FIELD, LongRow, bad_byte, row_blocks, setting
+from recmill.datasets.inputs.times import parsed_times
 from recmill.errors import DataError, did_you_mean
 from recmill.observe.progress import Progress
 
@@ -35,6 +35,7 @@ _TYPES = {"integer": pl.Int64(), "number": pl.Float64(), "text": pl.String(), "d
 _FACTS = {"integer": "is not a whole number", "number": "is not a number", "text": "is empty", "date": "is not a date"}
 _PARSED = _TYPES | {"date": pl.Int64()}
 _NAMED_BAD_ROWS = 10
+_FIRST_ROWS = 1000
 _REMEDY = "Fix the file, or get it again."
 _REPLACED = "\x1f"  # stands for a separator of several bytes
 SEPARATORS = [",", "\t", ";", "|", "::", "\x01", " "]  # in the order in which they are tried
@@ -46,6 +47,7 @@ class Field:
     column: str  # in the file
     kind: Kind
     option: str = "see --help"  # that names the column
+    form: str = "iso"  # of dates
 
 
 @dataclass
@@ -119,11 +121,12 @@ class Table:
         """Return the names of the columns."""
         return self._opened()[0]
 
-    def first_value(self, column: str) -> str:
-        """Return the value in the first row after the header, or an empty string."""
+    def first_values(self, column: str) -> list[str]:
+        """Return the values in the first rows after the header."""
         columns, texts = self._opened()
-        rows = self._split(next(texts, b"\n").split(b"\n")[0] + b"\n")
-        return dict(zip(columns, rows[0], strict=False)).get(column, "") if rows else ""
+        lines = next(texts, b"").split(b"\n")[:_FIRST_ROWS]
+        rows = (dict(zip(columns, row, strict=False)) for row in self._split(b"\n".join(lines)))
+        return [row.get(column, "") for row in rows]
 
     def _opened(self) -> tuple[list[str], Iterator[bytes]]:
         """Return the names of the columns, and the text of the rows."""
@@ -238,7 +241,7 @@ class Table:
     def _typed(self, text: bytes, num_columns: int, positions: dict[Field, int]) -> pl.DataFrame | None:
         """Return None if a value is bad; all rows have as many fields as there are columns."""
         types = {position: _TYPES[field.kind] for field, position in positions.items()}
-        dates = [field.name for field in positions if field.kind == "date"]
+        dates = [field for field in positions if field.kind == "date"]
         numbers = [field.name for field in positions if field.kind == "number"]
         try:
             frame = pl.read_csv(
@@ -251,7 +254,7 @@ class Table:
             ).select(pl.col(str(position)).alias(field.name) for field, position in positions.items())
             if self.section.escape:
                 frame = frame.with_columns(pl.col(pl.String).str.replace_all(QUOTE_IN_FIELD, '"', literal=True))
-            frame = frame.with_columns(pl.col(dates).str.to_datetime(strict=False, time_unit="us").dt.epoch("us"))
+            frame = frame.with_columns(parsed_times(frame[field.name], field.form).alias(field.name) for field in dates)
         except pl.exceptions.PolarsError:
             return None
         full = [field.name for field in positions if field.kind != "any"]
@@ -303,21 +306,23 @@ class Table:
     def _bad_row(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> DataError:
         """Find the first bad row by checking one value at a time."""
         rows = self._split(text, "surrogateescape")
+        bad_dates = _bad_dates(rows, positions)
         for number, row in enumerate(rows, done + 1):
             if _is_broken(row):
                 return DataError(f"{self.path}: row {number:,}: {bad_byte(self.path, self.prefix)}")
             if number == done + len(rows) and self._is_open(text):
                 remedy = f"Close it, or ignore quotes ({self._no_quotes})."
                 return DataError(f"{self.path}: row {number:,}: a quote is opened and not closed. {remedy}")
-            if problem := _problem(row, num_columns, positions):
+            if problem := _problem(row, num_columns, positions, bad_dates):
                 time = next((one for one in positions if one.option == "--time-column"), None)
                 if number == 1 and time and f", column {time.column}: " in problem:  # not one bad row: another column
                     fact = problem.replace(_FACTS["integer"], "is neither a whole number nor an ISO date")
-                    return DataError(f"{self.path}: row 1{fact}. Name another --time-column, or correct the values.")
+                    remedy = "Give --time-format, name another --time-column, or correct the values."
+                    return DataError(f"{self.path}: row 1{fact}. {remedy}")
                 return DataError(f"{self.path}: row {number:,}{problem}.{self._hint(row, num_columns, number)}")
         span = f"{self.path}: rows {done + 1:,} to {done + len(rows):,}"
-        reasons = "a quote inside a field, or a date in another format than the first"
-        return DataError(f"{span}: one of them cannot be read ({reasons}). {_REMEDY}")
+        remedy = f"Fix the file, or ignore quotes ({self._no_quotes})."
+        return DataError(f"{span}: one of them cannot be read, because of a quote inside a field. {remedy}")
 
     def _hint(self, row: list[str], num_columns: int, number: int) -> str:
         """Return what to do about a row that is bad."""
@@ -336,8 +341,12 @@ class Table:
         good = io.StringIO()
         quotes: Any = {"quotechar": '"'} if self._has_quotes else {"quotechar": None, "quoting": csv.QUOTE_NONE}
         writer = csv.writer(good, delimiter=self._one_byte_separator, lineterminator="\n", **quotes)
-        for number, row in enumerate(self._split(text, "surrogateescape"), done + 1):
-            problem = _problem(row, num_columns, positions) or (_is_broken(row) and ": a character that is not UTF-8")
+        rows = self._split(text, "surrogateescape")
+        bad_dates = _bad_dates(rows, positions)
+        for number, row in enumerate(rows, done + 1):
+            problem = _problem(row, num_columns, positions, bad_dates)
+            if problem is None and _is_broken(row):
+                problem = ": a character that is not UTF-8"
             if problem:
                 self.bad_rows.skip(f"{self.path.name}: row {number:,}{problem}")
             else:
@@ -356,7 +365,20 @@ def _is_broken(row: list[str]) -> bool:
     return not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text)
 
 
-def _problem(row: list[str], num_columns: int, positions: dict[Field, int]) -> str | None:
+def _bad_dates(rows: list[list[str]], positions: dict[Field, int]) -> dict[Field, set[str]]:
+    """Return the values of each column of dates that are none."""
+    found = {}
+    for wanted, position in positions.items():
+        if wanted.kind == "date":
+            texts = {row[position] for row in rows if len(row) > position and not _is_broken(row)}
+            values = pl.Series([*texts], dtype=pl.String)
+            found[wanted] = {*values.filter(parsed_times(values, wanted.form).is_null())}
+    return found
+
+
+def _problem(
+    row: list[str], num_columns: int, positions: dict[Field, int], bad_dates: dict[Field, set[str]]
+) -> str | None:
     """Return what is wrong with a row, to follow its number; None if it is good."""
     if len(row) != num_columns:
         found = f"got {len(row)}, the last is {row[-1][:80]!r}" if row else "got a blank line"
@@ -364,8 +386,10 @@ def _problem(row: list[str], num_columns: int, positions: dict[Field, int]) -> s
     if any("\0" in value for value in row):
         return f": a NUL byte in {next(value for value in row if chr(0) in value)[:80]!r}"
     for wanted, position in positions.items():
-        if not _is_good(row[position], wanted.kind):
-            return f", column {wanted.column}: {row[position][:80]!r} {_FACTS[wanted.kind]}"
+        value = row[position]
+        if value in bad_dates[wanted] if wanted.kind == "date" else not _is_good(value, wanted.kind):
+            fact = _FACTS[wanted.kind] if wanted.form == "iso" else f"is no time of the format '{wanted.form}'"
+            return f", column {wanted.column}: {value[:80]!r} {fact}"
     return None
 
 
@@ -376,11 +400,9 @@ def _is_good(value: str, kind: Kind) -> bool:
                 return bool(re.fullmatch(r" *[+-]?\d+", value)) and -(2**63) <= int(value) < 2**63
             case "number":
                 return math.isfinite(float(value))
-            case "date":
-                return bool(datetime.fromisoformat(value))
             case "text":
                 return bool(value)
-            case "any":
+            case _:
                 return True
     except ValueError:
         return False

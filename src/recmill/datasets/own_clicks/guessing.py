@@ -13,8 +13,9 @@ from recmill.datasets.compressed import InputFile
 from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import check_columns, columns_of, frames, types_of
 from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.inputs.times import parsed_times
 from recmill.datasets.own_clicks.schema import LabelSection, feature_name
-from recmill.datasets.own_clicks.values import CLICK, NO_CLICK, parsed_times
+from recmill.datasets.own_clicks.values import CLICK, NO_CLICK
 from recmill.errors import ConfigError, DataError, did_you_mean
 from recmill.metrics.auc import auroc_alone
 

@@ -1,6 +1,5 @@
 """Columns of raw rows as texts, numbers, times and labels, whether they come from text files or from Parquet."""
 
-import contextlib
 import operator
 import re
 import threading
@@ -11,16 +10,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from recmill.datasets.inputs.times import parsed_times
 from recmill.datasets.own_clicks.schema import CategoricalFeature, ClicksSchema, condition
 from recmill.errors import DataError
 
 _COMPARE: dict[str, Any] = {
     ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_UNITS = {"s": 1_000_000, "ms": 1000, "us": 1}
-_PARTS_OF_DAYS = ("%H", "%I", "%M", "%S", "%T", "%R", "%X", "%c", "%r", "%s", "%+")
-_ISO = r"^(?:\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?(?:Z|[+-]\d\d(?::?\d\d)?)?)?|\d{8}T\d{6}Z?)$"
-_ZONE = r"[T ].*[Z+-]"
 CLICK, NO_CLICK = ["1", "1.0", "true"], ["0", "0.0", "-1", "-1.0", "false"]
 DROPPED = -1
 _LARGEST = float(np.finfo(np.float32).max)  # networks read 32-bit numbers
@@ -182,34 +178,9 @@ def _times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     return parsed.to_numpy()
 
 
-def parsed_times(values: pl.Series, form: str) -> pl.Series:
-    """Return texts as microseconds since 1970, null where they do not have the format."""
-    if form in _UNITS:
-        return values.str.strip_chars().cast(pl.Int64, strict=False) * _UNITS[form]
-    if form == "iso":
-        return _iso(values)
-    if "%H" in form and "%M" not in form:  # a parser of hours wants minutes, too
-        values, form = values + " 00", f"{form} %M"
-    dtype = pl.Datetime("us") if any(part in form for part in _PARTS_OF_DAYS) else pl.Date()
-    return values.str.strptime(dtype, form, strict=False).cast(pl.Datetime("us")).dt.epoch("us")
-
-
-def _iso(values: pl.Series) -> pl.Series:
-    """Return ISO 8601 texts as microseconds since 1970, each row by itself; without a zone, they are UTC."""
-    is_iso = values.str.contains(_ISO).fill_null(False)
-    has_zone = values.str.contains(_ZONE).fill_null(False)
-    found = pl.Series([None], dtype=pl.Int64).new_from_index(0, len(values))
-    for chosen in (is_iso & ~has_zone, is_iso & has_zone):  # Polars takes the one or the other from the first row
-        if chosen.any():
-            same = values if chosen.all() else values.set(~chosen, None)
-            with contextlib.suppress(pl.exceptions.ComputeError):  # the first one is no date, like 2026-02-30
-                found = found.zip_with(~chosen, same.str.to_datetime(strict=False, time_unit="us").dt.epoch("us"))
-    return found
-
-
 def iso_time(text: str, key: str) -> int:
     """Return a date or time of the schema as microseconds since 1970."""
-    parsed = _iso(pl.Series([text]))[0]
+    parsed = parsed_times(pl.Series([text]), "iso")[0]
     if parsed is None:
         raise DataError(f"{key} is '{text}', which is no ISO date. Write it like 2014-10-29.")
     return int(parsed)
