@@ -201,7 +201,7 @@ def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tm
     source.write_text("site,tags\n")
     refused(DataError, "no rows")
     source.write_text("")
-    refused(DataError, "new.csv: empty")
+    refused(DataError, "new.csv: no rows. Get the file again")
     pl.DataFrame({"site": ["s1"], "tags": ["a"], "several": [[1, 2]]}).write_parquet(tmp_path / "n.parquet")
     refused(ConfigError, "--keep several: its values are List", input=tmp_path / "n.parquet", keep=["several"])
     pl.DataFrame({"site": [["s1"]], "tags": ["a"]}).write_parquet(tmp_path / "n.parquet")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -230,7 +231,7 @@ def test_the_label_is_never_guessed_but_likely_ones_are_named(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a b\nc\n", "no column 'click'; it has a b"),
+        ("a b\nc\n", "no column 'click' in its first row, which has 1 field; with ' ' it would be 2 (--separator ' ')"),
         ("1,2,3\n4,5,6\n", "its first row is '1,2,3', which looks like data"),
         ("x,y\n1,2\n", "no column 'click'; it has x, y. Correct --label."),
         ("click,y\n", "no rows"),
@@ -238,9 +239,36 @@ def test_the_label_is_never_guessed_but_likely_ones_are_named(tmp_path: Path) ->
 )
 def test_what_cannot_be_guessed_is_an_error_and_no_file(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "log.csv").write_text(text)
-    with pytest.raises(DataError, match=expected.replace("(", r"\(")):
+    with pytest.raises(DataError, match=re.escape(expected)):
         recmill.guess_schema(tmp_path / "log.csv", "click", tmp_path / "out.toml")
     assert not (tmp_path / "out.toml").exists()
+
+
+@pytest.mark.parametrize("label", ["click", None])
+def test_a_wrong_separator_is_named_with_the_one_that_divides_the_header(tmp_path: Path, label: str | None) -> None:
+    (tmp_path / "log.csv").write_text("click;site;price\n" + "1;a;4,5\n0;b;2,5\n" * 50)
+    for separator in (",", "\t"):
+        with pytest.raises(DataError, match=r"has 1 field; with ';' it would be 3 \(--separator ';'\)"):
+            recmill.guess_schema(tmp_path / "log.csv", label, separator=separator)
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|", ","])
+def test_quotes_that_the_sample_lacks_are_quotes_and_those_within_its_fields_are_not(
+    tmp_path: Path, separator: str
+) -> None:
+    """The first quotes are behind all lines that are looked at."""
+    rows = [f"{n % 2}{separator}shoes" for n in range(45_000)]
+    rows[42_500:42_510] = [f'{n % 2}{separator}"red{separator} small"' for n in range(10)]
+    (tmp_path / "log.csv").write_text("\n".join([f"click{separator}what", *rows, ""]))
+    found = recmill.guess_schema(tmp_path / "log.csv", "click", separator=separator)
+    assert "quotes" not in tomllib.loads(found["schema"]).get("input", {})
+    (tmp_path / "few.csv").write_text(f"click{separator}what\n" + f'0{separator}5" disk\n1{separator}shoes\n' * 60)
+    found = recmill.guess_schema(tmp_path / "few.csv", "click", tmp_path / "few.toml")
+    assert tomllib.loads(found["schema"])["input"]["quotes"] is False
+    data = recmill.prepare(
+        "clicks", tmp_path / "data", input=str(tmp_path / "few.csv"), schema_file=str(tmp_path / "few.toml")
+    )
+    assert data["sparse"][0]["rows"] == 4
 
 
 def test_what_is_neither_a_path_nor_a_frame_is_refused() -> None:
@@ -268,7 +296,6 @@ def test_how_to_read_a_text_without_a_header_in_another_encoding_goes_into_the_s
     assert tomllib.loads(found["schema"])["input"] == {
         "separator": "||",
         "columns": ["click", "place"],
-        "quotes": False,
         "encoding": "latin-1",
     }
     with pytest.raises(DataError, match=r"row 1: byte 7 of the text .* It is probably latin-1: use --encoding"):

@@ -185,6 +185,8 @@ class Table:
             return ""
         if len(columns) == 1 and (hint := self._other_separator(columns[0])):
             return f" in its first row, which has 1 field; {hint}."
+        if not self.section.quotes and any(map(_is_quoted, columns)):
+            return f" in its first row, whose names are in quotes. Use {self._quotes('true')}."
         if columns and sum(_is_good(name.strip(), "number") for name in columns) >= len(columns) / 2:
             shown = self.section.separator.join(columns)[:80]
             remedy = f"Name the columns ({self.prefix}columns), or add a row with their names."
@@ -198,9 +200,14 @@ class Table:
         use = setting(self.prefix, "separator", best)
         return f"with {best!r} it would be {counts[best]} ({use})" if counts[best] > 1 else ""
 
+    def _quotes(self, value: Literal["true", "false"]) -> str:
+        """Return how to say whether fields may be in quotes."""
+        flag = "--quotes" if value == "true" else "--no-quotes"
+        return flag if self.prefix.startswith("--") else f"{self.prefix}quotes = {value}"
+
     @property
     def _no_quotes(self) -> str:
-        return "--no-quotes" if self.prefix.startswith("--") else f"{self.prefix}quotes = false"
+        return self._quotes("false")
 
     @property
     def _has_quotes(self) -> bool:
@@ -328,6 +335,11 @@ class Table:
         """Return what to do about a row that is bad."""
         if len(row) == 1 and num_columns > 1 and (hint := self._other_separator(row[0])):
             return f" It has 1 field; {hint}."
+        header = self.section.columns or self.header()
+        if len(header) == 1 and (hint := self._other_separator(header[0])):
+            return f" The first row has 1 field; {hint}."
+        if not self.section.quotes and any(value.startswith('"') for value in row):
+            return f" Are its fields in quotes? Use {self._quotes('true')}."
         if len(row) == num_columns + 1 and number == 1 and not self.section.columns:
             columns = f"{self.prefix}columns"
             skip = "--skip-lines 1" if self.prefix.startswith("--") else f"{self.prefix}skip_lines = 1"
@@ -357,6 +369,10 @@ class Table:
         if frame is None:
             raise self._bad_row(text, num_columns, positions, done)
         return frame
+
+
+def _is_quoted(text: str) -> bool:
+    return len(text) > 1 and text.startswith('"') and text.endswith('"')
 
 
 def _is_broken(row: list[str]) -> bool:

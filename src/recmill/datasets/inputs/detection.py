@@ -29,12 +29,13 @@ def described(
     if separator is None:
         section = _with_separator(file, section, lines, prefix)
     has_quotes = section.quotes if quotes is None else quotes
-    return section.model_copy(update={"quotes": has_quotes and _begins_with_quote(lines, section.separator)})
+    return section.model_copy(update={"quotes": has_quotes and not _only_within(lines, section.separator)})
 
 
-def _begins_with_quote(lines: list[str], separator: str) -> bool:
-    """Return whether any field begins with a quote; with commas, later ones may."""
-    return separator == "," or any(line.startswith('"') or f'{separator}"' in line for line in lines)
+def _only_within(lines: list[str], separator: str) -> bool:
+    """Return whether there are quotes, but only within fields: then they are ordinary characters."""
+    quoted = [line for line in lines if '"' in line]
+    return bool(quoted) and not any(line.startswith('"') or f'{separator}"' in line for line in quoted)
 
 
 def _with_separator(file: InputFile, section: InputSection, lines: list[str], prefix: str) -> InputSection:

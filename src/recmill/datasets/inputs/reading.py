@@ -75,16 +75,16 @@ def check_columns(
     """
     columns = list(dict.fromkeys(columns))
     problems: list[str] = []
+    num_advised = 0  # problems that name their own remedy
     first: dict[str, str] = {}
     for file in files:
         there = columns_of(file, section, prefix)
-        if not there:
-            problems.append(f"{file}: empty")
-            continue
         types = types_of(file, section, prefix) if section.kind_of(file) != "text" else {}
         problems += [f"{file}: two columns '{column}'" for column in columns if there.count(column) > 1]
         if missing := [column for column in columns if column not in there]:
-            problems.append(_lacks(file, section, missing, there, prefix))
+            advice = _wrong_header(file, section, missing, there, prefix)
+            num_advised += bool(advice)
+            problems.append(f"{file}: {advice or lacking(missing, there)}")
         for column in (column for column in columns if column in there):
             try:
                 dtype = parquet.converted_type(str(file), column, types.get(column, pl.String()))
@@ -95,15 +95,17 @@ def check_columns(
             if first.setdefault(column, kind) != kind:
                 problems.append(f"{file}: column {column} holds {kind}, but {first[column]} in {files[0]}")
     if problems:
-        raise DataError(f"{fact}:\n" + "".join(f"  {problem}\n" for problem in problems) + remedy)
+        last = [remedy] if num_advised < len(problems) else []
+        raise DataError("\n".join([f"{fact}:", *(f"  {problem}" for problem in problems), *last]))
 
 
-def _lacks(file: InputFile, section: InputSection, missing: list[str], there: list[str], prefix: str) -> str:
+def _wrong_header(file: InputFile, section: InputSection, missing: list[str], there: list[str], prefix: str) -> str:
+    """Return what is wrong with how a file is read, so that it has none of its columns, and the remedy; or nothing."""
     if not there:
-        return f"{file}: no rows. Get the file again."
+        return "no rows. Get the file again."
     if section.kind_of(file) == "text" and (hint := delimited.Table(file, section, prefix=prefix).wrong_header(there)):
-        return f"{file}: {_no_columns(missing)}{hint}"
-    return f"{file}: {lacking(missing, there)}"
+        return f"{_no_columns(missing)}{hint}"
+    return ""
 
 
 def _no_columns(missing: list[str]) -> str:

@@ -10,6 +10,7 @@ import polars as pl
 import tomli_w
 
 from recmill.datasets.compressed import InputFile
+from recmill.datasets.inputs.delimited import Table
 from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import check_columns, columns_of, frames, types_of
 from recmill.datasets.inputs.section import InputSection
@@ -77,7 +78,9 @@ def guess(
 ) -> tuple[InputSection, LabelSection, list[Guess]]:
     """Return the section with texts for missing values, what is a click, and a guess for every other column."""
     there = columns_of(files[0], section, "--")
-    _check_header(files[0], there, section)
+    if section.kind_of(files[0]) == "text" and (hint := Table(files[0], section).wrong_header(there)):
+        what = f"column '{label}'" if label else "label"
+        raise DataError(f"{files[0]}: no {what}{hint}")
     refused = _refused(files[0], section)
     columns = [column for column in there if column not in refused]
     sample = _sample(files, section, columns)
@@ -147,15 +150,6 @@ def _refused(file: InputFile, section: InputSection) -> dict[str, str]:
         except DataError as error:
             found[column] = str(error).partition(f"column {column} ")[2].partition(", ")[0]
     return found
-
-
-def _check_header(file: InputFile, columns: list[str], section: InputSection) -> None:
-    is_number = [re.fullmatch(r"-?\d+(\.\d+)?", name) is not None for name in columns]
-    if section.kind_of(file) == "text" and sum(is_number) > len(columns) / 2:
-        raise DataError(
-            f"{file}: its first row is {section.separator.join(columns)[:80]!r}, which looks like data. "
-            "Name the columns with --columns, or add a row with their names."
-        )
 
 
 def _sample(files: Sequence[InputFile], section: InputSection, columns: list[str]) -> pl.DataFrame:
