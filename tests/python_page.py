@@ -55,9 +55,10 @@ def _options(function: Callable[..., Any], declared: Any) -> Iterator[str]:
     if function is recmill.prepare:  # each dataset has its own
         yield "**options"
         return
-    module = sys.modules[declared.__module__]
+    modules = [sys.modules[name] for name in (function.__module__, declared.__module__)]
+    options = next(module.Options for module in modules if hasattr(module, "Options"))
     for name, annotation in typing.get_type_hints(declared).items():
-        default = module.Options.model_fields[name].get_default(call_default_factory=True)
+        default = options.model_fields[name].get_default(call_default_factory=True)
         yield f"{name}: {_type(annotation)} = {default!r}"
 
 

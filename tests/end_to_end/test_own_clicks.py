@@ -167,6 +167,29 @@ def test_scores_that_are_no_numbers_are_an_error(trained: Path) -> None:
         predictor.score(pl.DataFrame({"site": ["s1"], "tags": ["a"]}))
 
 
+def test_new_rows_may_be_written_in_another_way_than_the_training_log(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("site,tags\ns1,a|b\ns2,\n")
+    (tmp_path / "same.csv").write_bytes('# a note\n"s1";a|b\n"s2";\n'.encode("utf-16"))
+    flags = ["--separator", ";", "--encoding", "utf-16", "--skip-lines", "1", "--columns", "site,tags", "--quotes"]
+    words = ["predict", str(trained / "run"), "--input"]
+    scores = []
+    for name, given in (("new.csv", []), ("same.csv", flags)):
+        output = tmp_path / f"{name}.parquet"
+        done = CliRunner().invoke(commands, [*words, str(tmp_path / name), "--output", str(output), *given])
+        assert done.exit_code == 0, done.exception
+        scores.append(pl.read_parquet(output)["score"].to_list())
+    assert scores[0] == scores[1]
+
+
+def test_the_error_of_another_separator_names_a_flag_that_predict_has(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("site;tags\ns1;a\n")
+    with pytest.raises(DataError) as caught:
+        recmill.predict(trained / "run", tmp_path / "new.csv", tmp_path / "s.csv")
+    assert str(caught.value).endswith("which has 1 field; with ';' it would be 2 (--separator ';').")
+    with pytest.raises(ConfigError, match="--encoding is 'utf-9': no such codec"):
+        recmill.predict(trained / "run", tmp_path / "new.csv", tmp_path / "s.csv", encoding="utf-9")
+
+
 def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
     new = pl.DataFrame({"tags": [["a", "x"], [], None], "extra": [1, 2, 3], "site": ["s1", "s77", None]})
     labelled = new.with_columns(click=pl.Series([1.0, None, 0.0]))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
 import numpy as np
 
@@ -14,10 +14,10 @@ from recmill.commands import assemble
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Procs, Which, flag
 from recmill.config.options import checked_options
-from recmill.config.sections import Section
 from recmill.data.frames import is_frame
 from recmill.data.opening import open_dataset
 from recmill.data.recipes import Tally, has_recipe, kept_dataset
+from recmill.datasets.inputs.flags import Reading, ReadingFlags
 from recmill.errors import CheckpointError, ConfigError, DataError
 from recmill.metrics.binary import corrected_logits, sigmoid
 from recmill.observe.log import quiet_libraries
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 13
 
 
-class Options(Section):
+class Options(ReadingFlags):
     input: str = flag(..., "The rows, in any format that `prepare clicks` reads: file, directory or pattern. -: stdin.")
     output: str = flag(..., "File to write: .parquet, .csv or .jsonl, by its name. -: stdout.")
     format: Literal["csv", "jsonl"] | None = flag(None, "The format of stdin and stdout.  [default: csv]")
@@ -63,6 +63,7 @@ def predict(
     procs: int = 1,
     checkpoint: Literal["newest", "best"] | None = None,
     fallback: bool = False,
+    **reading: Unpack[Reading],
 ) -> dict[str, Any]:
     """Score new rows: write one row to `output` for each row of `input`, in order, with the click probability.
 
@@ -74,13 +75,15 @@ def predict(
     With a sequence model, `input` has columns "history" (items, oldest first) and "candidates": a list, or a text with
     commas between original ids or titles. There is one row of output per candidate, in order, with columns "item" and
     "score".
+
+    `columns`, `separator`, `quotes`, `encoding`, `skip_lines`: how a text of new rows differs from the training log.
     """
     from recmill.commands.scored_files import score_files
 
     if is_frame(input):
         raise ConfigError("`input` is a path, not a frame. For frames: recmill.open_run(run).predict(frame).")
     given: dict[str, Any] = {"input": str(input), "output": str(output), "format": format, "keep": keep, "logit": logit}
-    given |= {"data": None if data is None else str(data), "procs": procs}
+    given |= {"data": None if data is None else str(data), "procs": procs, **reading}
     options = checked_options("predict", Options, {**given, "checkpoint": checkpoint, "fallback": fallback})
     return score_files(*scorer_of(run, options), options)
 
@@ -104,7 +107,7 @@ class RowEncoder(Protocol):
     label_column: str
     feature_columns: list[str]
 
-    def input_section(self, fields: int) -> "InputSection": ...
+    def input_section(self, count_fields: Callable[[], int]) -> "InputSection": ...
     def encode(self, rows: "RawRows", with_labels: bool = True, may_be_missing: bool = False) -> "ClickRows": ...
 
 

@@ -20,6 +20,7 @@ from recmill.checkpoints.format import committed
 from recmill.commands.options import STREAM, new_path
 from recmill.data.recipes import NO_LABEL, Tally
 from recmill.datasets.compressed import InputFile, file_state
+from recmill.datasets.inputs.detection import changed
 from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import num_rows
 from recmill.datasets.inputs.section import InputSection
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 _SUFFIXES = (".parquet", ".csv", ".jsonl", ".ndjson")
 _PART_ROWS = 1 << 16
 _LABEL = "label of the row"  # a column of the parts that is not written
+_PREFIX = "--"  # of the settings that errors name
 _DRIFT = 3.0  # times the share of the training rows
 _FEW = 0.01  # smaller shares are not worth a warning
 
@@ -63,7 +65,7 @@ class Job:
         """Yield all rows in order, in numbered parts that are the same in every process."""
         number = 0
         for file in self.inputs():
-            for rows in read(file, self.section, self.columns):
+            for rows in read(file, self.section, self.columns, _PREFIX):
                 for start in range(0, len(rows), self.part_rows):
                     part = rows.frame.slice(start, self.part_rows)
                     yield number, RawRows(part, rows.file, rows.numbers[start : start + self.part_rows])
@@ -75,7 +77,7 @@ class Job:
         return [file for name in self.files for file in found_files(name)]
 
     def kept_types(self) -> dict[str, Any]:
-        there = types_of(self.inputs()[0], self.section) if self.kept else {}
+        there = types_of(self.inputs()[0], self.section, _PREFIX) if self.kept else {}
         return {name: converted_type(self.files[0], name, there[name]) for name in self.kept}
 
     def to_json(self) -> dict[str, Any]:
@@ -128,18 +130,27 @@ def _spooled(path: Path) -> Path:
 
 def _checked_job(scorer: "Scorer", options: "Options", files: list[InputFile], output: Path, made: list[str]) -> Job:
     encoder = scorer.encoder
-    fields = len(columns_of(files[0], InputSection(separator="\t", quotes=False)))
-    section = encoder.input_section(fields)
+    flags = options.given()
+
+    def count_fields() -> int:
+        with_tabs = InputSection(separator="\t", quotes=False)
+        return len(columns_of(files[0], changed(with_tabs, flags | {"separator": "\t"}), _PREFIX))
+
+    section = changed(encoder.input_section(count_fields), flags)
     kept = options.keep or []
     needed = list(dict.fromkeys([*encoder.feature_columns, *kept]))
     lack = "the model needs columns that are not there"
-    check_columns(files, section, encoder.feature_columns, lack, "Add them: scores are computed from them.")
+    check_columns(
+        files, section, encoder.feature_columns, lack, "Add them: scores are computed from them.", prefix=_PREFIX
+    )
     copied = kept if output.suffix == ".parquet" else []
-    check_columns(files, section, kept, "--keep does not fit the files", "Correct --keep, or the files.", copied)
+    check_columns(
+        files, section, kept, "--keep does not fit the files", "Correct --keep, or the files.", copied, _PREFIX
+    )
     if taken := {"score", "logit", *made} & set(kept):
         raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
     label = encoder.label_column
-    has_labels = scorer.reads_labels and all(label in columns_of(file, section) for file in files)
+    has_labels = scorer.reads_labels and all(label in columns_of(file, section, _PREFIX) for file in files)
     columns = [*needed, *([label] if has_labels and label not in needed else [])]
     part_rows = max(1, _PART_ROWS // scorer.rows_per_row)
     job = Job(list(map(str, files)), section, columns, kept, has_labels, made, options.procs, part_rows)

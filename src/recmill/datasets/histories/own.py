@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import polars as pl
 import xxhash
@@ -19,6 +19,7 @@ from recmill.datasets.histories.interactions import Filters, InteractionsPlan, w
 from recmill.datasets.inputs import delimited, lines
 from recmill.datasets.inputs.detection import described
 from recmill.datasets.inputs.files import found_files
+from recmill.datasets.inputs.flags import ReadingFlags
 from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import check_columns, columns_of, frames, lacking, num_rows, types_of
 from recmill.datasets.inputs.section import InputSection
@@ -31,7 +32,7 @@ _BATCH_ROWS = 1 << 19
 _KINDS = {"time": "a whole number or a date"}
 
 
-class Options(Filters):
+class Options(Filters, ReadingFlags):
     input: str = key(
         ...,
         "Files: text, .jsonl or .parquet (text also .gz, .zst); a directory, a pattern in quotes, or s3://, gs://, hf://.",
@@ -46,12 +47,7 @@ class Options(Filters):
         None, f"{FORMATS}  [default: ISO dates, seconds with decimals, or whole numbers, which are kept as they are]"
     )
     rating_column: str | None = key(None, "Column of ratings: numbers, for --min-rating.")
-    columns: list[str] | None = key(None, "The names of a text's columns, if its first row does not name them.")
-    separator: str | None = key(None, "Between the fields of a text.  [default: found in its first 1,000 lines]")
-    no_quotes: bool = key(False, "Double quotes in a text have no meaning.")
     escape: bool = key(False, 'A quote within a field of a text is written as \\" instead of two quotes.')
-    encoding: str = key("utf-8", "The encoding of a text: a codec of Python, like latin-1 or utf-16.")
-    skip_lines: NonNegativeInt = key(0, "Skip this many lines at the beginning of a text.")
     no_user: bool = key(False, "With --layout lines: a line has only items, and is a history of its own.")
     only: list[str] = key([], "Keep only rows with one of these values, like event=purchase,cart. May be repeated.")
     titles: str | None = key(None, "File with titles of items, in one of the formats of --input.")
@@ -125,16 +121,10 @@ def _no_column(name: str, file: InputFile, section: InputSection) -> ConfigError
 
 def _section(file: InputFile, options: Options) -> InputSection:
     kind = "jsonl" if options.layout == "jsonl" else "text" if options.layout == "lines" else "auto"
-    return described(
-        file,
-        options.separator or (_separator_of_lines(file) if options.layout == "lines" else None),
-        not options.no_quotes,
-        kind=kind,
-        columns=options.columns or [],
-        escape=options.escape,
-        encoding=options.encoding,
-        skip_lines=options.skip_lines,
-    )
+    keys: dict[str, Any] = {"kind": kind, "escape": options.escape, **options.given()}
+    if options.layout == "lines":
+        keys.setdefault("separator", _separator_of_lines(file))
+    return described(file, **keys)
 
 
 def _separator_of_lines(file: InputFile) -> str:
@@ -166,12 +156,12 @@ def _plan(
     if options.titles:
         found = found_files(options.titles, "--titles")
         files = [*files, *(file for file in found if file not in files)]
-        encoding = options.title_encoding or options.encoding
+        encoding = options.title_encoding or options.encoding or "utf-8"
         named = options.title_columns or []
         section = described(
             found[0],
             options.title_separator,
-            not options.no_quotes,
+            options.quotes,
             "--title-",
             columns=named,
             encoding=encoding,

@@ -17,12 +17,10 @@ _MOST = 0.9  # of the lines have the same number of fields, if the separator is 
 
 
 def described(
-    file: InputFile, separator: str | None, quotes: bool | None = None, prefix: str = "--", **keys: Any
+    file: InputFile, separator: str | None = None, quotes: bool | None = None, prefix: str = "--", **keys: Any
 ) -> InputSection:
     """Return how to read a file, from the flags that were given; what was not given is found in its first lines."""
-    section = InputSection(separator="," if separator is None else separator, **keys)
-    if problems := section.contradictions():
-        raise ConfigError("\n".join(problem.replace("input.", prefix) for problem in problems))
+    section = changed(InputSection(), {**keys, **({} if separator is None else {"separator": separator})}, prefix)
     if section.kind_of(file) != "text":
         return section
     lines = _first_lines(file, section, prefix)
@@ -30,6 +28,14 @@ def described(
         section = _with_separator(file, section, lines, prefix)
     has_quotes = section.quotes if quotes is None else quotes
     return section.model_copy(update={"quotes": has_quotes and not _only_within(lines, section.separator)})
+
+
+def changed(section: InputSection, flags: dict[str, Any], prefix: str = "--") -> InputSection:
+    """Return the section with the values of these flags."""
+    section = section.model_copy(update=flags)
+    if problems := section.contradictions():
+        raise ConfigError("\n".join(problem.replace("input.", prefix) for problem in problems))
+    return section
 
 
 def _only_within(lines: list[str], separator: str) -> bool:

@@ -3,7 +3,7 @@
 A recipe is the schema with what preparation learned from the training rows. It is data, never code.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ class Encoder:
         self.label_column = recipe.log.label.column
         self.trained_rows, self.trained_tally = recipe.training_rows, recipe.tally
 
-    def input_section(self, fields: int) -> InputSection:
+    def input_section(self, count_fields: Callable[[], int]) -> InputSection:
         """Return how to read text, whatever its number of fields."""
         return self.recipe.log.input
 

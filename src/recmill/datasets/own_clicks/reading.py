@@ -11,9 +11,9 @@ from recmill.datasets.own_clicks.values import RawRows
 __all__ = ["check_columns", "columns_of", "found_files", "read", "types_of"]
 
 
-def read(file: InputFile, section: InputSection, columns: list[str]) -> Iterator[RawRows]:
+def read(file: InputFile, section: InputSection, columns: list[str], prefix: str = "input.") -> Iterator[RawRows]:
     """Yield these columns of all rows, in order. Every row is checked to have all fields."""
     first = 1
-    for frame in frames(file, section, columns):
+    for frame in frames(file, section, columns, prefix):
         yield RawRows(frame, str(file), range(first, first + frame.height))
         first += frame.height
