@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ _PART_ROWS = 1 << 16
 _LABEL = "label of the row"  # a column of the parts that is not written
 _PREFIX = "--"  # of the settings that errors name
 _DRIFT = 3.0  # times the share of the training rows
+_BAD = "bad"  # values that were taken as missing, in a `Tally`
 _FEW = 0.01  # smaller shares are not worth a warning
 
 
@@ -176,8 +177,10 @@ def _score(scorer: "Scorer", options: "Options", job: Job, inputs: dict[str, Any
             parts = run_job("predict", arguments, options.procs)
         written = sum(work.part(f"score-{number}", dict)["written"] for number in range(parts))
         tally, metrics = _write(job, work, parts, output)
+    bad = {feature: counts.pop(_BAD) for feature, counts in tally.counts.items() if _BAD in counts}
     shares = _shares(tally, scorer)
     result: dict[str, Any] = {"rows": tally.rows, "written": written, "output": str(output), "features": shares}
+    result |= {"bad_values": {feature: count for feature, count in bad.items() if count}}
     return result | ({"metrics": metrics} if job.has_labels else {})
 
 
@@ -190,7 +193,7 @@ def score_parts(scorer: "Scorer", job: Job, work: Work, rank: int = 0, size: int
         for number, rows in job.blocks():
             count = number + 1
             if number % size == rank:
-                yield number, rows
+                yield number, replace(rows, otherwise=scorer.otherwise)
 
     def score(block: tuple[int, RawRows]) -> int:
         number, rows = block
