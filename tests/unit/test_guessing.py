@@ -169,7 +169,7 @@ def test_texts_for_missing_numbers_are_found_and_times_with_gaps_do_not_stop_the
         price=pl.when(pl.int_range(ROWS) % 7 > 0)
         .then((pl.int_range(ROWS) / 9).cast(pl.String))
         .otherwise(pl.lit("n/a")),
-        width=pl.when(pl.int_range(ROWS) % 300 > 0).then(pl.lit("3.5")).otherwise(pl.lit("1,299.00")),
+        width=pl.when(pl.int_range(ROWS) % 300 > 0).then(pl.lit("3.5")).otherwise(pl.lit("wide")),
         country=pl.when(pl.int_range(ROWS) % 3 > 0).then(pl.lit("NL")).otherwise(pl.lit("?")),
         hour=pl.when(pl.int_range(ROWS) % 500 > 0).then("hour"),
     )
@@ -180,7 +180,7 @@ def test_texts_for_missing_numbers_are_found_and_times_with_gaps_do_not_stop_the
     assert (schema.time, schema.split.by) == (None, "rows")
     text = next(tmp_path.glob("*.toml")).read_text()
     assert "4 of 2,000 rows have none" in text
-    assert "most are numbers, but not '1,299.00'" in text
+    assert "most are numbers, but not 'wide'" in text
 
 
 def test_a_label_of_yes_and_no_and_names_that_only_look_like_amounts(tmp_path: Path) -> None:
@@ -214,6 +214,51 @@ def test_decimal_commas_are_numbers_and_few_texts_among_numbers_have_an_alternat
     lines = [line.removeprefix("# ") for line in alternative.splitlines() if line.startswith("# ")]
     feature = tomllib.loads("\n".join(lines[: lines.index("]") + 1]))["feature"][0]
     assert feature == {"column": "age", "type": "numeric", "missing_values": ["unknown"]}
+
+
+@pytest.mark.parametrize(
+    ("price", "size", "keys"),
+    [
+        ("1.234,56", "1.024", {"decimal": ",", "thousands": "."}),
+        ("1.234.567", "2,5", {"decimal": ",", "thousands": "."}),
+        ("1,234.56", "3.5", {"thousands": ","}),
+    ],
+)
+def test_separated_thousands_are_found(tmp_path: Path, price: str, size: str, keys: dict[str, str]) -> None:
+    number = pl.int_range(ROWS)
+    drawn().with_columns(
+        price=pl.when(number % 3 > 0).then(pl.lit(price)).otherwise((number % 90).cast(pl.String)),
+        size=pl.when(number % 3 > 0).then(pl.lit(size)).otherwise((number % 90).cast(pl.String)),
+    ).write_csv(tmp_path / "log.csv", separator=";")
+    found = recmill.guess_schema(tmp_path / "log.csv", "click", tmp_path / "clicks.toml")
+    why = {row["column"]: row["why"] for row in found["columns"]}
+    schema = load_schema(tmp_path / "clicks.toml")
+    assert {name: getattr(schema.input, name) for name in keys} == keys
+    assert f"{keys['thousands']!r} for thousands" in why["price"]
+    recmill.prepare("clicks", tmp_path / "d", input=f"{tmp_path}/log.csv", schema_file=str(tmp_path / "clicks.toml"))
+    greatest = json.loads((tmp_path / "d" / "recipe.json").read_text())["learned"]["price"]
+    assert greatest["shift"] > 89 or greatest["scale"] > 89, "the large numbers are large"
+
+
+@pytest.mark.parametrize("price", ["12,50 €", "$12.50", "7 EUR"])
+def test_numbers_with_a_unit_are_a_text_with_a_remark_and_no_list(tmp_path: Path, price: str) -> None:
+    rows = "".join(f"{n % 2};{price.replace('1', str(n % 9 + 1)).replace('7', str(n % 9 + 1))}\n" for n in range(200))
+    (tmp_path / "log.csv").write_text(f"click;price\n{rows}")
+    found = recmill.guess_schema(tmp_path / "log.csv", "click")
+    assert found["columns"][1]["guess"] == "categorical"
+    assert "which look like numbers with a unit" in found["columns"][1]["why"]
+    assert "separator" not in tomllib.loads(found["schema"])["feature"][0]
+
+
+def test_labels_that_are_not_understood_are_named_with_the_key_to_set(tmp_path: Path) -> None:
+    rows = "".join(f"{'nein' if n % 5 else 'ja'},{n % 7}\n" for n in range(200))
+    (tmp_path / "log.csv").write_text(f"bought,site\n{rows}")
+    found = recmill.guess_schema(tmp_path / "log.csv", "bought", tmp_path / "clicks.toml")
+    assert found["columns"][0]["why"] == "values 'ja', 'nein': set label.positive to those that mean a click"
+    text = (tmp_path / "clicks.toml").read_text()
+    assert '# positive = ["ja"]\n' in text, "the rarer one"
+    (tmp_path / "clicks.toml").write_text(text.replace("# positive", "positive"))
+    assert load_schema(tmp_path / "clicks.toml").label.positive == ["ja"]
 
 
 def test_a_label_with_many_values_is_refused_and_a_condition_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import functools
 import gzip
 import json
 import math
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from recmill import failpoints
 from recmill.data.click_rows import StoredDay
 from recmill.data.opening import open_dataset
 from recmill.datasets.inputs import text
+from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.times import parsed_times
 from recmill.datasets.own_clicks import steps
 from recmill.datasets.own_clicks.coding import Coder
@@ -43,9 +45,41 @@ def rows_of(text: str) -> str:
 
 def test_decimal_commas_are_read_if_the_schema_says_so() -> None:
     rows = RawRows(pl.DataFrame({"price": ["4,32", " -1,5", "7", "", "NA"]}), "log.csv", range(1, 6))
-    np.testing.assert_array_equal(numbers(rows, "price", ["", "NA"], ","), [4.32, -1.5, 7, np.nan, np.nan])
+    np.testing.assert_array_equal(
+        numbers(rows, "price", ["", "NA"], InputSection(decimal=",")), [4.32, -1.5, 7, np.nan, np.nan]
+    )
     with pytest.raises(DataError, match=r"row 1, column price: '4,32' is not a number"):
-        numbers(rows, "price", ["", "NA"])
+        numbers(rows, "price", ["", "NA"], InputSection())
+
+
+@pytest.mark.parametrize(
+    ("written", "keys", "expected"),
+    [
+        (["1.234,5", "-12.345.678", "7", "0,25"], {"decimal": ",", "thousands": "."}, [1234.5, -12345678, 7, 0.25]),
+        (["1,234.5", "12,345,678", "7.25"], {"thousands": ","}, [1234.5, 12345678, 7.25]),
+        (["1 234,5", "12\u00a0345", "1\u202f000"], {"decimal": ",", "thousands": " "}, [1234.5, 12345, 1000]),
+        (["1'234.5", "7"], {"thousands": "'"}, [1234.5, 7]),
+        (["4.32", "1,5"], {"decimal": ","}, [4.32, 1.5]),
+    ],
+)
+def test_thousands_may_be_separated(written: list[str], keys: dict[str, Any], expected: list[float]) -> None:
+    rows = RawRows(pl.DataFrame({"price": written}), "log.csv", range(1, len(written) + 1))
+    assert numbers(rows, "price", [""], InputSection(**keys)).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "keys", "remedy"),
+    [
+        ("1.234", {"decimal": ","}, "If '.' separates thousands, use input.thousands = '.'"),
+        ("1.234,56", {}, "If '.' separates thousands, use input.thousands = '.' and input.decimal = ','"),
+        ("1,234.56", {}, "Use input.thousands = ','"),
+        ("1.23", {"decimal": ",", "thousands": "."}, "Correct it"),
+    ],
+)
+def test_numbers_in_another_form_than_the_schema_says_are_errors(value: str, keys: dict[str, Any], remedy: str) -> None:
+    rows = RawRows(pl.DataFrame({"price": ["1", value]}), "log.csv", range(1, 3))
+    with pytest.raises(DataError, match=re.escape(f"row 2, column price: '{value}' is not a number. {remedy}")):
+        numbers(rows, "price", [""], InputSection(**keys))
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -51,7 +51,7 @@ def guess_schema(
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
-    rows = [{"column": label, "guess": "label", "why": f"clicks: {', '.join(clicks.positive) or '1, true'}"}]
+    rows = [{"column": label, "guess": "label", "why": clicks.why}]
     rows += [{"column": found.column, "guess": found.kind, "why": found.why} for found in guesses]
     return {
         "schema": text,

@@ -185,7 +185,7 @@ class Encoder:
         return [values, is_missing.astype(np.float64)] if feature.flag_missing else [values]
 
     def _given_numbers(self, rows: RawRows, feature: NumericFeature | BucketFeature) -> np.ndarray:
-        arguments = rows, feature.column, self.recipe.log.missing_texts(feature), self.recipe.log.input.decimal
+        arguments = rows, feature.column, self.recipe.log.missing_texts(feature), self.recipe.log.input
         if self._on_bad_value == "fail":
             return numbers(*arguments)
         found, is_bad = usable_numbers(*arguments)

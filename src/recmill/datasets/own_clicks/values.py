@@ -1,5 +1,6 @@
 """Columns of raw rows as texts, numbers, times and labels, whether they come from text files or from Parquet."""
 
+import contextlib
 import operator
 import re
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.times import parsed_times
 from recmill.datasets.own_clicks.schema import CategoricalFeature, ClicksSchema, condition
 from recmill.errors import DataError
@@ -19,7 +21,6 @@ _COMPARE: dict[str, Any] = {
 }  # fmt: skip
 CLICK, NO_CLICK = ["1", "1.0", "true"], ["0", "0.0", "-1", "-1.0", "false"]
 DROPPED = -1
-_LARGE_NUMBER = re.compile(r"\s*[-+]?(inf(inity)?|\d+(\.\d+)?(e[-+]?\d+)?)\s*", re.I)
 _LARGEST = float(np.finfo(np.float32).max)  # networks read 32-bit numbers
 
 
@@ -126,22 +127,38 @@ def several_texts(given: pl.Series, feature: CategoricalFeature, missing: list[s
     return given.str.split(feature.separator).list.eval(pl.element().filter(~pl.element().is_in(missing)))
 
 
-def numbers(rows: RawRows, column: str, missing: list[str], decimal: str = ".") -> np.ndarray:
+def numbers(rows: RawRows, column: str, missing: list[str], text: InputSection) -> np.ndarray:
     """Return the column as float64, NaN where there is no value."""
-    found, is_bad = usable_numbers(rows, column, missing, decimal)
+    found, is_bad = usable_numbers(rows, column, missing, text)
     if not is_bad.any():
         return found
     row = int(is_bad.argmax())
     value = rows.column(column)[row]
-    if not isinstance(value, str) or _LARGE_NUMBER.fullmatch(value):
+    if not isinstance(value, str) or _is_large(value):
         raise rows.bad_value(row, column, f"{value} is larger than {_LARGEST:.2g}", "Correct it.")
-    remedy = "Correct it, name it in input.missing, or make the feature categorical."
-    if decimal == "." and re.fullmatch(r"\s*-?\d+,\d+\s*", value):
-        remedy = "Use input.decimal = ','."
-    raise rows.bad_value(row, column, f"{value[:80]!r} is not a number", remedy)
+    raise rows.bad_value(row, column, f"{value[:80]!r} is not a number", _remedy(value, text))
 
 
-def usable_numbers(rows: RawRows, column: str, missing: list[str], decimal: str = ".") -> tuple[np.ndarray, np.ndarray]:
+def _is_large(value: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return abs(float(value)) > _LARGEST
+    return False
+
+
+def _remedy(value: str, text: InputSection) -> str:
+    """Return what to do about a text that is not a number."""
+    value = value.strip()
+    keys = "input.thousands = '.' and input.decimal = ','" if text.decimal == "." else "input.thousands = '.'"
+    if text.decimal == "." and re.fullmatch(r"-?\d+,\d+", value):
+        return "Use input.decimal = ','."
+    if re.fullmatch(r"-?\d{1,3}(,\d{3})+\.\d+", value) and text.decimal == ".":
+        return "Use input.thousands = ','."
+    if re.fullmatch(r"-?\d{1,3}(\.\d{3})+(,\d+)?", value):
+        return f"If '.' separates thousands, use {keys}."
+    return "Correct it, name it in input.missing, or make the feature categorical."
+
+
+def usable_numbers(rows: RawRows, column: str, missing: list[str], text: InputSection) -> tuple[np.ndarray, np.ndarray]:
     """Return the column as float64, NaN where there is no value or a bad one, and where there is a bad one."""
     values = rows.column(column)
     if values.dtype.is_numeric():
@@ -149,8 +166,8 @@ def usable_numbers(rows: RawRows, column: str, missing: list[str], decimal: str 
         is_filled = values.is_not_null()
     elif values.dtype in (pl.String, pl.Boolean):
         as_text = texts(rows, column, missing)
-        plain = as_text.str.replace(decimal, ".", literal=True) if decimal != "." else as_text
-        found = (values if values.dtype == pl.Boolean else plain.str.strip_chars()).cast(pl.Float64, strict=False)
+        plain = values if values.dtype == pl.Boolean else plain_numbers(as_text, text).str.strip_chars()
+        found = plain.cast(pl.Float64, strict=False)
         is_filled = as_text.is_not_null()
     else:
         raise DataError(f"{rows.file}: column {column} holds {values.dtype}, not numbers. Use another type of feature.")
@@ -159,10 +176,31 @@ def usable_numbers(rows: RawRows, column: str, missing: list[str], decimal: str 
     return (np.where(is_bad, np.nan, array) if is_bad.any() else array), is_bad
 
 
+def plain_numbers(texts: pl.Series, text: InputSection) -> pl.Series:
+    """Return numbers as texts like 1234.5, null where they are in another form than `text` says.
+
+    With decimal commas, 1.234 is in another form: it may be 1234.
+    """
+    if text.thousands:
+        if text.thousands == " ":
+            texts = texts.str.replace_all("[\u00a0\u202f]", " ")
+        is_grouped = texts.str.contains(grouped(text.thousands, text.decimal)).fill_null(False)
+        is_plain = ~texts.str.strip_chars().str.contains(text.thousands, literal=True)
+        texts = texts.str.replace_all(text.thousands, "", literal=True).set(~(is_grouped | is_plain), None)
+    elif text.decimal == ",":
+        texts = texts.set(texts.str.contains(grouped(".", ",")).fill_null(False), None)
+    return texts.str.replace(text.decimal, ".", literal=True) if text.decimal != "." else texts
+
+
+def grouped(thousands: str, decimal: str) -> str:
+    """Return a pattern of numbers with separated thousands, with or without decimals."""
+    return rf"^\s*[-+]?\d{{1,3}}(?:{re.escape(thousands)}\d{{3}})+(?:{re.escape(decimal)}\d+)?\s*$"
+
+
 def weights(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     """Return the column of keep.weight as float32; every row must have a number that is not negative."""
     column = schema.keep.weight
-    found = numbers(rows, column, schema.input.missing, schema.input.decimal)
+    found = numbers(rows, column, schema.input.missing, schema.input)
     if (is_bad := ~(found >= 0)).any():
         row = int(is_bad.argmax())
         fact = f"{rows.column(column)[row]!r} is no weight, which is a number from 0 to 3.4e38"
@@ -228,7 +266,7 @@ def _labels(rows: RawRows, schema: ClicksSchema, may_be_missing: bool) -> np.nda
     given = given.fill_null("")
     is_dropped = is_missing
     if isinstance(section.positive, str) or section.drop:
-        as_numbers = numbers(rows, section.column, schema.input.missing, schema.input.decimal)
+        as_numbers = numbers(rows, section.column, schema.input.missing, schema.input)
         is_dropped = is_missing | _meets(as_numbers, section.drop) if section.drop else is_missing
     if isinstance(section.positive, str):
         is_click = _meets(as_numbers, section.positive)
