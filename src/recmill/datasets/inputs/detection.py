@@ -26,8 +26,8 @@ def described(
     lines = _first_lines(file, section, prefix)
     if separator is None:
         section = _with_separator(file, section, lines, prefix)
-    has_quotes = section.quotes if quotes is None else quotes
-    return section.model_copy(update={"quotes": has_quotes and not _only_within(lines, section.separator)})
+    has_quotes = quotes is not False and not _only_within(lines, section.separator)
+    return section.model_copy(update={"quotes": has_quotes})
 
 
 def changed(section: InputSection, flags: dict[str, Any], prefix: str = "--") -> InputSection:
@@ -45,7 +45,8 @@ def _only_within(lines: list[str], separator: str) -> bool:
 
 
 def _with_separator(file: InputFile, section: InputSection, lines: list[str], prefix: str) -> InputSection:
-    """Add the separator and the quotes that divide the first lines into equal numbers of fields, the most of them.
+    """Add the separator that divides the first lines, with or without quotes, into equal numbers of fields, the most of
+    them.
 
     A space is tried last, because texts have spaces, too. Without tabs or commas, the name of the file decides.
     """
@@ -63,8 +64,8 @@ def _with_separator(file: InputFile, section: InputSection, lines: list[str], pr
                     fields,
                 )  # a comma in quotes may be in all but the header
         if found:
-            separator, quotes = max(found, key=lambda one: found[one])
-            return section.model_copy(update={"separator": separator, "quotes": quotes})
+            separator, _ = max(found, key=lambda one: found[one])
+            return section.model_copy(update={"separator": separator})
     if named := next((s for suffix, s in _NAMED.items() if suffix in file.name), None):
         return section.model_copy(update={"separator": named})
     raise DataError(
