@@ -12,6 +12,7 @@ from recmill import cli, registry
 from recmill.commands import adopt, audit, download, evaluate, jobs, launch, open_run, prepare, recommend, split, train
 from recmill.commands.options import dataset_checks
 from recmill.config import Section
+from recmill.datasets.inputs.flags import Reading, ReadingFlags
 from recmill.jobs.place import Place
 
 PLACE_FLAGS = {"nodes", "procs", "time", "account", "queue", "chain", "image", "mounts"}  # launch's **place_options
@@ -21,7 +22,11 @@ PLACE_FLAGS = {"nodes", "procs", "time", "account", "queue", "chain", "image", "
     ("options", "functions", "extra"),
     [
         (train.Options, [train.train], set[str]()),
-        (recommend.Options, [recommend.recommend, recommend.recommend_all], {"is_for_all"}),  # chooses the function
+        (  # --all chooses the function
+            recommend.Options,
+            [recommend.recommend, recommend.recommend_all],
+            {"is_for_all", *ReadingFlags.model_fields},
+        ),
         (launch.Options, [launch.launch], PLACE_FLAGS),
     ],
     ids=["train", "recommend", "launch"],
@@ -69,6 +74,7 @@ def test_commands_about_jobs_take_what_their_functions_take(name: str) -> None:
         (download.DownloadOptions, download.Options),
         (evaluate.EvaluateOptions, evaluate.Options),
         (split.SplitOptions, split.Options),
+        (Reading, ReadingFlags),
     ],
     ids=lambda value: value.__name__,
 )
@@ -113,7 +119,8 @@ def _values(annotation: Any) -> set[Any]:
 def test_type_checkers_know_the_keyword_arguments_of(declared: type, function: Callable[..., Any]) -> None:
     hints = {name: kind for name, kind in function.__annotations__.items() if name in declared.__annotations__}
     keyword_only = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    found = {name: getattr(kind, "__forward_arg__", kind) for name, kind in declared.__annotations__.items()}
+    own = {name: kind for name, kind in declared.__annotations__.items() if name not in ReadingFlags.model_fields}
+    found = {name: getattr(kind, "__forward_arg__", kind) for name, kind in own.items()}
     assert found == hints
     assert keyword_only - {"frame"} == hints.keys()
 

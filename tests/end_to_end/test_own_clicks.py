@@ -186,6 +186,72 @@ def test_scores_that_are_no_numbers_are_an_error(trained: Path) -> None:
         predictor.of_frame(pl.DataFrame({"site": ["s1"], "tags": ["a"]}), [])
 
 
+def test_new_rows_may_be_written_in_another_way_than_the_training_log(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("site,tags\ns1,a|b\ns2,\n")
+    (tmp_path / "same.csv").write_bytes('# a note\n"s1";a|b\n"s2";\n'.encode("utf-16"))
+    flags = ["--separator", ";", "--encoding", "utf-16", "--skip-lines", "1", "--columns", "site,tags", "--quotes"]
+    words = ["predict", str(trained / "run"), "--input"]
+    scores = []
+    for name, given in (("new.csv", []), ("same.csv", flags)):
+        output = tmp_path / f"{name}.parquet"
+        done = CliRunner().invoke(commands, [*words, str(tmp_path / name), "--output", str(output), *given])
+        assert done.exit_code == 0, done.exception
+        scores.append(pl.read_parquet(output)["score"].to_list())
+    assert scores[0] == scores[1]
+
+
+def test_the_error_of_another_separator_names_a_flag_that_predict_has(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("site;tags\ns1;a\n")
+    with pytest.raises(DataError) as caught:
+        recmill.predict(trained / "run", tmp_path / "new.csv", tmp_path / "s.csv")
+    assert str(caught.value).endswith("which has 1 field; with ';' it would be 2 (--separator ';').")
+    with pytest.raises(ConfigError, match="--encoding is 'utf-9': no such codec"):
+        recmill.predict(trained / "run", tmp_path / "new.csv", tmp_path / "s.csv", encoding="utf-9")
+
+
+@pytest.fixture(scope="module")
+def with_numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run that was trained on a log with times and numbers, none of them missing."""
+    folder = tmp_path_factory.mktemp("numbers")
+    rows = [f"2026-03-{1 + n % 28:02d} 0{n % 9}:30,{n % 7}.5,{n % 5},{n % 3 // 2}\n" for n in range(400)]
+    (folder / "log.csv").write_text("when,price,age,click\n" + "".join(rows))
+    (folder / "clicks.toml").write_text(
+        """
+        label.column = "click"
+        time.column = "when"
+        feature = [{column = "price", type = "numeric"}, {column = "age", type = "bucket", boundaries = [1, 3]},
+                   {name = "hour", type = "time", part = "hour"}]
+        """
+    )
+    recmill.prepare("clicks", folder / "data", input=f"{folder}/log.csv", schema_file=str(folder / "clicks.toml"))
+    config = recmill.config.load_config("own/dlrm").as_dict()
+    config["data"]["path"] = str(folder / "data")
+    config["train"]["num_epochs"] = 1
+    recmill.train(config, folder / "run")
+    return folder / "run"
+
+
+def test_bad_values_are_errors_or_missing_and_counted(with_numbers: Path, tmp_path: Path) -> None:
+    good = ["2026-04-01,1.5,3", "2026-04-01,,", "2026-04-01,2.5,4"]
+    bad = ["2026-04-01,1.5,3", "2026-04-01,expensive,old", "2026-04-01,2.5,4", "soon,1.5,3", ",1e39,3"]
+    for name, rows in (("good", good), ("bad", bad)):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["when,price,age", *rows, ""]))
+    recmill.predict(with_numbers, tmp_path / "good.csv", tmp_path / "good.parquet")
+    with pytest.raises(DataError, match=r"row 2, .* is not a number.* Or take such .*: --on-bad-value missing\."):
+        recmill.predict(with_numbers, tmp_path / "bad.csv", tmp_path / "bad.parquet")
+    words = ["predict", str(with_numbers), "--input", f"{tmp_path}/bad.csv", "--on-bad-value", "missing"]
+    done = CliRunner().invoke(commands, [*words, "--output", f"{tmp_path}/bad.parquet"])
+    assert done.exit_code == 0, done.exception
+    assert "bad values, taken as missing: price 2, age 1, hour 2" in done.output.splitlines()
+    scores = [pl.read_parquet(tmp_path / f"{name}.parquet")["score"].to_list() for name in ("good", "bad")]
+    assert scores[0] == scores[1][:3], "a bad value is what a missing one is"
+    found = recmill.predict(
+        with_numbers, tmp_path / "bad.csv", tmp_path / "two.parquet", on_bad_value="missing", procs=2
+    )
+    assert found["bad_values"] == {"price": 2, "age": 1, "hour": 2}
+    assert (tmp_path / "two.parquet").read_bytes() == (tmp_path / "bad.parquet").read_bytes()
+
+
 def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
     new = pl.DataFrame({"tags": [["a", "x"], [], None], "extra": [1, 2, 3], "site": ["s1", "s77", None]})
     labelled = new.with_columns(click=pl.Series([1.0, None, 0.0]))

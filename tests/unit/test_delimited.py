@@ -3,6 +3,7 @@
 import gzip
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +87,37 @@ def test_dates_become_microseconds(tmp_path: Path) -> None:
     rows = [("a", "x", "1970-01-02 00:00:01"), ("a", "y", "1970-01-01 00:00:00.5"), ("a", "z", "1970-01-03 00:00:00")]
     assert prepared(tmp_path, rows, **KEEP_ALL) == {"a": ["y", "x", "z"]}
     assert np.load(tmp_path / "d" / "timestamps.npy").tolist() == [500_000, 86_401_000_000, 172_800_000_000]
+
+
+def times_of(tmp_path: Path, values: list[str], **options: Any) -> list[int]:
+    rows = [("a", str(number), value) for number, value in enumerate(values)]
+    prepared(tmp_path, rows, **KEEP_ALL, **options)
+    return [int(time) for time in np.load(tmp_path / "d" / "timestamps.npy")]
+
+
+def test_dates_with_zones_become_utc_and_rows_may_differ_in_them(tmp_path: Path) -> None:
+    values = ["1970-01-02T00:00:00Z", "1970-01-02T02:00:00+01:00", "1970-01-02 02:00:00+00:00", "1970-01-02 03:00"]
+    assert times_of(tmp_path, values) == [(24 + hour) * 3_600_000_000 for hour in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("values", "form", "expected"),
+    [
+        (["0.25", "1", "2.5"], None, [250_000, 1_000_000, 2_500_000]),
+        (["soon", "0.25", "1", "2"], None, [250_000, 1_000_000, 2_000_000]),  # the first value that is a time decides
+        (["soon", "7", "8", "9"], None, [7, 8, 9]),
+        (["1", "2", "3"], "ms", [1000, 2000, 3000]),
+        (["01.01.1970 00:01", "01.01.1970 00:02", "32.01.1970 00:03", "01.01.1970 00:04"], "%d.%m.%Y %H:%M",
+         [60_000_000, 120_000_000, 240_000_000]),
+    ],
+)  # fmt: skip
+def test_times_in_other_formats(tmp_path: Path, values: list[str], form: str | None, expected: list[int]) -> None:
+    assert times_of(tmp_path, values, time_format=form, on_bad_row="skip") == expected
+
+
+def test_a_time_in_another_format_than_the_named_one_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"row 2, column when: '1970-01-01' is no time of the format '%d.%m.%Y'"):
+        times_of(tmp_path, ["01.01.1970", "1970-01-01"], time_format="%d.%m.%Y")
 
 
 def test_text_in_another_encoding_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import functools
 import gzip
 import json
 import math
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,12 +22,14 @@ from recmill import failpoints
 from recmill.data.click_rows import StoredDay
 from recmill.data.opening import open_dataset
 from recmill.datasets.inputs import text
+from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.inputs.times import parsed_times
 from recmill.datasets.own_clicks import steps
 from recmill.datasets.own_clicks.coding import Coder
 from recmill.datasets.own_clicks.encoding import PARTS, Encoder, hashed, load_recipe, time_parts
 from recmill.datasets.own_clicks.reading import read
 from recmill.datasets.own_clicks.schema import load_schema
-from recmill.datasets.own_clicks.values import RawRows, numbers, parsed_times, texts
+from recmill.datasets.own_clicks.values import RawRows, numbers, texts
 from recmill.errors import ConfigError, DataError
 from recmill.schema import SPLITS
 
@@ -42,14 +45,46 @@ def rows_of(text: str) -> str:
 
 def test_decimal_commas_are_read_if_the_schema_says_so() -> None:
     rows = RawRows(pl.DataFrame({"price": ["4,32", " -1,5", "7", "", "NA"]}), "log.csv", range(1, 6))
-    np.testing.assert_array_equal(numbers(rows, "price", ["", "NA"], ","), [4.32, -1.5, 7, np.nan, np.nan])
+    np.testing.assert_array_equal(
+        numbers(rows, "price", ["", "NA"], InputSection(decimal=",")), [4.32, -1.5, 7, np.nan, np.nan]
+    )
     with pytest.raises(DataError, match=r"row 1, column price: '4,32' is not a number"):
-        numbers(rows, "price", ["", "NA"])
+        numbers(rows, "price", ["", "NA"], InputSection())
+
+
+@pytest.mark.parametrize(
+    ("written", "keys", "expected"),
+    [
+        (["1.234,5", "-12.345.678", "7", "0,25"], {"decimal": ",", "thousands": "."}, [1234.5, -12345678, 7, 0.25]),
+        (["1,234.5", "12,345,678", "7.25"], {"thousands": ","}, [1234.5, 12345678, 7.25]),
+        (["1 234,5", "12\u00a0345", "1\u202f000"], {"decimal": ",", "thousands": " "}, [1234.5, 12345, 1000]),
+        (["1'234.5", "7"], {"thousands": "'"}, [1234.5, 7]),
+        (["4.32", "1,5"], {"decimal": ","}, [4.32, 1.5]),
+    ],
+)
+def test_thousands_may_be_separated(written: list[str], keys: dict[str, Any], expected: list[float]) -> None:
+    rows = RawRows(pl.DataFrame({"price": written}), "log.csv", range(1, len(written) + 1))
+    assert numbers(rows, "price", [""], InputSection(**keys)).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "keys", "remedy"),
+    [
+        ("1.234", {"decimal": ","}, "If '.' separates thousands, use input.thousands = '.'"),
+        ("1.234,56", {}, "If '.' separates thousands, use input.thousands = '.' and input.decimal = ','"),
+        ("1,234.56", {}, "Use input.thousands = ','"),
+        ("1.23", {"decimal": ",", "thousands": "."}, "Correct it"),
+    ],
+)
+def test_numbers_in_another_form_than_the_schema_says_are_errors(value: str, keys: dict[str, Any], remedy: str) -> None:
+    rows = RawRows(pl.DataFrame({"price": ["1", value]}), "log.csv", range(1, 3))
+    with pytest.raises(DataError, match=re.escape(f"row 2, column price: '{value}' is not a number. {remedy}")):
+        numbers(rows, "price", [""], InputSection(**keys))
 
 
 def test_numbers_may_have_signs_exponents_and_spaces_and_nan_is_no_value() -> None:
     rows = RawRows(pl.DataFrame({"price": ["NaN", "nan", " 7 ", "1e3", "+5", "-.5", "2."]}), "log.csv", range(1, 8))
-    np.testing.assert_array_equal(numbers(rows, "price", []), [np.nan, np.nan, 7, 1000, 5, -0.5, 2])
+    np.testing.assert_array_equal(numbers(rows, "price", [], InputSection()), [np.nan, np.nan, 7, 1000, 5, -0.5, 2])
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -34,7 +34,7 @@ def test_parquet_gives_what_csv_gives_and_numbers_are_in_order_of_number(tmp_pat
         ({"who": ["a", None], "what": ["x", "y"]}, "row 2, column who: missing"),
         ({"who": ["a", "b"]}, "no column 'what'; it has: who"),
         ({"who": ["a", "b"], "what": [1.5, 2.5]}, "column 'what' is Float64, not text or whole numbers"),
-        ({"who": ["a"], "what": ["x"], "when": ["noon"]}, "column 'when' is String, not whole numbers, dates"),
+        ({"who": ["a"], "what": ["x"], "when": ["noon"]}, "row 1, column when: noon is not a whole number or a date"),
         ({"who": ["a"], "what": pl.Series([2**64 - 1], dtype=pl.UInt64)}, "after row 0: conversion"),
         ({"who": pl.Series([], dtype=pl.String), "what": pl.Series([], dtype=pl.Int8)}, "no rows"),
     ],
@@ -52,6 +52,26 @@ def test_a_rating_of_parquet_that_is_no_number_is_refused(tmp_path: Path) -> Non
     options = {**COLUMNS, "rating_column": "stars", "min_rating": 3, **KEEP_ALL}
     with pytest.raises(DataError, match="row 2, column stars: nan is not a number"):
         prepare("histories", tmp_path / "d", input=tmp_path / "raw.parquet", **options)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("times", "form", "expected"),
+    [
+        (["1970-01-01T01:00:00+01:00", "1970-01-01", "1970-01-01T00:00:01Z"], None, [0, 0, 1_000_000]),
+        ([0.5, 1.0, 2.5], None, [500_000, 1_000_000, 2_500_000]),
+        ([1, 2, 3], "s", [1_000_000, 2_000_000, 3_000_000]),
+        (["01.01.1970", "01.01.1970", "02.01.1970"], "%d.%m.%Y", [0, 0, 86_400_000_000]),
+    ],
+)
+def test_texts_and_decimals_are_times_too(
+    tmp_path: Path, kind: str, times: list[Any], form: str | None, expected: list[int]
+) -> None:
+    frame = pl.DataFrame({"who": "a", "what": ["x", "y", "z"], "when": times})
+    path = tmp_path / f"raw.{kind}"
+    frame.write_parquet(path) if kind == "parquet" else frame.write_ndjson(path)
+    prepare("histories", tmp_path / "d", input=path, **COLUMNS, time_column="when", time_format=form, **KEEP_ALL)
+    assert np.load(tmp_path / "d" / "timestamps.npy").tolist() == expected
 
 
 def test_datetimes_of_parquet_are_times(tmp_path: Path) -> None:
@@ -106,7 +126,7 @@ def test_the_file_of_titles_may_name_its_column_of_items_differently(tmp_path: P
         ({"rating_column": "what"}, "--rating-column needs --min-rating"),
         (
             {"time_column": "what"},
-            "row 1, column what: 'x' is neither a whole number nor an ISO date. Name another --time-column",
+            "row 1, column what: 'x' is neither a whole number nor an ISO date. Give --time-format, name",
         ),
         ({"title_column": "title"}, "--title-column needs --titles"),
         (

@@ -112,7 +112,7 @@ def predicted(**training: float | None) -> dict[str, Any]:
         {"feature": name, "kind": "unseen", "here": share, "training": training.get(name)}
         for name, share in here.items()
     ]
-    return {"rows": 8, "output": "scores.csv", "features": features}
+    return {"rows": 8, "output": "scores.csv", "features": features, "bad_values": {}}
 
 
 def test_predictions_list_features_whose_training_shares_are_known_or_that_are_conspicuous(

@@ -1,18 +1,18 @@
 """`recmill items`: the vectors of all items or of new requests, by the two-tower model of a run."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Which, flag, new_parquet
 from recmill.commands.retriever import RequestOptions, RequestVectors, Retriever
 from recmill.config.options import checked_options
-from recmill.config.sections import Section
+from recmill.datasets.inputs.flags import Reading, ReadingFlags
 from recmill.errors import ConfigError
 from recmill.files.atomic import new_file
 
 
-class Options(Section):
+class Options(ReadingFlags):
     output: str = flag(..., "Parquet file to write: id, item (as in the log, if it is known) and vector.")
     requests: str | None = flag(None, "Instead of items: write the vectors of the requests in this file.")
     keep: list[str] | None = flag(None, "Columns of --requests to copy, separated by commas.")
@@ -29,6 +29,7 @@ def write_items(
     keep: list[str] | None = None,
     checkpoint: Literal["newest", "best"] | None = None,
     fallback: bool = False,
+    **reading: Unpack[Reading],
 ) -> dict[str, Any]:
     """Write the vectors of all items of the run's dataset to a Parquet file; return {"items", "dim", "output"}.
 
@@ -36,11 +37,11 @@ def write_items(
     `recmill predict`. An item has the features of the first row in which it occurs.
 
     With `requests`, a file: write the vectors of its rows instead, to .parquet or .jsonl, with the columns in `keep`;
-    return {"requests", "dim", "output"}.
+    return {"requests", "dim", "output"}. `columns`, `separator`, `quotes`, `encoding`, `skip_lines`: as for `predict`.
     """
     given: dict[str, Any] = {"output": str(output), "keep": keep}
     given |= {"requests": None if requests is None else str(requests)}
-    given |= {"checkpoint": checkpoint, "fallback": fallback}
+    given |= {"checkpoint": checkpoint, "fallback": fallback, **reading}
     options = checked_options("items", Options, given)
     if options.requests is None and options.keep:
         raise ConfigError("--keep names columns of --requests. Give both.")

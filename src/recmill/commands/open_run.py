@@ -84,7 +84,7 @@ class Run:
         if input is not None:
             rows = self._as_polars(input, "input", "recommend({!r}, input={!r})")
             return converted(self._best_of_frame(rows, keep or [], k, include_seen), frame)
-        check_no_keep(keep)
+        check_no_keep(keep, {})
         if self._recommender is None:
             raise ConfigError(
                 f"{self.path}: its model is no sequence model, so it has nothing to recommend. "

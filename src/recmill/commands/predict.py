@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
 import numpy as np
 
@@ -14,10 +14,10 @@ from recmill.commands import assemble
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Procs, Which, flag
 from recmill.config.options import checked_options
-from recmill.config.sections import Section
 from recmill.data.frames import is_frame
 from recmill.data.opening import open_dataset
 from recmill.data.recipes import Tally, has_recipe, kept_dataset
+from recmill.datasets.inputs.flags import Reading, ReadingFlags
 from recmill.errors import CheckpointError, ConfigError, DataError
 from recmill.metrics.binary import corrected_logits, sigmoid
 from recmill.observe.log import quiet_libraries
@@ -38,12 +38,15 @@ log = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 13
 
 
-class Options(Section):
+class Options(ReadingFlags):
     input: str = flag(..., "The rows, in any format that `prepare clicks` reads: file, directory or pattern. -: stdin.")
     output: str = flag(..., "File to write: .parquet, .csv or .jsonl, by its name. -: stdout.")
     format: Literal["csv", "jsonl"] | None = flag(None, "The format of stdin and stdout.  [default: csv]")
     keep: list[str] | None = flag(None, "Columns of --input to copy, separated by commas.")
     logit: bool = flag(False, "Write the logit, too, in column 'logit'.")
+    on_bad_value: Literal["fail", "missing"] = flag(
+        "fail", "A number or time that cannot be used is an error, or is taken as missing and counted."
+    )
     data: str | None = flag(None, "The dataset of a run on Criteo's logs, if it has moved.", metavar="DIRECTORY")
     procs: Procs = 1
     checkpoint: Which = None
@@ -59,28 +62,32 @@ def predict(
     format: Literal["csv", "jsonl"] | None = None,
     keep: list[str] | None = None,
     logit: bool = False,
+    on_bad_value: Literal["fail", "missing"] = "fail",
     data: str | Path | None = None,
     procs: int = 1,
     checkpoint: Literal["newest", "best"] | None = None,
     fallback: bool = False,
+    **reading: Unpack[Reading],
 ) -> dict[str, Any]:
     """Score new rows: write one row to `output` for each row of `input`, in order, with the click probability.
 
     The rows are encoded as the training rows were: by the recipe that the run keeps, or for Criteo's logs by that of
     the dataset. Returns {"rows": ..., "written": rows of the output, "output": ..., "features": shares of missing,
-    unseen and clipped values}, and "metrics" if `input` has labels. The output is the same for any number of processes.
-    A call that was interrupted, repeated, resumes.
+    unseen and clipped values, "bad_values": by feature, how many were taken as missing}, and "metrics" if `input` has
+    labels. The output is the same for any number of processes. A call that was interrupted, repeated, resumes.
 
     With a sequence model, `input` has columns "history" (items, oldest first) and "candidates": a list, or a text with
     commas between original ids or titles. There is one row of output per candidate, in order, with columns "item" and
     "score".
+
+    `columns`, `separator`, `quotes`, `encoding`, `skip_lines`: how a text of new rows differs from the training log.
     """
     from recmill.commands.scored_files import score_files
 
     if is_frame(input):
         raise ConfigError("`input` is a path, not a frame. For frames: recmill.open_run(run).predict(frame).")
     given: dict[str, Any] = {"input": str(input), "output": str(output), "format": format, "keep": keep, "logit": logit}
-    given |= {"data": None if data is None else str(data), "procs": procs}
+    given |= {"data": None if data is None else str(data), "procs": procs, "on_bad_value": on_bad_value, **reading}
     options = checked_options("predict", Options, {**given, "checkpoint": checkpoint, "fallback": fallback})
     return score_files(*scorer_of(run, options), options)
 
@@ -104,7 +111,7 @@ class RowEncoder(Protocol):
     label_column: str
     feature_columns: list[str]
 
-    def input_section(self, fields: int) -> "InputSection": ...
+    def input_section(self, count_fields: Callable[[], int]) -> "InputSection": ...
     def encode(self, rows: "RawRows", with_labels: bool = True, may_be_missing: bool = False) -> "ClickRows": ...
 
 
@@ -113,6 +120,7 @@ class Scorer:
 
     rows_per_row = 1  # of the output, for a row of the input
     reads_labels = False  # of files that have them
+    otherwise = ""  # what a user can do about a bad value, but to correct it
     run: "RunDirectory"
     network: Any
 
@@ -178,12 +186,13 @@ def scorer_of(run: str | Path, options: Options) -> tuple[Scorer, list[str]]:
     _, config = assemble.open_trained_run(run)
     if assemble.model_module(config).KIND == "clicks":
         made = ["score", "logit"] if options.logit else ["score"]
-        return Predictor(run, options.checkpoint, options.fallback, options.data), made
+        return Predictor(run, options.checkpoint, options.fallback, options.data, None, options.on_bad_value), made
     from recmill.commands.ranker import Ranker
     from recmill.commands.recommend import Recommender
 
-    if options.logit or options.data:
-        raise ConfigError(f"{run}: --logit and --data are for click models, and '{config.model_name}' is none.")
+    if options.logit or options.data or options.on_bad_value == "missing":
+        flags = "--logit, --data and --on-bad-value"
+        raise ConfigError(f"{run}: {flags} are for click models, and '{config.model_name}' is none.")
     ranker = Ranker(Recommender(run, options.checkpoint, options.fallback))
     return ranker, ranker.made
 
@@ -192,6 +201,7 @@ class Predictor(Scorer):
     """A run's click model on CPU, unsharded, with the recipe of its rows."""
 
     reads_labels = True
+    otherwise = "Or take such values as missing: --on-bad-value missing."
 
     def __init__(
         self,
@@ -200,6 +210,7 @@ class Predictor(Scorer):
         fallback: bool = False,
         data: str | None = None,
         dataset: Dataset | None = None,
+        on_bad_value: Literal["fail", "missing"] = "fail",
     ) -> None:
         """`data`: where the dataset of Criteo's logs is; `dataset`: one that is open, if no raw rows are scored."""
         assemble.check_which(which)
@@ -210,6 +221,7 @@ class Predictor(Scorer):
             )
         self._which, self._fallback, self._data = which, fallback, data
         self._open_dataset = dataset
+        self._on_bad_value: Literal["fail", "missing"] = on_bad_value
 
     @property
     def made(self) -> list[str]:
@@ -231,10 +243,13 @@ class Predictor(Scorer):
         if self._dataset.description.name == "criteo":
             from recmill.datasets.criteo.encoding import CriteoEncoder
 
+            if self._on_bad_value == "missing":
+                raise ConfigError("--on-bad-value missing is for logs that `prepare clicks` has prepared. Remove it.")
             return CriteoEncoder(self._dataset)
         from recmill.datasets.own_clicks.encoding import Encoder, load_recipe
 
-        return Encoder(load_recipe(self._dataset.path), self._dataset.path)
+        path = self._dataset.path
+        return Encoder(load_recipe(path), path, on_bad_value=self._on_bad_value)
 
     @cached_property
     def network(self) -> Any:

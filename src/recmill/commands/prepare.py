@@ -61,13 +61,14 @@ class PrepareOptions(TypedDict, total=False):
     user_column: str | None
     item_column: str | None
     time_column: str | None
+    time_format: str | None
     rating_column: str | None
     columns: list[str] | None
     separator: str | None
-    no_quotes: bool
+    quotes: bool | None
     escape: bool
-    encoding: str
-    skip_lines: int
+    encoding: str | None
+    skip_lines: int | None
     no_user: bool
     only: list[str]
     title_columns: list[str] | None

@@ -1,6 +1,6 @@
 """Files of histories: scores of given candidates, or the best items, by a run's sequence model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -45,9 +45,9 @@ class HistoryEncoder:
         self.feature_columns = columns
         self.tally = Tally()
 
-    def input_section(self, fields: int) -> InputSection:
+    def input_section(self, count_fields: Callable[[], int]) -> InputSection:
         """Return how to read text: with tabs, if they make several fields of its first row."""
-        return InputSection(separator="\t" if fields > 1 else ",")
+        return InputSection(separator="\t" if count_fields() > 1 else ",")
 
     def encode(self, rows: RawRows, with_labels: bool = True, may_be_missing: bool = False) -> Histories:
         self.tally.rows += len(rows)

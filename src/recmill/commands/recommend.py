@@ -15,10 +15,10 @@ import numpy as np
 from recmill.commands import assemble
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag, new_parquet
-from recmill.config.sections import Section
 from recmill.data.checks import checked_items
 from recmill.data.frames import Kind, as_polars, converted
 from recmill.data.names import Names, Unknown
+from recmill.datasets.inputs.flags import Reading, ReadingFlags
 from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.observe.log import quiet_libraries
@@ -44,7 +44,7 @@ _SCORES_AT_ONCE = 1 << 24  # histories times items
 _SCORES_OF_ONE_THREAD = 1 << 18
 
 
-class Options(Section):
+class Options(ReadingFlags):
     history: str | None = flag(None, "Original ids or titles of items, oldest first, separated by commas.")
     users: str | None = flag(None, "Original ids of users of the dataset, separated by commas.")
     is_for_all: bool = flag(False, "Every user of the dataset; needs --output.", "--all")
@@ -87,7 +87,7 @@ class RecommendOptions(_Options, total=False):
     input: "AnyFrame | None"
 
 
-class LoadingOptions(_Options, total=False):
+class LoadingOptions(_Options, Reading, total=False):
     """The keyword arguments of `recommend`, which also loads the model and reads files."""
 
     input: "str | Path | AnyFrame | None"
@@ -126,6 +126,7 @@ def recommend(
     fallback: bool = False,
     verify: bool | None = None,
     frame: Kind | None = None,
+    **reading: Unpack[Reading],
 ) -> "list[Recommendation] | AnyFrame":
     """Return [{"item": original id, "title": ..., "score": ...}, ...], best first, without items of the history.
 
@@ -136,15 +137,16 @@ def recommend(
 
     A 'two_tower' recommends for `input`, a file or a frame with a request per row: K rows for each, in order, with the
     columns in `keep`, "rank", "item" and "score". For a sequence model, `input` has a history per row, in column
-    "history": a list, or a text with commas; "title" is there, too.
+    "history": a list, or a text with commas; "title" is there, too. `columns`, `separator`, `quotes`, `encoding`,
+    `skip_lines`: how to read a text, as for `predict`.
     """
     if (history is not None) + (users is not None) + (input is not None) != 1:
         raise ConfigError("Recommend for a history, for users or for the rows of `input`: give exactly one of them.")
     if input is not None:
         searcher = _searcher(run, k, include_seen, checkpoint, fallback, verify)
-        best = _best_in_memory(searcher, input, k, keep)
+        best = _best_in_memory(searcher, input, k, keep, reading)
         return cast(list[Recommendation], best.to_dicts()) if frame is None else converted(best, frame)
-    check_no_keep(keep)
+    check_no_keep(keep, reading)
     model = Recommender(run, checkpoint, fallback, verify)
     if users is not None:
         best = model.for_users(users, k, include_seen)
@@ -166,16 +168,18 @@ def recommend_all(
     checkpoint: Literal["newest", "best"] | None = None,
     fallback: bool = False,
     verify: bool | None = None,
+    **reading: Unpack[Reading],
 ) -> dict[str, Any]:
     """Recommend for every user of the dataset, to a Parquet file with columns user, rank, item, title, score.
 
     Returns {"output": ..., "users": ..., "rows": ...}. With `input`, a file as for `recommend`: for each of its rows,
     with the columns in `keep`, to .parquet, .csv or .jsonl; returns "requests" instead of "users".
+    `columns`, `separator`, `quotes`, `encoding`, `skip_lines`: how to read a text, as for `predict`.
     """
     if input is not None:
-        options = {"input": str(input), "output": str(output), "keep": keep, "k": k}
+        options = {"input": str(input), "output": str(output), "keep": keep, "k": k, **reading}
         return _searcher(run, k, include_seen, checkpoint, fallback, verify).write_best(options)
-    check_no_keep(keep)
+    check_no_keep(keep, reading)
     import polars as pl
     from polars.io.plugins import register_io_source
 
@@ -208,9 +212,11 @@ def recommend_all(
     return {"output": str(output), "users": len(names), "rows": num_rows}
 
 
-def check_no_keep(keep: list[str] | None) -> None:
+def check_no_keep(keep: list[str] | None, reading: Reading) -> None:
     if keep:
         raise ConfigError("--keep names columns of --input. Give both.")
+    if given := [name for name, value in reading.items() if value is not None]:
+        raise ConfigError(f"--{given[0].replace('_', '-')} says how to read --input. Give both.")
 
 
 def _searcher(
@@ -234,7 +240,7 @@ def check_no_include_seen(include_seen: bool) -> None:
 
 
 def _best_in_memory(
-    searcher: "Retriever | Ranker", input: "str | Path | AnyFrame", k: int, keep: list[str] | None
+    searcher: "Retriever | Ranker", input: "str | Path | AnyFrame", k: int, keep: list[str] | None, reading: Reading
 ) -> "pl.DataFrame":
     import polars as pl
 
@@ -247,7 +253,7 @@ def _best_in_memory(
         return searcher.best_of_frame(rows, k, keep or [])
     with tempfile.TemporaryDirectory(prefix="recmill-recommend-") as directory:
         output = str(Path(directory) / "best.parquet")
-        searcher.write_best({"input": str(input), "output": output, "keep": keep, "k": k})
+        searcher.write_best({"input": str(input), "output": output, "keep": keep, "k": k, **reading})
         return pl.read_parquet(output, glob=False)
 
 

@@ -38,6 +38,7 @@ class Retriever(Predictor):
     """A run's two towers on CPU, with the vectors of all items of its dataset."""
 
     reads_labels = False
+    otherwise = ""
 
     def __init__(
         self, run: str | Path, which: str | None = None, fallback: bool = False, verify: bool | None = None

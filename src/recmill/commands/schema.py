@@ -1,12 +1,13 @@
 """`recmill schema`: guess what the columns of a click log are, and write a schema to edit."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import flag, new_path
-from recmill.config.sections import Section
+from recmill.config.options import checked_options
 from recmill.data.frames import as_polars, is_frame
+from recmill.datasets.inputs.flags import Reading, ReadingFlags
 from recmill.errors import ConfigError
 from recmill.files.atomic import write_text
 
@@ -14,13 +15,10 @@ if TYPE_CHECKING:
     from recmill.data.frames import AnyFrame
 
 
-class Options(Section):
+class Options(ReadingFlags):
     input: str = flag(..., "The log: a file, a directory, or a pattern in quotes, like 'logs/*.csv'.")
     label: str | None = flag(None, "The column that says whether a row was clicked.")
     output: str | None = flag(None, "The file to write, like clicks.toml.  [default: the schema is only printed]")
-    columns: list[str] | None = flag(None, "The names of the columns, if the first row does not name them.")
-    separator: str | None = flag(None, "Between the fields of a text.  [default: found in its first 1,000 lines]")
-    encoding: str = flag("utf-8", "The encoding of a text: a codec of Python, like latin-1 or utf-16.")
 
 
 @checked_keywords
@@ -28,10 +26,7 @@ def guess_schema(
     input: "str | Path | AnyFrame",
     label: str | None = None,
     output: str | Path | None = None,
-    *,
-    columns: list[str] | None = None,
-    separator: str | None = None,
-    encoding: str = "utf-8",
+    **reading: Unpack[Reading],
 ) -> dict[str, Any]:
     """Return {"schema": the text of the schema, "columns": [{"column", "guess", "why"}, ...], "input": the log,
     "output": where the schema was written, or None}. `input` may be a frame of pandas, Polars or Arrow.
@@ -49,14 +44,14 @@ def guess_schema(
     path = new_path(output, "--output") if output is not None else None
     files: list[InputFile]
     files = [FrameFile(as_polars(input, "input"))] if is_frame(input) else found_files(str(input))
-    section = described(files[0], separator, columns=columns or [], encoding=encoding)
+    section = described(files[0], **checked_options("schema", ReadingFlags, {**reading}).given())
     section, clicks, guesses = guess(files, label, section)
     assert label
     text = as_toml(section, clicks, guesses)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
-    rows = [{"column": label, "guess": "label", "why": f"clicks: {', '.join(clicks.positive) or '1, true'}"}]
+    rows = [{"column": label, "guess": "label", "why": clicks.why}]
     rows += [{"column": found.column, "guess": found.kind, "why": found.why} for found in guesses]
     return {
         "schema": text,

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from recmill.checkpoints.format import committed
 from recmill.commands.options import STREAM, new_path
 from recmill.data.recipes import NO_LABEL, Tally
 from recmill.datasets.compressed import InputFile, file_state
+from recmill.datasets.inputs.detection import changed
 from recmill.datasets.inputs.files import found_files
 from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import check_columns, columns_of, num_rows, types_of
@@ -44,7 +45,9 @@ log = logging.getLogger(__name__)
 _SUFFIXES = (".parquet", ".csv", ".jsonl", ".ndjson")
 _PART_ROWS = 1 << 16
 _LABEL = "label of the row"  # a column of the parts that is not written
+_PREFIX = "--"  # of the settings that errors name
 _DRIFT = 3.0  # times the share of the training rows
+_BAD = "bad"  # values that were taken as missing, in a `Tally`
 _FEW = 0.01  # smaller shares are not worth a warning
 _ADVICE = {
     "missing": "Check how this column is filled.",
@@ -70,7 +73,7 @@ class Job:
         """Yield all rows in order, in numbered parts that are the same in every process."""
         number = 0
         for file in self.inputs():
-            for rows in read(file, self.section, self.columns):
+            for rows in read(file, self.section, self.columns, _PREFIX):
                 for start in range(0, len(rows), self.part_rows):
                     part = rows.frame.slice(start, self.part_rows)
                     yield number, RawRows(part, rows.file, rows.numbers[start : start + self.part_rows])
@@ -82,7 +85,7 @@ class Job:
         return [file for name in self.files for file in found_files(name)]
 
     def kept_types(self) -> dict[str, Any]:
-        there = types_of(self.inputs()[0], self.section) if self.kept else {}
+        there = types_of(self.inputs()[0], self.section, _PREFIX) if self.kept else {}
         return {name: converted_type(self.files[0], name, there[name]) for name in self.kept}
 
     def to_json(self) -> dict[str, Any]:
@@ -135,19 +138,28 @@ def _spooled(path: Path) -> Path:
 
 def _checked_job(scorer: "Scorer", options: "Options", files: list[InputFile], output: Path, made: list[str]) -> Job:
     encoder = scorer.encoder
-    fields = len(columns_of(files[0], InputSection(separator="\t", quotes=False)))
-    section = encoder.input_section(fields)
+    flags = options.given()
+
+    def count_fields() -> int:
+        with_tabs = InputSection(separator="\t", quotes=False)
+        return len(columns_of(files[0], changed(with_tabs, flags | {"separator": "\t"}), _PREFIX))
+
+    section = changed(encoder.input_section(count_fields), flags)
     kept = options.keep or []
     if twice := next((name for name in kept if kept.count(name) > 1), None):
         raise ConfigError(f"--keep {','.join(kept)}: '{twice}' occurs twice. Name it once.")
     needed = list(dict.fromkeys([*encoder.feature_columns, *kept]))
     lack = "the model needs columns that are not there"
-    check_columns(files, section, encoder.feature_columns, lack, "Add them: scores are computed from them.")
+    check_columns(
+        files, section, encoder.feature_columns, lack, "Add them: scores are computed from them.", prefix=_PREFIX
+    )
     copied = kept if output.suffix == ".parquet" else []
-    check_columns(files, section, kept, "--keep does not fit the files", "Correct --keep, or the files.", copied)
+    check_columns(
+        files, section, kept, "--keep does not fit the files", "Correct --keep, or the files.", copied, _PREFIX
+    )
     scorer.check_kept(kept)
     label = encoder.label_column
-    has_labels = scorer.reads_labels and all(label in columns_of(file, section) for file in files)
+    has_labels = scorer.reads_labels and all(label in columns_of(file, section, _PREFIX) for file in files)
     columns = [*needed, *([label] if has_labels and label not in needed else [])]
     part_rows = max(1, _PART_ROWS // scorer.rows_per_row)
     job = Job(list(map(str, files)), section, columns, kept, has_labels, made, options.procs, part_rows)
@@ -173,8 +185,10 @@ def _score(scorer: "Scorer", options: "Options", job: Job, inputs: dict[str, Any
             parts = run_job("predict", arguments, options.procs)
         written = sum(work.part(f"score-{number}", dict)["written"] for number in range(parts))
         tally, metrics = _write(job, work, parts, output)
+    bad = {feature: counts.pop(_BAD) for feature, counts in tally.counts.items() if _BAD in counts}
     result: dict[str, Any] = {"rows": tally.rows, "written": written, "output": str(output)}
     result["features"] = shares(tally, scorer)
+    result |= {"bad_values": {feature: count for feature, count in bad.items() if count}}
     return result | ({"metrics": metrics} if job.has_labels else {})
 
 
@@ -187,7 +201,7 @@ def score_parts(scorer: "Scorer", job: Job, work: Work, rank: int = 0, size: int
         for number, rows in job.blocks():
             count = number + 1
             if number % size == rank:
-                yield number, rows
+                yield number, replace(rows, otherwise=scorer.otherwise)
 
     def score(block: tuple[int, RawRows]) -> int:
         number, rows = block

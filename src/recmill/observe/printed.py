@@ -240,6 +240,9 @@ def print_predictions(written: dict[str, Any]) -> None:
     ]
     if rows:
         print_table(["% here / in training" if is_known else "% here", *kinds], rows)
+    if written["bad_values"]:
+        counts = ", ".join(f"{feature} {count:,}" for feature, count in written["bad_values"].items())
+        print_line(f"bad values, taken as missing: {counts}")
     if "metrics" in written:
         print_values("rows with labels", written["metrics"], {})
     print_line(f"{written['rows']:,} rows scored: {written['output']}")

@@ -1,5 +1,6 @@
 """From raw rows of Criteo's logs to what a network reads, by the rules of a prepared dataset."""
 
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -36,9 +37,9 @@ class CriteoEncoder:
         self.tally = Tally()
         self.trained_tally: dict[str, dict[str, int]] = {}
 
-    def input_section(self, fields: int) -> InputSection:
+    def input_section(self, count_fields: Callable[[], int]) -> InputSection:
         """Return how to read text with this many fields per row: Kaggle's test.txt has no labels."""
-        columns = CRITEO.fields if fields == len(CRITEO.fields) else self.feature_columns
+        columns = CRITEO.fields if count_fields() == len(CRITEO.fields) else self.feature_columns
         return InputSection(separator="\t", columns=columns, quotes=False)
 
     def encode(self, rows: RawRows, with_labels: bool = True, may_be_missing: bool = False) -> ClickRows:

@@ -38,8 +38,8 @@ _MAX_IDS = 2**31 - 2
 _NO_LIMIT = 2**63 - 1
 _PATH_OPTIONS = {"input", "titles", "book_ids"}  # the recipe has the content of these files, not their location
 _LATER_OPTIONS = {
-    "layout", "columns", "separator", "no_quotes", "escape", "encoding", "skip_lines", "no_user", "only",
-    "title_columns", "title_separator", "title_encoding",
+    "layout", "columns", "separator", "quotes", "escape", "encoding", "skip_lines", "no_user", "only",
+    "title_columns", "title_separator", "title_encoding", "time_format",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import polars as pl
 import xxhash
@@ -19,9 +19,11 @@ from recmill.datasets.histories.interactions import Filters, InteractionsPlan, w
 from recmill.datasets.inputs import delimited, lines
 from recmill.datasets.inputs.detection import described
 from recmill.datasets.inputs.files import found_files
+from recmill.datasets.inputs.flags import ReadingFlags
 from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import check_columns, columns_of, frames, lacking, num_rows, types_of
 from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.inputs.times import FORMATS, likely_format, parsed_times
 from recmill.errors import ConfigError, DataError, did_you_mean
 
 __all__ = ["Options", "plan", "plan_frame", "write"]
@@ -30,7 +32,7 @@ _BATCH_ROWS = 1 << 19
 _KINDS = {"time": "a whole number or a date"}
 
 
-class Options(Filters):
+class Options(Filters, ReadingFlags):
     input: str = key(
         ...,
         "Files: text, .jsonl or .parquet (text also .gz, .zst); a directory, a pattern in quotes, or s3://, gs://, hf://.",
@@ -40,14 +42,12 @@ class Options(Filters):
     )
     user_column: str | None = key(None, "Column of users: text or whole numbers.")
     item_column: str | None = key(None, "Column of items: text or whole numbers.")
-    time_column: str | None = key(None, "Column of times: whole numbers or ISO dates. Without it, file order counts.")
+    time_column: str | None = key(None, "Column of times. Without it, file order counts.")
+    time_format: str | None = key(
+        None, f"{FORMATS}  [default: ISO dates, seconds with decimals, or whole numbers, which are kept as they are]"
+    )
     rating_column: str | None = key(None, "Column of ratings: numbers, for --min-rating.")
-    columns: list[str] | None = key(None, "The names of a text's columns, if its first row does not name them.")
-    separator: str | None = key(None, "Between the fields of a text.  [default: found in its first 1,000 lines]")
-    no_quotes: bool = key(False, "Double quotes in a text have no meaning.")
     escape: bool = key(False, 'A quote within a field of a text is written as \\" instead of two quotes.')
-    encoding: str = key("utf-8", "The encoding of a text: a codec of Python, like latin-1 or utf-16.")
-    skip_lines: NonNegativeInt = key(0, "Skip this many lines at the beginning of a text.")
     no_user: bool = key(False, "With --layout lines: a line has only items, and is a history of its own.")
     only: list[str] = key([], "Keep only rows with one of these values, like event=purchase,cart. May be repeated.")
     titles: str | None = key(None, "File with titles of items, in one of the formats of --input.")
@@ -64,6 +64,8 @@ class Options(Filters):
     def check_combinations(self) -> "Options":
         if self.rating_column is not None and self.min_rating is None:
             raise ValueError("--rating-column needs --min-rating, the least rating to keep.")
+        if self.time_format is not None and self.time_column is None:
+            raise ValueError("--time-format needs --time-column.")
         if self.title_column is not None and self.titles is None:
             raise ValueError("--title-column needs --titles, the file that has the column.")
         of_titles = ("title_id_column", "title_columns", "title_separator", "title_encoding")
@@ -108,7 +110,7 @@ def plan(options: Options) -> InteractionsPlan:
     named = list(dict.fromkeys(columns.values()))
     if len(files) > 1 or len({*named} - {*columns_of(files[0], section, "--")}) > 1:  # one is reported by its reader
         check_columns(files, section, named, "the files do not fit the options", "Correct the options.", prefix="--")
-    rows, read = _reader(files, section, columns, bad_rows)
+    rows, read = _reader(files, section, columns, bad_rows, options.time_format)
     return replace(_plan(options, files, rows, read), bad_rows=bad_rows)
 
 
@@ -119,16 +121,10 @@ def _no_column(name: str, file: InputFile, section: InputSection) -> ConfigError
 
 def _section(file: InputFile, options: Options) -> InputSection:
     kind = "jsonl" if options.layout == "jsonl" else "text" if options.layout == "lines" else "auto"
-    return described(
-        file,
-        options.separator or (_separator_of_lines(file) if options.layout == "lines" else None),
-        not options.no_quotes,
-        kind=kind,
-        columns=options.columns or [],
-        escape=options.escape,
-        encoding=options.encoding,
-        skip_lines=options.skip_lines,
-    )
+    keys: dict[str, Any] = {"kind": kind, "escape": options.escape, **options.given()}
+    if options.layout == "lines":
+        keys.setdefault("separator", _separator_of_lines(file))
+    return described(file, **keys)
 
 
 def _separator_of_lines(file: InputFile) -> str:
@@ -147,7 +143,7 @@ def plan_frame(options: Options, frame: pl.DataFrame) -> InteractionsPlan:
         )
     columns = _columns(options)
     _check_there("input", frame.schema, columns)
-    chosen = [_typed_column("input", frame.schema, *names) for names in columns.items()]
+    chosen = [_typed_column("input", frame.schema, *names, options.time_format) for names in columns.items()]
     read = partial(_checked, "input", columns, list(frame.iter_slices(_BATCH_ROWS)), chosen)
     digest = xxhash.xxh3_128_hexdigest(frame.select(columns.values()).hash_rows(seed=0).to_numpy().data)
     return replace(_plan(options, [], frame.height, read), frame_digest=digest)
@@ -160,12 +156,12 @@ def _plan(
     if options.titles:
         found = found_files(options.titles, "--titles")
         files = [*files, *(file for file in found if file not in files)]
-        encoding = options.title_encoding or options.encoding
+        encoding = options.title_encoding or options.encoding or "utf-8"
         named = options.title_columns or []
         section = described(
             found[0],
             options.title_separator,
-            not options.no_quotes,
+            options.quotes,
             "--title-",
             columns=named,
             encoding=encoding,
@@ -199,29 +195,40 @@ def _columns(options: Options) -> dict[str, str]:
 
 
 def _reader(
-    files: list[InputFile], section: InputSection, columns: dict[str, str], bad_rows: delimited.BadRows | None = None
+    files: list[InputFile],
+    section: InputSection,
+    columns: dict[str, str],
+    bad_rows: delimited.BadRows | None = None,
+    form: str | None = None,
 ) -> tuple[int, Callable[[], Iterator[pl.DataFrame]]]:
     """Return about how many rows the files have, and a function that reads these columns of them."""
-    readers = [_file_reader(file, section, columns, bad_rows) for file in files]
+    readers = [_file_reader(file, section, columns, bad_rows, form) for file in files]
     rows = sum(num_rows(file, section) for file in files)
     return rows, lambda: chain.from_iterable(read() for read in readers)
 
 
 def _file_reader(
-    file: InputFile, section: InputSection, columns: dict[str, str], bad_rows: delimited.BadRows | None
+    file: InputFile,
+    section: InputSection,
+    columns: dict[str, str],
+    bad_rows: delimited.BadRows | None,
+    form: str | None,
 ) -> Callable[[], Iterator[pl.DataFrame]]:
     kind = section.kind_of(file)
     if kind == "text":
         prefix = "--title-" if "title" in columns else "--"
-        return partial(_read_text, delimited.Table(file, section, bad_rows, prefix), columns)
+        return partial(_read_text, delimited.Table(file, section, bad_rows, prefix), columns, form)
     schema = pl.Schema(types_of(file, section, "--"))
     _check_there(str(file), schema, columns)
     distinct = list(dict.fromkeys(columns.values()))
     if kind == "parquet":
         converted = {name: converted_type(str(file), name, schema[name]) for name in distinct}
-        chosen = [_typed_column(str(file), pl.Schema(converted), *names) for names in columns.items()]
+        chosen = [_typed_column(str(file), pl.Schema(converted), *names, form) for names in columns.items()]
     else:
-        chosen = [_parsed_column(*names) for names in columns.items()]
+        if form is None and "time" in columns:
+            first = next(frames(file, section, [columns["time"]], "--")).to_series()
+            form = likely_format(first.drop_nulls())
+        chosen = [_parsed_column(*names, form) for names in columns.items()]
     return lambda: _checked(str(file), columns, frames(file, section, distinct, "--"), chosen)
 
 
@@ -233,30 +240,38 @@ def _read_lines(files: list[InputFile], section: InputSection, no_user: bool) ->
         users = int(frame["user"][-1]) + 1 if no_user else users
 
 
-def _parsed_column(name: str, column: str) -> pl.Expr:
+def _parsed_column(name: str, column: str, form: str | None) -> pl.Expr:
     """Select a column of texts as `name`, in the type that delimited text would be read as."""
     value = pl.col(column)
     if name == "rating":
         return value.cast(pl.Float64, strict=False).alias(name)
     if name == "time":
-        dates = value.str.to_datetime("%+", strict=False, time_unit="us", time_zone="UTC").dt.epoch("us")
-        days = value.str.to_datetime("%Y-%m-%d", strict=False, time_unit="us").dt.epoch("us")
-        return pl.coalesce(value.cast(pl.Int64, strict=False), dates, days).alias(name)
+        return (_as_time(value, form) if form else value.cast(pl.Int64, strict=False)).alias(name)
     return value.alias(name)
+
+
+def _as_time(value: pl.Expr, form: str) -> pl.Expr:
+    """Return values as microseconds since 1970."""
+    return value.cast(pl.String).map_batches(partial(parsed_times, form=form), return_dtype=pl.Int64)
 
 
 def _titles(read: Callable[[], Iterator[pl.DataFrame]]) -> pl.DataFrame:
     return pl.concat(read()).select(original_id=pl.col("item").cast(pl.String), title="title")
 
 
-def _read_text(table: delimited.Table, columns: dict[str, str]) -> Iterator[pl.DataFrame]:
+def _read_text(table: delimited.Table, columns: dict[str, str], form: str | None) -> Iterator[pl.DataFrame]:
     kinds: dict[str, delimited.Kind] = dict.fromkeys(columns, "text")
     kinds |= {"rating": "number", "time": "integer"}
     kinds |= {name: "any" for name in columns if name.startswith("only")}
-    if "time" in columns and "-" in table.first_value(columns["time"])[1:]:
-        kinds["time"] = "date"
-    fields = [delimited.Field(name, column, kinds[name], _option(name, columns)) for name, column in columns.items()]
-    return table.rows(*fields)
+    if "time" in columns:
+        form = likely_format(table.first_values(columns["time"])) if form is None else form
+        kinds["time"] = "date" if form else "integer"
+    return table.rows(
+        *(
+            delimited.Field(name, column, kinds[name], _option(name, columns), form or "iso")
+            for name, column in columns.items()
+        )
+    )
 
 
 def _check_there(path: str, schema: pl.Schema, columns: dict[str, str]) -> None:
@@ -278,7 +293,7 @@ def _option(name: str, columns: dict[str, str]) -> str:
     return "--title-id-column" if name == "item" and "title" in columns else f"--{name}-column"
 
 
-def _typed_column(path: str, schema: pl.Schema, name: str, column: str) -> pl.Expr:
+def _typed_column(path: str, schema: pl.Schema, name: str, column: str, form: str | None) -> pl.Expr:
     """Select `column` as `name`, in the type that text would be read as."""
     dtype = schema[column]
     value = pl.col(column).alias(name)
@@ -286,13 +301,15 @@ def _typed_column(path: str, schema: pl.Schema, name: str, column: str) -> pl.Ex
         return value.cast(pl.String)
     if name == "time" and isinstance(dtype, pl.Date | pl.Datetime):
         return value.cast(pl.Datetime("us")).dt.epoch("us")
+    if name == "time" and (form or dtype.is_float() or dtype == pl.String) and not dtype.is_nested():
+        return _as_time(value, form or ("iso" if dtype == pl.String else "s"))
     if name == "rating" and dtype.is_numeric():
         return value.cast(pl.Float64)
     if dtype.is_integer() and name != "title":
         return value.cast(pl.Int64)
     if name in ("user", "item", "title") and dtype == pl.String:
         return value
-    others = {"time": "whole numbers, dates or datetimes", "rating": "numbers", "title": "text"}
+    others = {"time": "numbers, dates or texts", "rating": "numbers", "title": "text"}
     expected = others.get(name, "text or whole numbers")
     raise DataError(f"{path}: column '{column}' is {dtype}, not {expected}.")
 

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +20,7 @@ import polars as pl
 from recmill.datasets.compressed import InputFile, expansion
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.text import MAX_ROW_BYTES, QUOTE_IN_FIELD, LongRow, bad_byte, row_blocks, setting
+from recmill.datasets.inputs.times import parsed_times
 from recmill.errors import DataError, did_you_mean
 from recmill.observe.progress import Progress
 
@@ -35,6 +35,7 @@ _TYPES = {"integer": pl.Int64(), "number": pl.Float64(), "text": pl.String(), "d
 _FACTS = {"integer": "is not a whole number", "number": "is not a number", "text": "is empty", "date": "is not a date"}
 _PARSED = _TYPES | {"date": pl.Int64()}
 _NAMED_BAD_ROWS = 10
+_FIRST_ROWS = 1000
 _REMEDY = "Fix the file, or get it again."
 _REPLACED = "\x1f"  # stands for a separator of several bytes
 SEPARATORS = [",", "\t", ";", "|", "::", "\x01", " "]  # in the order in which they are tried
@@ -46,6 +47,7 @@ class Field:
     column: str  # in the file
     kind: Kind
     option: str = "see --help"  # that names the column
+    form: str = "iso"  # of dates
 
 
 @dataclass
@@ -119,11 +121,12 @@ class Table:
         """Return the names of the columns."""
         return self._opened()[0]
 
-    def first_value(self, column: str) -> str:
-        """Return the value in the first row after the header, or an empty string."""
+    def first_values(self, column: str) -> list[str]:
+        """Return the values in the first rows after the header."""
         columns, texts = self._opened()
-        rows = self._split(next(texts, b"\n").split(b"\n")[0] + b"\n")
-        return dict(zip(columns, rows[0], strict=False)).get(column, "") if rows else ""
+        lines = next(texts, b"").split(b"\n")[:_FIRST_ROWS]
+        rows = (dict(zip(columns, row, strict=False)) for row in self._split(b"\n".join(lines)))
+        return [row.get(column, "") for row in rows]
 
     def _opened(self) -> tuple[list[str], Iterator[bytes]]:
         """Return the names of the columns, and the text of the rows."""
@@ -185,6 +188,8 @@ class Table:
             return ""
         if len(columns) == 1 and (hint := self._other_separator(columns[0])):
             return f" in its first row, which has 1 field; {hint}."
+        if not self.section.quotes and any(map(_is_quoted, columns)):
+            return f" in its first row, whose names are in quotes. Use {self._quotes('true')}."
         numbers = sum(_is_good(name.strip(), "number") for name in columns)
         is_other = not any(name in columns or did_you_mean(name, columns) for name in wanted)
         if numbers and (is_other or numbers >= len(columns) / 2):
@@ -200,9 +205,14 @@ class Table:
         use = setting(self.prefix, "separator", best)
         return f"with {best!r} it would be {counts[best]} ({use})" if counts[best] > 1 else ""
 
+    def _quotes(self, value: Literal["true", "false"]) -> str:
+        """Return how to say whether fields may be in quotes."""
+        flag = "--quotes" if value == "true" else "--no-quotes"
+        return flag if self.prefix.startswith("--") else f"{self.prefix}quotes = {value}"
+
     @property
     def _no_quotes(self) -> str:
-        return "--no-quotes" if self.prefix.startswith("--") else f"{self.prefix}quotes = false"
+        return self._quotes("false")
 
     @property
     def _one_byte_separator(self) -> str:
@@ -240,7 +250,7 @@ class Table:
     def _typed(self, text: bytes, num_columns: int, positions: dict[Field, int]) -> pl.DataFrame | None:
         """Return None if a value is bad; all rows have as many fields as there are columns."""
         types = {position: _TYPES[field.kind] for field, position in positions.items()}
-        dates = [field.name for field in positions if field.kind == "date"]
+        dates = [field for field in positions if field.kind == "date"]
         numbers = [field.name for field in positions if field.kind == "number"]
         try:
             frame = pl.read_csv(
@@ -253,7 +263,7 @@ class Table:
             ).select(pl.col(str(position)).alias(field.name) for field, position in positions.items())
             if self.section.escape:
                 frame = frame.with_columns(pl.col(pl.String).str.replace_all(QUOTE_IN_FIELD, '"', literal=True))
-            frame = frame.with_columns(pl.col(dates).str.to_datetime(strict=False, time_unit="us").dt.epoch("us"))
+            frame = frame.with_columns(parsed_times(frame[field.name], field.form).alias(field.name) for field in dates)
         except pl.exceptions.PolarsError:
             return None
         full = [field.name for field in positions if field.kind != "any"]
@@ -320,6 +330,7 @@ class Table:
         """Find the first bad row by checking one value at a time."""
         rows = self._split(text, "surrogateescape")
         stray = done + self._row_with_stray_quote(text)
+        bad_dates = _bad_dates(rows, positions)
         for number, row in enumerate(rows, done + 1):
             if _is_broken(row):
                 return DataError(f"{self.path}: row {number:,}: {bad_byte(self.path, self.prefix)}")
@@ -331,21 +342,26 @@ class Table:
             if number == done + len(rows) and self._is_open(text):
                 remedy = f"Close it, or ignore quotes ({self._no_quotes})."
                 return DataError(f"{self.path}: row {number:,}: a quote is opened and not closed. {remedy}")
-            if problem := _problem(row, num_columns, positions):
+            if problem := _problem(row, num_columns, positions, bad_dates):
                 time = next((one for one in positions if one.option == "--time-column"), None)
                 if number == 1 and time and f", column {time.column}: " in problem:  # not one bad row: another column
                     fact = problem.replace(_FACTS["integer"], "is neither a whole number nor an ISO date")
-                    return DataError(f"{self.path}: row 1{fact}. Name another --time-column, or correct the values.")
+                    remedy = "Give --time-format, name another --time-column, or correct the values."
+                    return DataError(f"{self.path}: row 1{fact}. {remedy}")
                 return DataError(f"{self.path}: row {number:,}{problem}.{self._hint(row, num_columns, number)}")
         span = f"{self.path}: rows {done + 1:,} to {done + len(rows):,}"
-        reasons = "a quote inside a field, or a date in another format than the first"
         ignore = f" Or ignore quotes ({self._no_quotes})." if self.section.has_quotes and b'"' in text else ""
-        return DataError(f"{span}: one of them cannot be read ({reasons}). {_REMEDY}{ignore}")
+        return DataError(f"{span}: one of them cannot be read, because of a quote inside a field. {_REMEDY}{ignore}")
 
     def _hint(self, row: list[str], num_columns: int, number: int) -> str:
         """Return what to do about a row that is bad."""
         if len(row) == 1 and num_columns > 1 and (hint := self._other_separator(row[0])):
             return f" It has 1 field; {hint}."
+        header = self.section.columns or self.header()
+        if len(header) == 1 and (hint := self._other_separator(header[0])):
+            return f" The first row has 1 field; {hint}."
+        if not self.section.quotes and any(value.startswith('"') for value in row):
+            return f" Are its fields in quotes? Use {self._quotes('true')}."
         if len(row) == num_columns + 1 and number == 1 and not self.section.columns:
             columns = f"{self.prefix}columns"
             skip = setting(self.prefix, "skip_lines", 1)
@@ -359,8 +375,12 @@ class Table:
         good = io.StringIO()
         quotes: Any = {"quotechar": '"'} if self.section.has_quotes else {"quotechar": None, "quoting": csv.QUOTE_NONE}
         writer = csv.writer(good, delimiter=self._one_byte_separator, lineterminator="\n", **quotes)
-        for number, row in enumerate(self._split(text, "surrogateescape"), done + 1):
-            problem = _problem(row, num_columns, positions) or (_is_broken(row) and ": a character that is not UTF-8")
+        rows = self._split(text, "surrogateescape")
+        bad_dates = _bad_dates(rows, positions)
+        for number, row in enumerate(rows, done + 1):
+            problem = _problem(row, num_columns, positions, bad_dates)
+            if problem is None and _is_broken(row):
+                problem = ": a character that is not UTF-8"
             if problem:
                 self.bad_rows.skip(f"{self.path.name}: row {number:,}{problem}")
             else:
@@ -385,13 +405,30 @@ def row_with_stray_quote(lines: Iterable[str], separator: str) -> int:
     return 0
 
 
+def _is_quoted(text: str) -> bool:
+    return len(text) > 1 and text.startswith('"') and text.endswith('"')
+
+
 def _is_broken(row: list[str]) -> bool:
     """Return whether bytes of this row, which was decoded with surrogateescape, are not UTF-8."""
     text = "".join(row)
     return not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text)
 
 
-def _problem(row: list[str], num_columns: int, positions: dict[Field, int]) -> str | None:
+def _bad_dates(rows: list[list[str]], positions: dict[Field, int]) -> dict[Field, set[str]]:
+    """Return the values of each column of dates that are none."""
+    found = {}
+    for wanted, position in positions.items():
+        if wanted.kind == "date":
+            texts = {row[position] for row in rows if len(row) > position and not _is_broken(row)}
+            values = pl.Series([*texts], dtype=pl.String)
+            found[wanted] = {*values.filter(parsed_times(values, wanted.form).is_null())}
+    return found
+
+
+def _problem(
+    row: list[str], num_columns: int, positions: dict[Field, int], bad_dates: dict[Field, set[str]]
+) -> str | None:
     """Return what is wrong with a row, to follow its number; None if it is good."""
     if len(row) != num_columns:
         found = f"got {len(row)}, the last is {row[-1][:80]!r}" if row else "got a blank line"
@@ -399,8 +436,10 @@ def _problem(row: list[str], num_columns: int, positions: dict[Field, int]) -> s
     if any("\0" in value for value in row):
         return f": a NUL byte in {next(value for value in row if chr(0) in value)[:80]!r}"
     for wanted, position in positions.items():
-        if not _is_good(row[position], wanted.kind):
-            return f", column {wanted.column}: {row[position][:80]!r} {_FACTS[wanted.kind]}"
+        value = row[position]
+        if value in bad_dates[wanted] if wanted.kind == "date" else not _is_good(value, wanted.kind):
+            fact = _FACTS[wanted.kind] if wanted.form == "iso" else f"is no time of the format '{wanted.form}'"
+            return f", column {wanted.column}: {value[:80]!r} {fact}"
     return None
 
 
@@ -411,11 +450,9 @@ def _is_good(value: str, kind: Kind) -> bool:
                 return bool(re.fullmatch(r" *[+-]?\d+", value)) and -(2**63) <= int(value) < 2**63
             case "number":
                 return math.isfinite(float(value))
-            case "date":
-                return bool(datetime.fromisoformat(value))
             case "text":
                 return bool(value)
-            case "any":
+            case _:
                 return True
     except ValueError:
         return False

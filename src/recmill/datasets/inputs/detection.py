@@ -17,25 +17,32 @@ _MOST = 0.9  # of the lines have the same number of fields, if the separator is 
 
 
 def described(
-    file: InputFile, separator: str | None, quotes: bool | None = None, prefix: str = "--", **keys: Any
+    file: InputFile, separator: str | None = None, quotes: bool | None = None, prefix: str = "--", **keys: Any
 ) -> InputSection:
     """Return how to read a file, from the flags that were given; what was not given is found in its first lines."""
-    section = InputSection(separator="," if separator is None else separator, **keys)
-    if problems := section.contradictions():
-        raise ConfigError("\n".join(problem.replace("input.", prefix) for problem in problems))
+    section = changed(InputSection(), {**keys, **({} if separator is None else {"separator": separator})}, prefix)
     if section.kind_of(file) != "text":
         return section
     lines = _first_lines(file, section, prefix)
     if separator is None:
         section = _with_separator(file, section, lines, prefix)
-    has_quotes = (section.quotes if quotes is None else quotes) and _begins_with_quote(lines, section.separator)
+    has_quotes = quotes is not False and not _only_within(lines, section.separator)
     escape = section.escape or (has_quotes and _has_backslashes(lines, section.separator))
     return section.model_copy(update={"quotes": has_quotes, "escape": escape})
 
 
-def _begins_with_quote(lines: list[str], separator: str) -> bool:
-    """Return whether any field begins with a quote; with commas, later ones may."""
-    return separator == "," or any(line.startswith('"') or f'{separator}"' in line for line in lines)
+def changed(section: InputSection, flags: dict[str, Any], prefix: str = "--") -> InputSection:
+    """Return the section with the values of these flags."""
+    section = section.model_copy(update=flags)
+    if problems := section.contradictions():
+        raise ConfigError("\n".join(problem.replace("input.", prefix) for problem in problems))
+    return section
+
+
+def _only_within(lines: list[str], separator: str) -> bool:
+    """Return whether there are quotes, but only within fields: then they are ordinary characters."""
+    quoted = [line for line in lines if '"' in line]
+    return bool(quoted) and not any(line.startswith('"') or f'{separator}"' in line for line in quoted)
 
 
 def _has_backslashes(lines: list[str], separator: str) -> bool:
@@ -48,7 +55,8 @@ def _has_backslashes(lines: list[str], separator: str) -> bool:
 
 
 def _with_separator(file: InputFile, section: InputSection, lines: list[str], prefix: str) -> InputSection:
-    """Add the separator and the quotes that divide the first lines into equal numbers of fields, the most of them.
+    """Add the separator that divides the first lines, with or without quotes, into equal numbers of fields, the most of
+    them.
 
     A space is tried last, because texts have spaces, too. Without tabs or commas, the name of the file decides.
     """
@@ -66,8 +74,8 @@ def _with_separator(file: InputFile, section: InputSection, lines: list[str], pr
                     fields,
                 )  # a comma in quotes may be in all but the header
         if found:
-            separator, quotes = max(found, key=lambda one: found[one])
-            return section.model_copy(update={"separator": separator, "quotes": quotes})
+            separator, _ = max(found, key=lambda one: found[one])
+            return section.model_copy(update={"separator": separator})
     if named := next((s for suffix, s in _NAMED.items() if suffix in file.name), None):
         return section.model_copy(update={"separator": named})
     raise DataError(

@@ -77,16 +77,20 @@ def check_columns(
     """
     columns = list(dict.fromkeys(columns))
     problems: list[str] = []
+    num_advised = 0  # problems that name their own remedy
     first: dict[str, str] = {}
     for file in files:
         there = columns_of(file, section, prefix)
         if not there:
             problems.append(f"{file}: no rows. Get the file again.")
+            num_advised += 1
             continue
         types = types_of(file, section, prefix) if section.kind_of(file) != "text" else {}
         problems += [f"{file}: two columns '{column}'" for column in columns if there.count(column) > 1]
-        if not {*columns} <= {*there}:
-            problems.append(_lacks(file, section, columns, there, prefix))
+        if missing := [column for column in columns if column not in there]:
+            hint = wrong_header(file, section, there, columns, prefix)
+            num_advised += bool(hint)
+            problems.append(f"{file}: {_no_columns(missing)}{hint}" if hint else f"{file}: {lacking(missing, there)}")
         usable: dict[str, pl.DataType] = {}
         for column in (column for column in columns if column in there):
             try:
@@ -101,14 +105,8 @@ def check_columns(
                 problems.append(f"{file}: column {column} holds {kind}, but {first[column]} in {files[0]}")
         problems += type_problems(str(file), usable)
     if problems:
-        raise DataError(f"{fact}:\n" + "".join(f"  {problem}\n" for problem in problems) + remedy)
-
-
-def _lacks(file: InputFile, section: InputSection, wanted: list[str], there: list[str], prefix: str) -> str:
-    missing = [column for column in wanted if column not in there]
-    if hint := wrong_header(file, section, there, wanted, prefix):
-        return f"{file}: {_no_columns(missing)}{hint}"
-    return f"{file}: {lacking(missing, there)}"
+        last = [remedy] if num_advised < len(problems) else []
+        raise DataError("\n".join([f"{fact}:", *(f"  {problem}" for problem in problems), *last]))
 
 
 def wrong_header(file: InputFile, section: InputSection, there: list[str], wanted: Sequence[str], prefix: str) -> str:

@@ -23,6 +23,9 @@ class InputSection(Section):
     escape: bool = key(False, "Whether a quote within a text's field is written as \\\" instead of two quotes.")
     encoding: str = key("utf-8", "The encoding of a text: a codec of Python, like 'latin-1' or 'utf-16'.")
     decimal: Literal[".", ","] = key(".", "Before the decimals of a number that is a text: ',' if they are like 4,32.")
+    thousands: Literal["", ".", ",", " ", "'"] = key(
+        "", "Between the thousands of a number: '.' if they are like 1.234,50."
+    )
     missing: list[str] = key(["", "NULL", "\\N", "NaN"], "Texts that stand for no value.")
 
     def contradictions(self) -> list[str]:
@@ -31,6 +34,8 @@ class InputSection(Section):
             problems.append(f"input.separator is {self.separator!r}: give one or more characters, but no quote.")
         if len(set(self.columns)) < len(self.columns):
             problems.append(f"input.columns {self.columns}: a name occurs twice. Give each column its own.")
+        if self.thousands == self.decimal:
+            problems.append(f"input.thousands and input.decimal are both {self.decimal!r}. Give them different ones.")
         try:
             b" ".decode(self.encoding, "replace")
         except LookupError:

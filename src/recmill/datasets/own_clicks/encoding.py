@@ -3,10 +3,10 @@
 A recipe is the schema with what preparation learned from the training rows. It is data, never code.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -30,7 +30,17 @@ from recmill.datasets.own_clicks.schema import (
     TableFeature,
     TimeFeature,
 )
-from recmill.datasets.own_clicks.values import RawRows, labels, numbers, several_texts, single_texts, texts, times
+from recmill.datasets.own_clicks.values import (
+    RawRows,
+    labels,
+    numbers,
+    several_texts,
+    single_texts,
+    texts,
+    times,
+    usable_numbers,
+    usable_times,
+)
 from recmill.errors import DataError
 from recmill.schema import SparseFeature
 
@@ -96,10 +106,18 @@ class Encoder:
     """Turns raw rows into dense values and ids, and counts what it met.
 
     The columns of the features in `without` are not read: these features are 0 and MISSING in every row.
+    `on_bad_value`: what to do about a number or time that cannot be used: an error, or take it as missing and count it.
     """
 
-    def __init__(self, recipe: Recipe, directory: Path, without: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        directory: Path,
+        without: Collection[str] = (),
+        on_bad_value: Literal["fail", "missing"] = "fail",
+    ) -> None:
         self.recipe = recipe
+        self._on_bad_value = on_bad_value
         self._without = without
         self.tally = Tally()
         self._directory = directory
@@ -108,7 +126,7 @@ class Encoder:
         self.label_column = recipe.log.label.column
         self.trained_rows, self.trained_tally = recipe.training_rows, recipe.tally
 
-    def input_section(self, fields: int) -> InputSection:
+    def input_section(self, count_fields: Callable[[], int]) -> InputSection:
         """Return how to read text, whatever its number of fields."""
         return self.recipe.log.input
 
@@ -157,7 +175,7 @@ class Encoder:
         if feature.name in self._without:
             return [np.zeros(len(rows))] * len(feature.dense_names)
         learned = self.recipe.learned[feature.name]
-        given = numbers(rows, feature.column, self.recipe.log.missing_texts(feature), self.recipe.log.input.decimal)
+        given = self._given_numbers(rows, feature)
         is_missing = np.isnan(given)
         clipped = given if learned.low is None else np.clip(given, learned.low, learned.high)
         self.tally.add(feature.name, missing=is_missing, clipped=(clipped != given) & ~is_missing)
@@ -167,6 +185,14 @@ class Encoder:
             fact = f"{given[row]:g} is too large for a 32-bit number after transform = '{feature.transform}'"
             raise rows.error(row, feature.column, fact, "Correct it, or use 'clip' or another transform.")
         return [values, is_missing.astype(np.float64)] if feature.flag_missing else [values]
+
+    def _given_numbers(self, rows: RawRows, feature: NumericFeature | BucketFeature) -> np.ndarray:
+        arguments = rows, feature.column, self.recipe.log.missing_texts(feature), self.recipe.log.input
+        if self._on_bad_value == "fail":
+            return numbers(*arguments)
+        found, is_bad = usable_numbers(*arguments)
+        self.tally.add(feature.name, bad=is_bad)
+        return found
 
     def _ids(self, rows: RawRows, feature: TableFeature) -> np.ndarray:
         """Return int64 [rows, ids per row]."""
@@ -183,17 +209,24 @@ class Encoder:
             self.tally.add(feature.name, missing=ids == MISSING)
             return ids[:, None]
         if isinstance(feature, BucketFeature):
-            values = numbers(
-                rows, feature.column, self.recipe.log.missing_texts(feature), self.recipe.log.input.decimal
-            )
+            values = self._given_numbers(rows, feature)
             ids = np.where(np.isnan(values), MISSING, 1 + buckets(values, feature, self.recipe.learned[feature.name]))
             self.tally.add(feature.name, missing=ids == MISSING)
             return ids[:, None].astype(np.int64)
-        of_times = parts_of(rows, self.recipe.log, feature)
+        return self._time_ids(rows, feature)
+
+    def _time_ids(self, rows: RawRows, feature: TimeFeature) -> np.ndarray:
         is_seen = np.zeros(PARTS[feature.part], bool)
         is_seen[self.recipe.learned[feature.name].seen] = True
-        self.tally.add(feature.name, unseen=~is_seen[of_times])
-        return 1 + of_times[:, None]
+        if self._on_bad_value == "fail":
+            of_times = parts_of(rows, self.recipe.log, feature)
+            self.tally.add(feature.name, unseen=~is_seen[of_times])
+            return 1 + of_times[:, None]
+        found = usable_times(rows, self.recipe.log)
+        is_bad = found.is_null().to_numpy()
+        of_times = time_parts(found.fill_null(0).to_numpy(), feature.part)
+        self.tally.add(feature.name, missing=is_bad, unseen=~is_bad & ~is_seen[of_times], bad=is_bad)
+        return np.where(is_bad, MISSING, 1 + of_times)[:, None]
 
     def _categories(self, rows: RawRows, feature: CategoricalFeature) -> np.ndarray:
         """Return the ids of each row, and count what they stand for."""

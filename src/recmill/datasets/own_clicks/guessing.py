@@ -13,8 +13,9 @@ from recmill.datasets.compressed import InputFile
 from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import check_columns, columns_of, frames, types_of, wrong_header
 from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.inputs.times import parsed_times
 from recmill.datasets.own_clicks.schema import LabelSection, feature_name
-from recmill.datasets.own_clicks.values import CLICK, NO_CLICK, parsed_times
+from recmill.datasets.own_clicks.values import CLICK, NO_CLICK, grouped, plain_numbers
 from recmill.errors import ConfigError, DataError, did_you_mean
 from recmill.metrics.auc import auroc_alone
 
@@ -28,6 +29,7 @@ _AMOUNTS = re.compile(
     re.I,
 )
 _GAPS = 0.01  # a larger share of missing numbers gets a flag of its own
+_MOST = 0.9
 _OWN_ID = 0.95  # a larger share of different values is the row's own id
 _FEW = 10  # whole numbers with no more different values are names, whatever they are called
 _KNOWS_LABEL = 0.99
@@ -52,6 +54,9 @@ _YEARS = (631_152_000, 2_208_988_800)  # 1990 to 2040, in seconds
 _TIMES = re.compile(r".*(time|date|stamp).*", re.I)
 _DATES = ["%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y/%m/%d"]  # if day and month cannot be told apart, the day is first
 _YES = ["yes", "y", "t", "click", "clicked"]
+_PLAIN = r"^\s*-?\d+(?:{}\d+)?\s*$"  # a number without separated thousands
+_UNIT = r"(?:[€$£¥₹%]|EUR|USD|GBP|CHF|kg|km)"
+_WITH_UNIT = rf"^\s*(?:{_UNIT}\s*-?\d[\d.,]*|-?\d[\d.,]*\s*{_UNIT})\s*$"
 
 
 @dataclass
@@ -71,9 +76,23 @@ class Guess:
         return self.features[0]["type"] if self.features else "left out"
 
 
+@dataclass
+class LabelGuess:
+    """What is a click. `others`: values of which that is not known, the rarest first."""
+
+    section: LabelSection
+    others: list[str]
+
+    @property
+    def why(self) -> str:
+        if self.others:
+            return f"values {', '.join(map(repr, self.others[:_FEW]))}: set label.positive to those that mean a click"
+        return f"clicks: {', '.join(self.section.positive) or '1, true'}"
+
+
 def guess(
     files: Sequence[InputFile], label: str | None, section: InputSection
-) -> tuple[InputSection, LabelSection, list[Guess]]:
+) -> tuple[InputSection, LabelGuess, list[Guess]]:
     """Return the section with texts for missing values, what is a click, and a guess for every other column."""
     there = columns_of(files[0], section, "--")
     if label not in there and (hint := wrong_header(files[0], section, there, [label] if label else [], "--")):
@@ -84,19 +103,18 @@ def guess(
     sample = _sample(files, section, columns)
     if label is None:
         raise ConfigError(_which_label(sample))
-    if decimals := [column.name for column in sample.get_columns() if _has_decimal_commas(column, section.missing)]:
-        section = section.model_copy(update={"decimal": ","})
-        sample = sample.with_columns(pl.col(decimals).str.replace(",", ".", literal=True))
+    section, written = _with_number_style(section, sample)
+    sample = sample.with_columns(plain_numbers(sample[name], section).alias(name) for name in written)
     section = _with_missing(section, sample)
     if label not in columns:
         near = did_you_mean(label, columns)
         raise DataError(f"{files[0]}: no column '{label}'; it has {', '.join(there)}. {near}Correct --label.")
     texts = {name: _text(sample[name], section.missing) for name in columns}
     clicks = _clicks(label, texts[label])
-    is_click = texts[label].fill_null("").is_in([*CLICK, *clicks.positive]).to_numpy()
+    is_click = texts[label].fill_null("").is_in([*CLICK, *clicks.section.positive]).to_numpy()
     guesses = [_column(name, sample[name], texts[name], is_click) for name in columns if name != label]
     for found in guesses:
-        found.why += ", with decimal commas (if they are lists, remove input.decimal)" * (found.column in decimals)
+        found.why += _style_remark(section) * (found.column in written)
     guesses += [Guess(name, why) for name, why in refused.items()]
     times = [found for found in guesses if found.time_format]
     for other in times[1:]:
@@ -118,13 +136,14 @@ def _make_names_unique(guesses: list[Guess]) -> None:
             feature["name"] = name
 
 
-def as_toml(section: InputSection, label: LabelSection, guesses: list[Guess]) -> str:
+def as_toml(section: InputSection, label: LabelGuess, guesses: list[Guess]) -> str:
     """Return the schema as a file to edit, with the reason of every guess."""
     by_time = next((found for found in guesses if found.time_format), None)
     parts = ["# Guessed from a sample of the rows: check every line. Keys: docs/own-data.md\nformat = 1\n"]
     if changed := section.model_dump(exclude_defaults=True):
         parts.append(tomli_w.dumps({"input": changed}))
-    parts.append(tomli_w.dumps({"label": label.model_dump(exclude_defaults=True)}))
+    remark = f"# {label.why}, for example:\n# positive = [{_quoted(label.others[0])}]\n" if label.others else ""
+    parts.append(tomli_w.dumps({"label": label.section.model_dump(exclude_defaults=True)}) + remark)
     if by_time:
         parts.append(tomli_w.dumps({"time": {"column": by_time.column, "format": by_time.time_format}}))
     parts.append(tomli_w.dumps({"split": {"by": "time" if by_time else "rows", "val": 0.1, "test": 0.1}}))
@@ -185,12 +204,30 @@ def _with_missing(section: InputSection, sample: pl.DataFrame) -> InputSection:
     return section.model_copy(update={"missing": [*section.missing, *sorted(found)]}) if found else section
 
 
-def _has_decimal_commas(column: pl.Series, missing: list[str]) -> bool:
-    """Return whether all values are numbers, some of them like 4,32."""
-    if column.dtype != pl.String:
-        return False
-    filled = column.filter(~column.is_in([*missing, *_MISSING]))
-    return bool(filled.str.contains(",", literal=True).any() and filled.str.contains(r"^\s*-?\d+(,\d+)?\s*$").all())
+def _quoted(value: str) -> str:
+    return tomli_w.dumps({"": value}).partition(" = ")[2].strip()
+
+
+def _with_number_style(section: InputSection, sample: pl.DataFrame) -> tuple[InputSection, list[str]]:
+    """Add how numbers are written, if some are like 4,32 or 1.234,50 or 1,234.50; name the columns that are so."""
+    texts = [column for column in sample.get_columns() if column.dtype == pl.String]
+    filled = {column.name: column.filter(~column.is_in([*section.missing, *_MISSING])) for column in texts}
+    for decimal, thousands, evidence in ((",", ".", r",|\.\d{3}\."), (".", ",", r",\d{3}[,.]")):
+        form = f"{_PLAIN.format(re.escape(decimal))}|{grouped(thousands, decimal)}"
+        written = [name for name, values in filled.items() if len(values) and values.str.contains(form).all()]
+        written = [name for name in written if filled[name].str.contains("[.,]").any()]
+        if any(filled[name].str.contains(evidence).any() for name in written):
+            is_grouped = any(filled[name].str.contains(grouped(thousands, decimal)).any() for name in written)
+            found = {"decimal": decimal, "thousands": thousands if is_grouped else ""}
+            return section.model_copy(update=found), written
+    return section, []
+
+
+def _style_remark(section: InputSection) -> str:
+    thousands = f" and {section.thousands!r} for thousands" if section.thousands else ""
+    if section.decimal == ",":
+        return f", with decimal commas{thousands} (if they are lists, remove input.decimal)"
+    return f", with {section.thousands!r} for thousands"
 
 
 def _text(column: pl.Series, missing: list[str]) -> pl.Series:
@@ -207,20 +244,21 @@ def _which_label(sample: pl.DataFrame) -> str:
     return f"--label is missing: name the column that says whether a row was clicked. {hint}"
 
 
-def _clicks(name: str, label: pl.Series) -> LabelSection:
+def _clicks(name: str, label: pl.Series) -> LabelGuess:
     """Return what is a click: 1 and true need not be named. Of other labels, only a plain yes is understood."""
-    found = label.drop_nulls().unique().sort().to_list()
+    counted = label.drop_nulls().value_counts().sort("count", label.name)
+    found = counted[label.name].to_list()
     known = {*CLICK, *NO_CLICK}
     yes = [value for value in found if value.lower() in _YES]
     if len(found) == 2 and len(yes) == 1 and not known >= {value.lower() for value in found}:
-        return LabelSection(column=name, positive=yes)
+        return LabelGuess(LabelSection(column=name, positive=yes), [])
     if len(found) > _FEW and (other := next((value for value in found if value.lower() not in known), None)):
         raise DataError(
             f"column {name} has {len(found):,} different values, like {other[:20]!r}, but a label is click or none. "
             "Name another --label; or name any column of 0 and 1, and then write what is a click into the schema's "
             f'[label]: column = {name!r}, positive = "> 3".'
         )
-    return LabelSection(column=name)
+    return LabelGuess(LabelSection(column=name), [value for value in found if value.lower() not in known])
 
 
 def _column(name: str, column: pl.Series, text: pl.Series, is_click: np.ndarray) -> Guess:
@@ -276,6 +314,9 @@ def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> 
         return Guess(name, _LISTS, [plain])
     numbers = filled.str.strip_chars().cast(pl.Float64, strict=False)
     if numbers.null_count():
+        if filled.str.contains(_WITH_UNIT).sum() > _MOST * len(filled):
+            why = f"text, {distinct:,} different values, which look like numbers with a unit, like {filled[0][:20]!r}"
+            return Guess(name, f"{why}; to use them as numbers, remove the unit from the file", [plain])
         if inner := _inner_separator(filled, distinct):
             return Guess(name, f"several values, separated by {inner!r}", [{**plain, "separator": inner}])
         why = f"text, {distinct:,} different values"

@@ -86,7 +86,7 @@ class Learner:
         self._seen += len(rows)
         for feature in self._log.feature:
             if isinstance(feature, NumericFeature | BucketFeature):
-                values = numbers(rows, feature.column, self._log.missing_texts(feature), self._log.input.decimal)
+                values = numbers(rows, feature.column, self._log.missing_texts(feature), self._log.input)
                 self._numbers.setdefault(feature.name, []).append(values[kept & ~np.isnan(values)])
         for feature in self._log.tables:
             if isinstance(feature, TimeFeature):

@@ -16,6 +16,7 @@ from recmill.config.load import read_toml
 from recmill.config.problems import Problem, report, validated
 from recmill.config.sections import Section, key
 from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.inputs.times import FORMATS
 from recmill.errors import ConfigError, UserError, did_you_mean, did_you_mean_path
 from recmill.registry import unknown
 from recmill.schema import Role
@@ -46,7 +47,7 @@ class LabelSection(Section):
 
 class TimeSection(Section):
     column: str = key(..., "The column that says when a row was recorded.")
-    format: str = key("iso", "'iso' (2026-03-16T08:05:30), 's', 'ms' or 'us' since 1970, or a format like '%d.%m.%Y'.")
+    format: str = key("iso", FORMATS)
 
     def contradictions(self) -> list[str]:
         if self.format in TIME_UNITS or self.format == "iso" or "%" in self.format:

@@ -5,14 +5,15 @@ import operator
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import polars as pl
 
+from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.inputs.times import parsed_times
 from recmill.datasets.own_clicks.schema import (
-    TIME_UNITS,
     BucketFeature,
     CategoricalFeature,
     ClicksSchema,
@@ -25,9 +26,6 @@ from recmill.errors import ConfigError, DataError
 _COMPARE: dict[str, Any] = {
     ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_PARTS_OF_DAYS = ("%H", "%I", "%M", "%S", "%T", "%R", "%X", "%c", "%r", "%s", "%+")
-_ISO = r"^(?:\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?(?:Z|[+-]\d\d(?::?\d\d)?)?)?|\d{8}T\d{6}Z?)$"
-_ZONE = r"[T ].*[Z+-]"
 CLICK, NO_CLICK = ["1", "1.0", "true"], ["0", "0.0", "-1", "-1.0", "false"]
 DROPPED = -1
 _LARGEST = float(np.finfo(np.float32).max)  # networks read 32-bit numbers
@@ -53,6 +51,7 @@ class RawRows:
     file: str
     numbers: range | np.ndarray
     codes: dict[str, tuple[Values, np.ndarray]] = field(default_factory=dict)
+    otherwise: str = ""  # what to do about a value that cannot be used, but to correct it
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -70,7 +69,7 @@ class RawRows:
         frame = self.frame.filter(pl.Series(is_chosen)) if self.frame.width else self.frame
         numbers = self.numbers
         numbers = np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else numbers
-        return RawRows(frame, self.file, numbers[is_chosen], codes)
+        return replace(self, frame=frame, numbers=numbers[is_chosen], codes=codes)
 
     def per_value(self, name: str, what: str, compute: Callable[["RawRows"], np.ndarray]) -> np.ndarray:
         """Return what `compute` makes of column `name` by row. If values have codes, it is computed once for each.
@@ -89,11 +88,14 @@ class RawRows:
                     values.computed[what] = None
             found = values.computed[what]
         if found is None:
-            return compute(RawRows(self.column(name).alias(name).to_frame(), self.file, self.numbers))
+            return compute(replace(self, frame=self.column(name).alias(name).to_frame(), codes={}))
         return found.take(codes, axis=0)  # two to three times as fast as found[codes]
 
     def error(self, row: int, column: str, fact: str, remedy: str) -> DataError:
         return DataError(f"{self.file}: row {int(self.numbers[row]):,}, column {column}: {fact}. {remedy}")
+
+    def bad_value(self, row: int, column: str, fact: str, remedy: str) -> DataError:
+        return self.error(row, column, fact, f"{remedy} {self.otherwise}".rstrip())
 
 
 def texts(rows: RawRows, column: str, missing: list[str]) -> pl.Series:
@@ -132,43 +134,93 @@ def several_texts(given: pl.Series, feature: CategoricalFeature, missing: list[s
     return given.str.split(feature.separator).list.eval(pl.element().filter(~pl.element().is_in(missing)))
 
 
-def numbers(rows: RawRows, column: str, missing: list[str], decimal: str = ".") -> np.ndarray:
+def numbers(rows: RawRows, column: str, missing: list[str], text: InputSection) -> np.ndarray:
     """Return the column as float64, NaN where there is no value."""
+    found, is_bad = usable_numbers(rows, column, missing, text)
+    if not is_bad.any():
+        return found
+    row = int(is_bad.argmax())
+    value = rows.column(column)[row]
+    if not isinstance(value, str) or _is_large(value):
+        raise rows.bad_value(row, column, f"{value} is larger than {_LARGEST:.2g}", "Correct it.")
+    raise rows.bad_value(row, column, f"{value[:80]!r} is not a number", _remedy(value, text))
+
+
+def _is_large(value: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return abs(float(value)) > _LARGEST
+    return False
+
+
+def _remedy(value: str, text: InputSection) -> str:
+    """Return what to do about a text that is not a number."""
+    value = value.strip()
+    keys = "input.thousands = '.' and input.decimal = ','" if text.decimal == "." else "input.thousands = '.'"
+    if text.decimal == "." and re.fullmatch(r"-?\d+,\d+", value):
+        return "Use input.decimal = ',' in the schema."
+    if re.fullmatch(r"-?\d{1,3}(,\d{3})+\.\d+", value) and text.decimal == ".":
+        return "Use input.thousands = ',' in the schema."
+    if re.fullmatch(r"-?\d{1,3}(\.\d{3})+(,\d+)?", value):
+        return f"If '.' separates thousands, use {keys} in the schema."
+    return "Correct it, or change the schema: name it in input.missing, or use another type of feature."
+
+
+def usable_numbers(rows: RawRows, column: str, missing: list[str], text: InputSection) -> tuple[np.ndarray, np.ndarray]:
+    """Return the column as float64, NaN where there is no value or a bad one, and where there is a bad one."""
     values = rows.column(column)
     if values.dtype.is_numeric():
         found = values.cast(pl.Float64)
+        is_filled = values.is_not_null()
     elif values.dtype in (pl.String, pl.Boolean):
         as_text = texts(rows, column, missing)
-        plain = as_text.str.replace(decimal, ".", literal=True) if decimal != "." else as_text
-        found = (values if values.dtype == pl.Boolean else plain.str.strip_chars()).cast(pl.Float64, strict=False)
-        if (is_bad := found.is_null() & as_text.is_not_null()).any():
-            row = int(is_bad.arg_true()[0])
-            remedy = "Correct it, or change the schema: name it in input.missing, or use another type of feature."
-            if decimal == "." and re.fullmatch(r"\s*-?\d+,\d+\s*", as_text[row]):
-                remedy = "Use input.decimal = ',' in the schema."
-            raise rows.error(row, column, f"{as_text[row][:80]!r} is not a number", remedy)
+        plain = values if values.dtype == pl.Boolean else plain_numbers(as_text, text).str.strip_chars()
+        found = plain.cast(pl.Float64, strict=False)
+        is_filled = as_text.is_not_null()
     else:
         raise DataError(f"{rows.file}: column {column} holds {values.dtype}, not numbers. Use another type of feature.")
     array = found.fill_null(np.nan).to_numpy()
-    if (is_bad := np.abs(array) > _LARGEST).any():
-        row = int(is_bad.argmax())
-        raise rows.error(row, column, f"{values[row]} is larger than {_LARGEST:.2g}", "Correct it.")
-    return array
+    is_bad = (found.is_null() & is_filled).to_numpy() | (np.abs(array) > _LARGEST)
+    return (np.where(is_bad, np.nan, array) if is_bad.any() else array), is_bad
+
+
+def plain_numbers(texts: pl.Series, text: InputSection) -> pl.Series:
+    """Return numbers as texts like 1234.5, null where they are in another form than `text` says.
+
+    With decimal commas, 1.234 is in another form: it may be 1234.
+    """
+    if text.thousands:
+        if text.thousands == " ":
+            texts = texts.str.replace_all("[\u00a0\u202f]", " ")
+        is_grouped = texts.str.contains(grouped(text.thousands, text.decimal)).fill_null(False)
+        is_plain = ~texts.str.strip_chars().str.contains(text.thousands, literal=True)
+        texts = texts.str.replace_all(text.thousands, "", literal=True).set(~(is_grouped | is_plain), None)
+    elif text.decimal == ",":
+        texts = texts.set(texts.str.contains(grouped(".", ",")).fill_null(False), None)
+    return texts.str.replace(text.decimal, ".", literal=True) if text.decimal != "." else texts
+
+
+def grouped(thousands: str, decimal: str) -> str:
+    """Return a pattern of numbers with separated thousands, with or without decimals."""
+    return rf"^\s*[-+]?\d{{1,3}}(?:{re.escape(thousands)}\d{{3}})+(?:{re.escape(decimal)}\d+)?\s*$"
 
 
 def type_problems(log: ClicksSchema, file: str, types: dict[str, pl.DataType]) -> Iterator[str]:
     """Yield an error for each column of a file that has a type of which the schema cannot make what it asks for."""
     no_rows = RawRows(pl.DataFrame(schema=types), file, range(0))
+
+    def as_numbers(rows: RawRows, column: str, missing: list[str]) -> np.ndarray:
+        return numbers(rows, column, missing, log.input)
+
     uses: list[tuple[str, Callable[[RawRows, str, list[str]], Any]]] = []
     for feature in log.feature:
         if isinstance(feature, NumericFeature | BucketFeature):
-            uses.append((feature.column, numbers))
+            uses.append((feature.column, as_numbers))
         elif isinstance(feature, CategoricalFeature):
             uses.append((feature.column, texts))
         elif isinstance(feature, CrossFeature):
             uses += [(column, single_texts) for column in feature.columns]
     uses += [(column, single_texts) for column in (log.split.column, log.split.group)]
-    uses += [(log.label.column, lambda rows, *_: labels(rows, log)), (log.keep.weight, numbers)]
+    uses += [(log.label.column, lambda rows, *_: labels(rows, log)), (log.keep.weight, as_numbers)]
     uses += [(log.time.column, lambda rows, *_: times(rows, log))] if log.time else []
     for column, read in dict.fromkeys(uses):
         try:
@@ -181,12 +233,12 @@ def type_problems(log: ClicksSchema, file: str, types: dict[str, pl.DataType]) -
 def weights(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     """Return the column of keep.weight as float32; every row must have a number that is not negative."""
     column = schema.keep.weight
-    found = numbers(rows, column, schema.input.missing, schema.input.decimal)
+    found = numbers(rows, column, schema.input.missing, schema.input)
     if (is_bad := ~(found >= 0)).any():
         row = int(is_bad.argmax())
         value = rows.column(column)[row]
         fact = "the weight is missing" if value is None else f"{value!r} is no weight"
-        raise rows.error(row, column, fact, "Give a number from 0 to 3.4e38.")
+        raise rows.bad_value(row, column, fact, "Give a number from 0 to 3.4e38.")
     return found.astype(np.float32)
 
 
@@ -196,51 +248,31 @@ def times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     return rows.per_value(schema.time.column, "times", lambda different: _times(different, schema))
 
 
+def usable_times(rows: RawRows, schema: ClicksSchema) -> pl.Series:
+    """Return what `times` does, null where there is no time or a bad one."""
+    assert schema.time
+    values = rows.column(schema.time.column)
+    if isinstance(values.dtype, pl.Date | pl.Datetime):
+        return values.cast(pl.Datetime("us")).dt.epoch("us")
+    return parsed_times(single_texts(rows, schema.time.column, []), schema.time.format)
+
+
 def _times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     assert schema.time
     column, form = schema.time.column, schema.time.format
-    values = rows.column(column)
-    if isinstance(values.dtype, pl.Date | pl.Datetime):
-        parsed = values.cast(pl.Datetime("us")).dt.epoch("us")
-    else:
-        values = single_texts(rows, column, [])
-        parsed = parsed_times(values, form)
+    parsed = usable_times(rows, schema)
     if parsed.null_count():
+        values = rows.column(column)
         row = int(parsed.is_null().arg_true()[0])
         fact = f"{values[row]!r} is no time of the format '{form}'" if values[row] else "no time"
         iso = " ('iso' is like 2026-03-16 or 2026-03-16T08:05:30)" if form == "iso" else ""
-        raise rows.error(row, column, fact, f"Correct it, or change time.format of the schema{iso}.")
+        raise rows.bad_value(row, column, fact, f"Correct it, or change time.format of the schema{iso}.")
     return parsed.to_numpy()
-
-
-def parsed_times(values: pl.Series, form: str) -> pl.Series:
-    """Return texts as microseconds since 1970, null where they do not have the format."""
-    if form in TIME_UNITS:
-        return values.str.strip_chars().cast(pl.Int64, strict=False) * TIME_UNITS[form]
-    if form == "iso":
-        return _iso(values)
-    if "%H" in form and "%M" not in form:  # a parser of hours wants minutes, too
-        values, form = values + " 00", f"{form} %M"
-    dtype = pl.Datetime("us") if any(part in form for part in _PARTS_OF_DAYS) else pl.Date()
-    return values.str.strptime(dtype, form, strict=False).cast(pl.Datetime("us")).dt.epoch("us")
-
-
-def _iso(values: pl.Series) -> pl.Series:
-    """Return ISO 8601 texts as microseconds since 1970, each row by itself; without a zone, they are UTC."""
-    is_iso = values.str.contains(_ISO).fill_null(False)
-    has_zone = values.str.contains(_ZONE).fill_null(False)
-    found = pl.Series([None], dtype=pl.Int64).new_from_index(0, len(values))
-    for chosen in (is_iso & ~has_zone, is_iso & has_zone):  # Polars takes the one or the other from the first row
-        if chosen.any():
-            same = values if chosen.all() else values.set(~chosen, None)
-            with contextlib.suppress(pl.exceptions.ComputeError):  # the first one is no date, like 2026-02-30
-                found = found.zip_with(~chosen, same.str.to_datetime(strict=False, time_unit="us").dt.epoch("us"))
-    return found
 
 
 def iso_time(text: str, key: str) -> int:
     """Return a date or time of the schema as microseconds since 1970."""
-    parsed = _iso(pl.Series([text]))[0]
+    parsed = parsed_times(pl.Series([text]), "iso")[0]
     if parsed is None:
         raise ConfigError(f"{key} is '{text}', which is no ISO date. Write it like 2014-10-29.")
     return int(parsed)
@@ -268,7 +300,7 @@ def _labels(rows: RawRows, schema: ClicksSchema, may_be_missing: bool) -> np.nda
     given = given.fill_null("")
     is_dropped = is_missing
     if isinstance(section.positive, str) or section.drop:
-        as_numbers = numbers(rows, section.column, schema.input.missing, schema.input.decimal)
+        as_numbers = numbers(rows, section.column, schema.input.missing, schema.input)
         is_dropped = is_missing | _meets(as_numbers, section.drop) if section.drop else is_missing
     if isinstance(section.positive, str):
         is_click = _meets(as_numbers, section.positive)
