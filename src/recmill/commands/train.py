@@ -541,7 +541,7 @@ def _timing(parts: "Parts", settings: Settings) -> dict[str, Any]:
 
 
 def _warn(text: str) -> None:
-    log.warning("%s", text, extra={"console": f"warning: {text}"})  # log.txt has the level of each line
+    log.warning("%s", text)
 
 
 def _wait_for_kernels(compiling: threading.Thread, stop: StopRequest, heartbeat: Heartbeat) -> None:
