@@ -205,7 +205,7 @@ class _Datasets(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         def prepare(output: str, **values: Any) -> None:
             given = {name: value for name, value in values.items() if value is not None}
-            _print_written(printed.print_dataset, recmill.prepare(cmd_name, output, **given))
+            _print_written(printed.print_prepared, recmill.prepare(cmd_name, output, **given), output)
 
         try:
             module = registry.load(registry.DATASETS, cmd_name, "dataset")

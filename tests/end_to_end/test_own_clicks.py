@@ -200,6 +200,28 @@ def test_new_rows_may_be_written_in_another_way_than_the_training_log(trained: P
     assert scores[0] == scores[1]
 
 
+def test_what_stdin_lacks_is_an_error_about_stdin(trained: Path) -> None:
+    words = [sys.executable, "-m", "recmill", "predict", str(trained / "run"), "--input", "-", "--output", "-"]
+    done = subprocess.run(words, input="site\ns1\n", capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "\n  stdin: no column 'tags'; it has site\n" in done.stderr
+
+
+def test_scores_and_schemas_are_replaced_if_that_is_asked_for(trained: Path, tmp_path: Path) -> None:
+    output, schema = tmp_path / "s.csv", tmp_path / "clicks.toml"
+    calls = {
+        output: ["predict", str(trained / "run"), "--input", str(trained / "1.csv"), "--output", str(output)],
+        schema: ["schema", "--input", str(trained / "1.csv"), "--label", "click", "--output", str(schema)],
+    }
+    for path, words in calls.items():
+        path.write_text("old")
+        error = CliRunner().invoke(commands, words).exception
+        assert str(error) == f"{path} exists. Choose another --output, or replace it with --overwrite."
+        assert path.read_text() == "old"
+        assert CliRunner().invoke(commands, [*words, "--overwrite"]).exit_code == 0
+        assert path.read_text() != "old"
+
+
 def test_the_error_of_another_separator_names_a_flag_that_predict_has(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "new.csv").write_text("site;tags\ns1;a\n")
     with pytest.raises(DataError) as caught:

@@ -354,7 +354,7 @@ def test_files_are_compared_with_mlperf_s_before_they_are_adopted(npys: Path, mo
 def test_the_command_does_the_same(npys: Path, run_cli: RunCli) -> None:
     done = run_cli("adopt", npys, "--last-day", "test-first", "--table-size", "4,30,501")
     assert done.returncode == 0, done.stderr
-    assert "adopted: rows train 90, val 30, test 31; 2 dense, 3 sparse features" in done.stdout
+    assert "adopted: rows train 90, val 30, test 31; 2 numeric, 3 categorical features" in done.stdout
     description = json.loads((npys / "dataset.json").read_text())
     assert description["recipe"] == {
         "last_day": "test-first",

@@ -28,7 +28,10 @@ GOOD = "a,x,1\na,y,2\na,z,3\n"
         ("who,what,when\n" + GOOD + "b,x,1.5\n", "row 4, column when: '1.5' is not a whole number"),
         ("who,what,when\n" + GOOD + "b,x,\n", "row 4, column when: '' is not a whole number"),
         ("who,what,when\n" + GOOD + "b,x,99999999999999999999\n", "'99999999999999999999' is not a whole number"),
-        ("who,what,when\n" + GOOD + ",x,4\n", "row 4, column who: '' is empty"),
+        (
+            "who,what,when\n" + GOOD + ",x,4\n",
+            "column who: '' is empty. Fix the file, or skip such rows: --on-bad-row skip.",
+        ),
         (
             "who,what,when\n" + GOOD + 'b,"x\n' + "b,x,1\n" * 200_000,
             "row 4: a quote is opened and not closed. Close it, or ignore quotes (--no-quotes)",

@@ -585,7 +585,13 @@ def test_bad_rows_are_named_and_leave_nothing(
         ({"feature": [PRICE]}, "all its features are numeric"),
         ({"feature": [{**SITE, "min_freqency": 3}]}, "Did you mean 'feature.site.min_frequency'"),
         ({"feature": [{"column": "site", "type": "categorial"}]}, "Did you mean 'categorical'"),
-        ({"feature": [SITE, SITE]}, "feature 'site': the name occurs twice"),
+        ({"feature": [SITE, SITE]}, "feature 'site': the name occurs twice. Give"),
+        (
+            {"feature": [{**SITE, "name": "a.b"}]},
+            "feature 'a.b': the name has a dot, a slash or a control character. Give",
+        ),
+        ({"feature": [{**SITE, "name": "x" * 201}]}, "the name is longer than 200 bytes. Give"),
+        ({"feature": [SITE], "lable": {}}, "Known: feature, format, input"),
         ({"feature": [{**SITE, "ids": "hash"}]}, "feature.site.ids = 'hash' needs table_size"),
         (
             {"feature": [SITE, {"name": "b", **SITE, "share_table": "site", "table_size": 9}]},

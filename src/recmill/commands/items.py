@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import Fallback, Which, flag, new_parquet
+from recmill.commands.options import STREAM, Fallback, Which, flag, new_parquet, new_path
 from recmill.commands.retriever import RequestOptions, RequestVectors, Retriever
 from recmill.config.options import checked_options
 from recmill.datasets.inputs.flags import Reading, ReadingFlags
@@ -63,6 +63,8 @@ def _write_requests(vectors: RequestVectors, options: Options) -> dict[str, Any]
 
     if Path(options.output).suffix == ".csv":
         raise ConfigError(f"--output {options.output}: .csv cannot hold vectors. Use .parquet or .jsonl.")
+    if options.output != STREAM:
+        new_path(options.output, "--output")
     given = options.model_dump(exclude={"requests"}) | {"input": options.requests}
     written = score_files(vectors, vectors.made, RequestOptions(**given))
     return {"requests": written["rows"], "dim": vectors.dim, "output": written["output"]}

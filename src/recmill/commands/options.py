@@ -26,6 +26,7 @@ Which = Annotated[
     Literal["newest", "best"] | None,
     Field(description="Checkpoint to use.  [default: best if checkpoint.keep_best was set, otherwise newest]"),
 ]
+Overwrite = Annotated[bool, Field(description="Replace an existing file.")]
 Fallback = Annotated[bool, Field(description="If the newest checkpoint is corrupt, use the newest that is not.")]
 
 
@@ -42,11 +43,15 @@ def listed(runs: Iterable[Runs]) -> list[str | Path]:
     return [run for group in groups for run in group]
 
 
-def new_path(path: str | Path, flag: str) -> Path:
-    """Return the absolute path of a file to write; raise if it exists or Polars could not write there."""
+def new_path(path: str | Path, flag: str, overwrite: bool | None = None) -> Path:
+    """Return the absolute path of a file to write; raise if it exists or Polars could not write there.
+
+    `overwrite`: whether an existing file is replaced; None if the command has no such flag.
+    """
     output = given_path(path, flag).absolute()
-    if output.exists():
-        raise DataError(f"{output} exists. Choose another {flag}, or move it away.")
+    if output.is_dir() or (output.exists() and not overwrite):
+        other = "move it away" if overwrite is None or output.is_dir() else "replace it with --overwrite"
+        raise DataError(f"{output} exists. Choose another {flag}, or {other}.")
     if any("\udc80" <= letter <= "\udcff" for letter in str(output)):  # bytes that are no text: Polars needs text
         raise ConfigError(f"{flag} {output}: this path is not valid UTF-8. Choose another one.")
     return output

@@ -12,7 +12,7 @@ import numpy as np
 
 from recmill.commands import assemble
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import Fallback, Procs, Which, flag
+from recmill.commands.options import Fallback, Overwrite, Procs, Which, flag
 from recmill.config.options import checked_options
 from recmill.data.frames import is_frame
 from recmill.data.opening import open_dataset
@@ -48,6 +48,7 @@ class Options(ReadingFlags):
         "fail", "A number or time that cannot be used is an error, or is taken as missing and counted."
     )
     data: str | None = flag(None, "The dataset of a run on Criteo's logs, if it has moved.", metavar="DIRECTORY")
+    overwrite: Overwrite = False
     procs: Procs = 1
     checkpoint: Which = None
     fallback: Fallback = False
@@ -64,6 +65,7 @@ def predict(
     logit: bool = False,
     on_bad_value: Literal["fail", "missing"] = "fail",
     data: str | Path | None = None,
+    overwrite: bool = False,
     procs: int = 1,
     checkpoint: Literal["newest", "best"] | None = None,
     fallback: bool = False,
@@ -87,7 +89,13 @@ def predict(
     if is_frame(input):
         raise ConfigError("`input` is a path, not a frame. For frames: recmill.open_run(run).predict(frame).")
     given: dict[str, Any] = {"input": str(input), "output": str(output), "format": format, "keep": keep, "logit": logit}
-    given |= {"data": None if data is None else str(data), "procs": procs, "on_bad_value": on_bad_value, **reading}
+    given |= {
+        "data": None if data is None else str(data),
+        "procs": procs,
+        "on_bad_value": on_bad_value,
+        "overwrite": overwrite,
+        **reading,
+    }
     options = checked_options("predict", Options, {**given, "checkpoint": checkpoint, "fallback": fallback})
     return score_files(*scorer_of(run, options), options)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import flag, new_path
+from recmill.commands.options import Overwrite, flag, new_path
 from recmill.config.options import checked_options
 from recmill.data.frames import as_polars, is_frame
 from recmill.datasets.inputs.flags import Reading, ReadingFlags
@@ -19,6 +19,7 @@ class Options(ReadingFlags):
     input: str = flag(..., "The log: a file, a directory, or a pattern in quotes, like 'logs/*.csv'.")
     label: str | None = flag(None, "The column that says whether a row was clicked.")
     output: str | None = flag(None, "The file to write, like clicks.toml.  [default: the schema is only printed]")
+    overwrite: Overwrite = False
 
 
 @checked_keywords
@@ -26,6 +27,8 @@ def guess_schema(
     input: "str | Path | AnyFrame",
     label: str | None = None,
     output: str | Path | None = None,
+    *,
+    overwrite: bool = False,
     **reading: Unpack[Reading],
 ) -> dict[str, Any]:
     """Return {"schema": the text of the schema, "columns": [{"column", "guess", "why"}, ...], "input": the log,
@@ -41,7 +44,7 @@ def guess_schema(
 
     if not is_frame(input) and not isinstance(input, str | Path):
         raise ConfigError(f"`input` is a {type(input).__name__}. Give a path, or a frame of pandas, Polars or Arrow.")
-    path = new_path(output, "--output") if output is not None else None
+    path = new_path(output, "--output", overwrite) if output is not None else None
     files: list[InputFile]
     files = [FrameFile(as_polars(input, "input"))] if is_frame(input) else found_files(str(input))
     section = described(files[0], **checked_options("schema", ReadingFlags, {**reading}).given())

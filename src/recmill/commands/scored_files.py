@@ -110,16 +110,24 @@ def score_files(scorer: "Scorer", made: list[str], options: "Options") -> dict[s
         elif options.format:
             raise ConfigError("--format is for stdin and stdout ('-'): names of files say their formats. Remove it.")
         suffix = f".{options.format or 'csv'}"
-        output = spool / f"stdout{suffix}" if options.output == STREAM else new_path(options.output, "--output")
+        if options.output == STREAM:
+            output = spool / f"stdout{suffix}"
+        else:
+            output = new_path(options.output, "--output", options.overwrite)
         if output.suffix not in _SUFFIXES:
             raise ConfigError(
                 f"--output {output.name}: end it with .parquet, .csv or .jsonl, which says the format to write."
             )
         assert scorer.encoder  # what is wrong with the run is reported before stdin is read
         given = options.input if options.input != STREAM else str(_spooled(spool / f"stdin{suffix}"))
-        job = _checked_job(scorer, options, found_files(given), output, made)
-        inputs = {str(file.absolute()): file_state(file) for file in job.inputs()}
-        result = _score(scorer, options, job, inputs, output)
+        try:
+            job = _checked_job(scorer, options, found_files(given), output, made)
+            inputs = {str(file.absolute()): file_state(file) for file in job.inputs()}
+            result = _score(scorer, options, job, inputs, output)
+        except DataError as error:
+            if options.input != STREAM:
+                raise
+            raise DataError(str(error).replace(given, "stdin")) from None
         if options.output == STREAM:
             with output.open("rb") as file:
                 shutil.copyfileobj(file, sys.stdout.buffer)
@@ -173,7 +181,7 @@ def _checked_job(scorer: "Scorer", options: "Options", files: list[InputFile], o
 
 def _score(scorer: "Scorer", options: "Options", job: Job, inputs: dict[str, Any], output: Path) -> dict[str, Any]:
     run = scorer.run
-    same = options.model_dump(exclude={"procs", "input", "output", "format"})
+    same = options.model_dump(exclude={"procs", "input", "output", "format", "overwrite"})
     recipe = same | {"run": str(run.path.absolute()), "checkpoints": [path.name for path in committed(run.checkpoints)]}
     remedy = "Wait for that command to end, or choose another --output."
     with resumable_work(output, recipe, inputs, "changed", remedy) as work:

@@ -29,8 +29,9 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         short = getattr(record, "console", None)
         text = self.format(record) if short is None else escaped(short, keep="\n")
+        if text and record.levelno == logging.WARNING:
+            text = f"warning: {text}"
         if text:
-            text = f"warning: {text}" if record.levelno == logging.WARNING else text
             with contextlib.suppress(OSError):  # a closed terminal does not end a run; log.txt has every line
                 CONSOLE.print(fitted(text) if CONSOLE.is_terminal else text, style=_STYLES.get(record.levelno))
 

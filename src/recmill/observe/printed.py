@@ -6,8 +6,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from recmill.config.suggested import training_command
 from recmill.observe.progress import human_bytes
 
 Row = Sequence[str]
@@ -98,12 +100,21 @@ def print_command(before: str, command: str) -> None:
     print(f"{escaped(before)}{escaped(command)}")
 
 
+def print_prepared(description: dict[str, Any], output: str) -> None:
+    """Print what `recmill prepare` made, and the command that trains on it."""
+    print_dataset(description)
+    print_command("next: ", training_command(Path(output)))
+
+
 def print_dataset(description: dict[str, Any]) -> None:
     size = human_bytes(sum(file["bytes"] for file in description["files"].values()))
     if description["kind"] == "clicks":
         rows = {split: sum(r["stop"] - r["start"] for r in ranges) for split, ranges in description["splits"].items()}
         counts = ", ".join(f"{split} {count:,}" for split, count in rows.items())
-        features = f"{len(description['dense'])} dense, {len(description['sparse'])} sparse features"
+        dense = description["dense"]
+        flags = sum(name.removesuffix(" is missing") in dense for name in dense if name.endswith(" is missing"))
+        numeric = f"{len(dense) - flags} numeric{f' (+ {flags} missing flags)' if flags else ''}"
+        features = f"{numeric}, {len(description['sparse'])} categorical features"
         print_line(f"{description['name']}: rows {counts}; {features}; {size}")
     else:
         print_line(

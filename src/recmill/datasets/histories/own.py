@@ -216,8 +216,10 @@ def _file_reader(
 ) -> Callable[[], Iterator[pl.DataFrame]]:
     kind = section.kind_of(file)
     if kind == "text":
-        prefix = "--title-" if "title" in columns else "--"
-        return partial(_read_text, delimited.Table(file, section, bad_rows, prefix), columns, form)
+        table = delimited.Table(file, section, bad_rows, remedy="Fix the file, or skip such rows: --on-bad-row skip.")
+        if "title" in columns:
+            table = delimited.Table(file, section, prefix="--title-")
+        return partial(_read_text, table, columns, form)
     schema = pl.Schema(types_of(file, section, "--"))
     _check_there(str(file), schema, columns)
     distinct = list(dict.fromkeys(columns.values()))

@@ -36,7 +36,6 @@ _FACTS = {"integer": "is not a whole number", "number": "is not a number", "text
 _PARSED = _TYPES | {"date": pl.Int64()}
 _NAMED_BAD_ROWS = 10
 _FIRST_ROWS = 1000
-_REMEDY = "Fix the file, or get it again."
 _REPLACED = "\x1f"  # stands for a separator of several bytes
 SEPARATORS = [",", "\t", ";", "|", "::", "\x01", " "]  # in the order in which they are tried
 
@@ -66,7 +65,7 @@ class BadRows:
             raise DataError(f"{problem}. This is one bad row more than --max-bad-rows allows.")
 
     def notes(self) -> list[str]:
-        counted = [f"{self.count:,} bad rows skipped"] if self.count else []
+        counted = [f"{self.count:,} bad row{'s' if self.count > 1 else ''} skipped"] if self.count else []
         return [*counted, *(f"skipped: {problem}" for problem in self.first)]
 
 
@@ -80,6 +79,7 @@ class Table:
     section: InputSection
     bad_rows: BadRows | None = None
     prefix: str = "--"
+    remedy: str = "Fix the file, or get it again."  # of a row that is bad
 
     def rows(self, *fields: Field) -> Iterator[pl.DataFrame]:
         """Yield frames of these fields in file order; dates become microseconds since 1970."""
@@ -188,6 +188,8 @@ class Table:
             return ""
         if len(columns) == 1 and (hint := self._other_separator(columns[0])):
             return f" in its first row, which has 1 field; {hint}."
+        if any("\\x" in name for name in columns) and (place := bad_byte(self.path, self.prefix)):
+            return f" in its first row: {place}"
         if not self.section.quotes and any(map(_is_quoted, columns)):
             return f" in its first row, whose names are in quotes. Use {self._quotes('true')}."
         numbers = sum(_is_good(name.strip(), "number") for name in columns)
@@ -346,12 +348,14 @@ class Table:
                 time = next((one for one in positions if one.option == "--time-column"), None)
                 if number == 1 and time and f", column {time.column}: " in problem:  # not one bad row: another column
                     fact = problem.replace(_FACTS["integer"], "is neither a whole number nor an ISO date")
-                    remedy = "Give --time-format, name another --time-column, or correct the values."
-                    return DataError(f"{self.path}: row 1{fact}. {remedy}")
+                    advice = "Give --time-format, name another --time-column, or correct the values."
+                    return DataError(f"{self.path}: row 1{fact}. {advice} {self.remedy}")
                 return DataError(f"{self.path}: row {number:,}{problem}.{self._hint(row, num_columns, number)}")
         span = f"{self.path}: rows {done + 1:,} to {done + len(rows):,}"
         ignore = f" Or ignore quotes ({self._no_quotes})." if self.section.has_quotes and b'"' in text else ""
-        return DataError(f"{span}: one of them cannot be read, because of a quote inside a field. {_REMEDY}{ignore}")
+        return DataError(
+            f"{span}: one of them cannot be read, because of a quote inside a field. {self.remedy}{ignore}"
+        )
 
     def _hint(self, row: list[str], num_columns: int, number: int) -> str:
         """Return what to do about a row that is bad."""
@@ -366,7 +370,7 @@ class Table:
             columns = f"{self.prefix}columns"
             skip = setting(self.prefix, "skip_lines", 1)
             return f" Does it begin with an index that has no name? Name all columns ({columns}) and use {skip}."
-        return f" {_REMEDY}"
+        return f" {self.remedy}"
 
     def _without_bad_rows(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> pl.DataFrame:
         """Parse the good rows of a block, and count the others. Raise DataError if they may not be skipped."""

@@ -289,7 +289,7 @@ def checked_schema(
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
         raise ConfigError(f"{path}: 'feature' is a list: begin each feature with [[feature]].")
     common = {name: value for name, value in values.items() if name != "feature"}
-    schema, problems = validated(ClicksSchema, common, siblings=["feature"])
+    schema, problems = validated(ClicksSchema, common)
     features: list[Any] = []
     for entry in listed:
         named = {"name": feature_name(entry.get("column", "")), **entry}
@@ -336,9 +336,14 @@ def _contradictions(schema: ClicksSchema) -> Iterator[str]:
     yield from (text for section in sections for text in section.contradictions())
     names = [*schema.dense_names, *(feature.name for feature in schema.tables)]
     for name, times in sorted(Counter(names).items()):
-        if times > 1 or name != feature_name(name) or len(name.encode()) > _MAX_NAME_BYTES:
-            fact = f"the name occurs twice, is empty or longer than {_MAX_NAME_BYTES} bytes, or has a dot or slash"
-            yield f"feature '{name[:80]}': {fact}. Give it another 'name'."
+        facts = {
+            "has a dot, a slash or a control character": name != feature_name(name),
+            "occurs twice": times > 1,
+            f"is longer than {_MAX_NAME_BYTES} bytes": len(name.encode()) > _MAX_NAME_BYTES,
+            "is empty": not name,
+        }
+        if found := [fact for fact, is_so in facts.items() if is_so]:
+            yield f"feature '{name[:80]}': the name {found[-1]}. Give it another 'name'."
     if not schema.feature:
         yield "it has no feature. Add a [[feature]] for each column to use."
     elif not schema.tables:
