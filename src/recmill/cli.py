@@ -19,6 +19,7 @@ from rich.text import Text
 import recmill  # imports each command at its first use
 from recmill import errors, registry
 from recmill.commands.flags import Command, flags
+from recmill.config.suggested import training_command
 from recmill.environment import errors_directory, is_launched, process_environment
 from recmill.errors import ConfigError, ResourceError, as_user_error
 from recmill.launch.early import begin, end_with, leave, restore_default_signals
@@ -205,7 +206,8 @@ class _Datasets(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         def prepare(output: str, **values: Any) -> None:
             given = {name: value for name, value in values.items() if value is not None}
-            _print_written(printed.print_prepared, recmill.prepare(cmd_name, output, **given), output)
+            description = recmill.prepare(cmd_name, output, **given)
+            _print_written(printed.print_prepared, description, training_command(Path(output)))
 
         try:
             module = registry.load(registry.DATASETS, cmd_name, "dataset")

@@ -105,18 +105,13 @@ def test_a_terminal_gets_lines_that_break_at_spaces_and_a_rule_that_fits(
     assert printed.fitted("one two three four five six\nseven") == "one two three four five\nsix\nseven"
 
 
-def test_a_prepared_dataset_is_printed_with_the_command_that_trains_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("data/my log").mkdir(parents=True)
-    Path("data/my log/dataset.json").touch()
+def test_a_prepared_dataset_is_printed_with_the_command_that_trains_on_it(capsys: pytest.CaptureFixture[str]) -> None:
     dense = ["price", "price is missing", "age", "age is missing", "is missing"]
     facts = {"name": "clicks", "kind": "clicks", "files": {}, "splits": {}, "truth": {}, "sparse": [{}], "dense": dense}
-    printed.print_prepared(facts, "data/my log/")
+    printed.print_prepared(facts, "recmill train own/dlrm")
     first, second = capsys.readouterr().out.splitlines()
     assert "; 3 numeric (+ 2 missing flags), 1 categorical features; " in first
-    assert second == "next: recmill train own/dlrm --set 'data.path=data/my log' --run 'runs/my log'"
+    assert second == "next: recmill train own/dlrm"
 
 
 def predicted(**training: float | None) -> dict[str, Any]:

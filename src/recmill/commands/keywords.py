@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from recmill import errors
 from recmill.config import config_keys, meant_keys
+from recmill.data.frames import is_frame
 from recmill.errors import ConfigError, UserError
 from recmill.registry import unknown
 
@@ -44,7 +45,8 @@ def checked_keywords(function: CallableT) -> CallableT:
             if name not in known:
                 raise ConfigError(_message(function.__name__, name, value, known))
         for name, value in {**dict(zip(parameters, arguments, strict=False)), **named}.items():
-            if name in kinds and not isinstance(value, tuple(_ACCEPTED.get(kind, kind) for kind in kinds[name])):
+            accepted = tuple(_ACCEPTED.get(kind, kind) for kind in kinds.get(name, (object,)))
+            if not isinstance(value, accepted) and not is_frame(value):  # functions say more about frames
                 expected = " or ".join(kind.__name__ for kind in kinds[name] if kind is not type(None))
                 raise ConfigError(f"{name}: expected {expected}, got {value!r}.")
         return function(*arguments, **named)

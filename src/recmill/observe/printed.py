@@ -6,10 +6,8 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from recmill.config.suggested import training_command
 from recmill.observe.progress import human_bytes
 
 Row = Sequence[str]
@@ -100,10 +98,10 @@ def print_command(before: str, command: str) -> None:
     print(f"{escaped(before)}{escaped(command)}")
 
 
-def print_prepared(description: dict[str, Any], output: str) -> None:
+def print_prepared(description: dict[str, Any], next_command: str) -> None:
     """Print what `recmill prepare` made, and the command that trains on it."""
     print_dataset(description)
-    print_command("next: ", training_command(Path(output)))
+    print_command("next: ", next_command)
 
 
 def print_dataset(description: dict[str, Any]) -> None:
