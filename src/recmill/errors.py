@@ -41,6 +41,7 @@ class ConfigError(UserError):
 class DataError(UserError):
     exit_code = 3
     kind = "data error"
+    bad_row: tuple[int, str] | None = None  # of an error about one row: its place among the rows, the fact
 
 
 class CheckpointError(UserError):

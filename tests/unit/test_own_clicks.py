@@ -22,6 +22,7 @@ from recmill import failpoints
 from recmill.data.click_rows import StoredDay
 from recmill.data.opening import open_dataset
 from recmill.datasets.inputs import text
+from recmill.datasets.inputs.delimited import BadRows
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.times import parsed_times
 from recmill.datasets.own_clicks import steps
@@ -29,6 +30,7 @@ from recmill.datasets.own_clicks.coding import Coder
 from recmill.datasets.own_clicks.encoding import PARTS, Encoder, hashed, load_recipe, time_parts
 from recmill.datasets.own_clicks.reading import read
 from recmill.datasets.own_clicks.schema import load_schema
+from recmill.datasets.own_clicks.skipping import good_blocks
 from recmill.datasets.own_clicks.values import RawRows, numbers, texts
 from recmill.errors import ConfigError, DataError
 from recmill.schema import SPLITS
@@ -334,6 +336,36 @@ def test_formats_of_times_keep_the_hour(prepared: Prepare, form: str, text: str,
     features = [{"name": "hour", "type": "time", "part": "hour"}]
     path = prepared(log, split=BY_FOLD, time={"column": "when", "format": form}, feature=features)
     assert arrays(path)[1].tolist() == [[hour + 1], [hour + 1]]
+
+
+def test_bad_rows_are_skipped_and_later_errors_have_the_numbers_of_the_file(tmp_path: Path) -> None:
+    rows = [f"{n % 3 // 2},s{n % 4},{n}.5" for n in range(60)]
+    rows[3:5] = ["1,s1,cheap", "1,s1"]
+    rows[20] = "maybe,s1,2"
+    (tmp_path / "log.csv").write_text("\n".join(["click,site,price", *rows, ""]))
+    schema = (
+        '[label]\ncolumn = "click"\n[[feature]]\ncolumn = "site"\ntype = "categorical"\n[[feature]]\ncolumn = "price"\n'
+    )
+    (tmp_path / "clicks.toml").write_text(f'{schema}type = "numeric"\n')
+    given: dict[str, Any] = {"input": str(tmp_path / "log.csv"), "schema_file": str(tmp_path / "clicks.toml")}
+    with pytest.raises(DataError, match=r"row 5: expected 3 .* or skip such rows: --on-bad-row skip"):
+        recmill.prepare("clicks", tmp_path / "d", **given)
+    with pytest.raises(ConfigError, match="--max-bad-rows needs --on-bad-row skip"):
+        recmill.prepare("clicks", tmp_path / "d", **given, max_bad_rows=3)
+    with pytest.raises(DataError, match="than --max-bad-rows allows"):
+        recmill.prepare("clicks", tmp_path / "d", **given, on_bad_row="skip", max_bad_rows=2)
+    made = recmill.prepare("clicks", tmp_path / "d", **given, on_bad_row="skip")
+    assert made["notes"][:4] == [
+        "3 bad rows skipped",
+        "skipped: log.csv: row 5: expected 3 fields, got 2, the last is 's1'",
+        "skipped: log.csv: row 4, column price: 'cheap' is not a number",
+        "skipped: log.csv: row 21, column click: label 'maybe' is neither 0 nor 1",
+    ]
+    assert sum(part["stop"] for parts in made["splits"].values() for part in parts) == 57
+    blocks = good_blocks(tmp_path / "log.csv", load_schema(tmp_path / "clicks.toml"), BadRows(3))
+    assert np.concatenate([block.numbers for block in blocks]).tolist() == [
+        n for n in range(1, 61) if n not in (4, 5, 21)
+    ]
 
 
 def test_fields_in_quotes_are_read_with_any_separator(prepared: Prepare) -> None:

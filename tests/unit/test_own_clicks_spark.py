@@ -167,6 +167,42 @@ def test_the_first_bad_row_is_reported_as_on_one_machine(
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.parametrize("split", ["time", "rows"])
+def test_bad_rows_are_skipped_and_the_rest_is_what_a_log_without_them_gives(
+    split: str, log: str, tmp_path: Path
+) -> None:
+    bad, good = (shutil.copytree(log, tmp_path / name) for name in ("bad", "good"))
+    changes = [{"line": "1,2"}, {"at": "today"}, {"click": "maybe"}, {"price": "cheap"}, {"weight": "-1"}]
+    for index, file in enumerate(("log-1.csv", "log-3.csv")):
+        for change in [*changes[index:], {"line": "1,2"}, {"at": ""}]:
+            with_row(bad / file, **change)
+            last = pl.read_csv(good / file, infer_schema=False).tail(1)
+            for path in (bad / file, good / file):
+                with path.open("a") as opened:
+                    opened.write(last.write_csv(include_header=False))
+    schema = schema_file(tmp_path, split=SPLITS[split])
+    expected = prepared(str(good), tmp_path / "expected", schema, "polars")
+    found = {}
+    for engine in ("polars", "spark"):
+        output = tmp_path / engine
+        prepare("clicks", output, input=str(bad), schema_file=schema, engine=engine, on_bad_row="skip")
+        found[engine] = {file.name: file.read_bytes() for file in output.iterdir() if file.name != PREPARATION_FILE}
+        with pytest.raises(
+            DataError, match=r"13 rows are bad, more than --max-bad-rows allows\. The first: log-1\.csv: row 91:"
+        ):
+            prepare(
+                "clicks", tmp_path / "out", input=str(bad), schema_file=schema, engine=engine,
+                on_bad_row="skip", max_bad_rows=12,
+            )  # fmt: skip
+        assert not (tmp_path / "out").exists()
+    assert found["polars"] == found["spark"]
+    notes = json.loads(found["polars"]["dataset.json"])["notes"]
+    assert notes[0] == "13 bad rows skipped"
+    assert notes[1] == "skipped: log-1.csv: row 91: expected 10 fields, got 2, the last is '2'"
+    assert notes[3].startswith("skipped: log-1.csv: row 93, column at: 'today' is no time")
+    assert [name for name in expected if found["polars"][name] != expected[name]] == ["dataset.json"]
+
+
 def test_a_log_without_clicks_is_reported_with_its_labels(log: str, tmp_path: Path) -> None:
     schema = schema_file(tmp_path, split=SPLITS["rows"], label={"column": "click", "positive": ["yes"]})
     with pytest.raises(DataError, match=r"no row is a click. Its values: .*'0' \(80 rows\)"):

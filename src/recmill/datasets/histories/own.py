@@ -216,7 +216,7 @@ def _file_reader(
 ) -> Callable[[], Iterator[pl.DataFrame]]:
     kind = section.kind_of(file)
     if kind == "text":
-        table = delimited.Table(file, section, bad_rows, remedy="Fix the file, or skip such rows: --on-bad-row skip.")
+        table = delimited.Table(file, section, bad_rows, remedy=f"Fix the file, {delimited.SKIP}")
         if "title" in columns:
             table = delimited.Table(file, section, prefix="--title-")
         return partial(_read_text, table, columns, form)

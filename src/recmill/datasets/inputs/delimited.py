@@ -34,7 +34,8 @@ Kind = Literal["integer", "number", "text", "date", "any"]  # any: text that may
 _TYPES = {"integer": pl.Int64(), "number": pl.Float64(), "text": pl.String(), "date": pl.String(), "any": pl.String()}
 _FACTS = {"integer": "is not a whole number", "number": "is not a number", "text": "is empty", "date": "is not a date"}
 _PARSED = _TYPES | {"date": pl.Int64()}
-_NAMED_BAD_ROWS = 10
+NAMED_BAD_ROWS = 10
+SKIP = "or skip such rows: --on-bad-row skip."  # what else to do about bad rows
 _FIRST_ROWS = 1000
 _REPLACED = "\x1f"  # stands for a separator of several bytes
 SEPARATORS = [",", "\t", ";", "|", "::", "\x01", " "]  # in the order in which they are tried
@@ -56,10 +57,12 @@ class BadRows:
     allowed: int
     count: int = 0
     first: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # of the rows, in their files
 
-    def skip(self, problem: str) -> None:
+    def skip(self, problem: str, number: int) -> None:
         self.count += 1
-        if len(self.first) < _NAMED_BAD_ROWS:
+        self.numbers.append(number)
+        if len(self.first) < NAMED_BAD_ROWS:
             self.first.append(problem)
         if self.count > self.allowed:
             raise DataError(f"{problem}. This is one bad row more than --max-bad-rows allows.")
@@ -386,7 +389,7 @@ class Table:
             if problem is None and _is_broken(row):
                 problem = ": a character that is not UTF-8"
             if problem:
-                self.bad_rows.skip(f"{self.path.name}: row {number:,}{problem}")
+                self.bad_rows.skip(f"{self.path.name}: row {number:,}{problem}", number)
             else:
                 writer.writerow([row[position] for position in positions.values()])
         if not good.getvalue():

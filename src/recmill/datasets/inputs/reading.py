@@ -32,16 +32,22 @@ def columns_of(file: InputFile, section: InputSection, prefix: str = "input.") -
 
 
 def frames(
-    file: InputFile, section: InputSection, columns: list[str], prefix: str = "input."
+    file: InputFile,
+    section: InputSection,
+    columns: list[str],
+    prefix: str = "input.",
+    bad_rows: delimited.BadRows | None = None,
 ) -> Iterator[pl.DataFrame]:
-    """Yield these columns of all rows, in order. Every row of a text is checked to have all fields."""
+    """Yield these columns of all rows, in order. Every row of a text is checked to have all fields; those that do not
+    are errors, or skipped and counted in `bad_rows`.
+    """
     match section.kind_of(file):
         case "parquet":
             return parquet.frames(file, columns)
         case "jsonl":
             return json_lines.frames(file, section, columns, prefix)
     fields = [delimited.Field(column, column, "any") for column in columns]
-    return delimited.Table(file, section, prefix=prefix).rows(*fields)
+    return delimited.Table(file, section, bad_rows, prefix).rows(*fields)
 
 
 def blocks(
@@ -51,7 +57,8 @@ def blocks(
     if section.kind_of(file) != "text":
         return frames(file, section, columns)
     fields = [delimited.Field(column, column, "any") for column in columns]
-    return delimited.Table(file, section, prefix="input.").blocks(fields, plain)
+    remedy = f"Fix the file, {delimited.SKIP}"
+    return delimited.Table(file, section, prefix="input.", remedy=remedy).blocks(fields, plain)
 
 
 def num_rows(file: InputFile, section: InputSection) -> int:

@@ -28,8 +28,10 @@ from recmill.datasets.own_clicks.steps import (
     Blocks,
     Encoded,
     Keeper,
+    Kept,
     KeptBlock,
     Plan,
+    all_skipped,
     block_encoder,
     counted,
     found,
@@ -77,8 +79,11 @@ class _Cluster:
             _File(i, file.absolute(), [*plan.inputs[str(file.absolute())]]) for i, file in enumerate(plan.files)
         ]
         before = 0
-        for index, kept in enumerate(work.part("read", lambda: self._by_file("read", partial(_read, self._log)))):
-            self._files[index] = replace(self._files[index], kept=tuple(map(tuple, kept)), before=before)
+        read = partial(_read, self._log, plan.max_bad_rows)
+        found = work.part("read", lambda: self._by_file("read", read))
+        self.skipped = all_skipped(plan.max_bad_rows, found)
+        for index, kept in enumerate(found):
+            self._files[index] = replace(self._files[index], kept=tuple(map(tuple, kept["blocks"])), before=before)
             before += self._files[index].blocks(work).rows
         self.blocks = Blocks(work.scratch, [(str(file.path), [*file.kept]) for file in self._files])
         log.info("read %s rows of %s files", f"{self.blocks.rows:,}", f"{len(self._files):,}")
@@ -195,9 +200,9 @@ def _failed(work: Work, step: str) -> Path:
     return work.scratch / f"failed-{step}"
 
 
-def _read(log: ClicksSchema, work: Work, file: _File) -> list[KeptBlock]:
+def _read(log: ClicksSchema, max_bad_rows: int | None, work: Work, file: _File) -> Kept:
     with ThreadPoolExecutor(1) as pool:
-        return Keeper(work.scratch, file.index, file.path, file.state, pool).keep(log)
+        return Keeper(work.scratch, file.index, file.path, file.state, pool).keep(log, max_bad_rows)
 
 
 def _times(log: ClicksSchema, work: Work, file: _File) -> None:

@@ -13,16 +13,17 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 import polars as pl
-from pydantic import AliasChoices
+from pydantic import AliasChoices, NonNegativeInt
 
 from recmill.config.sections import Section, key
 from recmill.data.click_rows import ClickRows
 from recmill.data.recipes import RECIPE_FILE, vocabulary_file
 from recmill.datasets.compressed import InputFile, expansion, file_state, sample_digest
+from recmill.datasets.inputs.delimited import NAMED_BAD_ROWS, SKIP, BadRows
 from recmill.datasets.inputs.detection import described
 from recmill.datasets.inputs.fields import Fields
 from recmill.datasets.inputs.files import distinct_names, found_files
@@ -34,11 +35,12 @@ from recmill.datasets.own_clicks.encoding import Encoder, Recipe
 from recmill.datasets.own_clicks.guessing import as_toml, guess
 from recmill.datasets.own_clicks.learning import Found, Learner, learned
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, checked_schema, load_schema
+from recmill.datasets.own_clicks.skipping import good_blocks
 from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, check_split, split_rules
 from recmill.datasets.own_clicks.values import RawRows, Values, times, type_problems, weights
 from recmill.datasets.own_clicks.writing import SplitWriter, read_arrow, replaced, write_arrow
 from recmill.datasets.parallel import ordered
-from recmill.datasets.writing import MADE_BY, Work, check_disk, seal
+from recmill.datasets.writing import MADE_BY, Work, check_disk, seal, write_npy
 from recmill.errors import ConfigError, DataError
 from recmill.files.atomic import write_text
 from recmill.hardware.cpu import num_cores
@@ -56,6 +58,14 @@ Block = tuple[int, RawRows]  # the number of its first row in all files together
 KeptBlock = tuple[str, int, int, str, list[str]]  # file, first row in its file, rows, file of values, coded columns
 
 
+class Kept(TypedDict):
+    """What was kept of a file, and how many of its rows were skipped, with the first of them."""
+
+    blocks: list[KeptBlock]
+    skipped: int
+    first: list[str]
+
+
 class Options(Section):
     input: str = key(..., "A file, a directory, or a pattern in quotes like 'logs/*.csv.gz'; also s3://, gs://, hf://.")
     schema_file: str | None = key(
@@ -65,6 +75,10 @@ class Options(Section):
         validation_alias=AliasChoices("schema_file", "schema"),  # pydantic has a method `schema`
     )
     label: str | None = key(None, "Instead of --schema: guess the schema, as `recmill schema --label` does.")
+    on_bad_row: Literal["fail", "skip"] = key(
+        "fail", "Stop at a row that is cut short or has a bad number, time or label, or skip it."
+    )
+    max_bad_rows: NonNegativeInt = key(1000, "With --on-bad-row skip: stop after more than this many.")
     engine: Literal["polars", "spark"] = key(
         "polars", "polars: this machine. spark: a Spark cluster, which gives the same files."
     )
@@ -78,6 +92,7 @@ class Plan:
     guessed: str = ""  # the text of a schema that was guessed
     engine: Literal["polars", "spark"] = "polars"
     spark_master: str | None = None
+    max_bad_rows: int | None = None  # to skip; None: one is an error
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -85,7 +100,8 @@ class Plan:
             name: f"{path.stat().st_size} bytes, sample {sample_digest(path)}"
             for name, path in zip(distinct_names(self.files), self.files, strict=True)
         }
-        return {"schema": self.log.model_dump(mode="json"), "files": files}
+        skipping = {} if self.max_bad_rows is None else {"on_bad_row": "skip", "max_bad_rows": self.max_bad_rows}
+        return {"schema": self.log.model_dump(mode="json"), "files": files, **skipping}
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
@@ -110,6 +126,8 @@ def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
         raise ConfigError(f"{fact}. Give --schema, or --label COLUMN to guess a schema.")
     if options.spark_master is not None and options.engine != "spark":
         raise ConfigError("--spark-master needs --engine spark.")
+    if options.max_bad_rows != 1000 and options.on_bad_row == "fail":
+        raise ConfigError("--max-bad-rows needs --on-bad-row skip.")
     log_schema = None
     if options.schema_file:
         log_schema = load_schema(Path(options.schema_file), lambda section: columns_of(find()[0], section))
@@ -130,7 +148,8 @@ def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
         copied=log_schema.keep.columns,
         type_problems=partial(type_problems, log_schema),
     )
-    return Plan(log_schema, files, guessed, options.engine, options.spark_master)
+    max_bad_rows = options.max_bad_rows if options.on_bad_row == "skip" else None
+    return Plan(log_schema, files, guessed, options.engine, options.spark_master, max_bad_rows)
 
 
 def write(plan: Plan, work: Work) -> Description:
@@ -149,6 +168,7 @@ class Engine(Protocol):
     """Does the steps whose time grows with the rows."""
 
     blocks: "Blocks"
+    skipped: BadRows
 
     def times_at(self, places: list[int]) -> list[int]:
         """Return the times at these places of all times in ascending order."""
@@ -183,7 +203,7 @@ def prepared(plan: Plan, work: Work, engine: Engine) -> Description:
     tally = work.part("write", lambda: _written(work.data, encoder, engine.encoded(encoder, splits), counts["rows"]))
     of_training = {"tally": tally, "training_rows": training_rows}
     write_text(work.data / RECIPE_FILE, encoder.recipe.model_copy(update=of_training).model_dump_json(indent=1))
-    return _sealed(plan, work.data, encoder, counts, tally)
+    return _sealed(plan, work.data, encoder, counts, tally, engine.skipped.notes())
 
 
 class _OneMachine:
@@ -191,11 +211,13 @@ class _OneMachine:
 
     def __init__(self, plan: Plan, work: Work, pool: Executor) -> None:
         self._log, self._data, self._scratch, self._pool = plan.log, work.data, work.scratch, pool
-        kept = []
+        found: list[Kept] = []
         for index, file in enumerate(plan.files):
             keeper = Keeper(work.scratch, index, file, plan.inputs[str(file.absolute())], pool)
-            kept.append(work.part(f"read-{index}", partial(keeper.keep, plan.log)))
-        self.blocks = Blocks(work.scratch, list(zip(map(str, plan.files), kept, strict=True)))
+            found.append(work.part(f"read-{index}", partial(keeper.keep, plan.log, plan.max_bad_rows)))
+        self.skipped = all_skipped(plan.max_bad_rows, found)
+        blocks = [kept["blocks"] for kept in found]
+        self.blocks = Blocks(work.scratch, list(zip(map(str, plan.files), blocks, strict=True)))
 
     def times_at(self, places: list[int]) -> list[int]:
         return values_at(places, lambda: (times(rows, self._log) for _, rows in self.blocks))
@@ -215,6 +237,15 @@ class _OneMachine:
                 progress.advance(sum(len(part.rows) for part in parts))
 
 
+def all_skipped(max_bad_rows: int | None, files: list[Kept]) -> BadRows:
+    """Return the bad rows of all files together; raise an error if there are too many."""
+    count, first = sum(kept["skipped"] for kept in files), [problem for kept in files for problem in kept["first"]]
+    skipped = BadRows(max_bad_rows or 0, count, first[:NAMED_BAD_ROWS])
+    if count > skipped.allowed:
+        raise DataError(f"{count:,} rows are bad, more than --max-bad-rows allows. The first: {first[0]}.")
+    return skipped
+
+
 class Keeper:
     """Keeps the needed columns of the rows of a file, so that text is parsed once.
 
@@ -226,13 +257,18 @@ class Keeper:
         self._scratch, self._index, self._pool = scratch, index, pool
         self._file, self._state = file, state
 
-    def keep(self, log: ClicksSchema) -> list[KeptBlock]:
+    def keep(self, log: ClicksSchema, max_bad_rows: int | None) -> Kept:
+        bad_rows = BadRows(max_bad_rows or 0)
         index = self._index
         kept: list[KeptBlock] = []
         coders: dict[str, Coder] = {}
         number = 0
         before, was_plain = 0, True
-        blocks = read_blocks(self._file, log.input, log.columns(), log.coded_columns())
+        blocks: Iterator[pl.DataFrame | Fields | RawRows]
+        if max_bad_rows is None:
+            blocks = read_blocks(self._file, log.input, log.columns(), log.coded_columns())
+        else:
+            blocks = good_blocks(self._file, log, bad_rows)
         waiting = self._pool.submit(next, blocks, None)
         while (block := waiting.result()) is not None:
             waiting = self._pool.submit(next, blocks, None)
@@ -242,19 +278,25 @@ class Keeper:
                 coders, number = {}, number + 1
             was_plain = is_plain
             name = f"rows-{index}-{len(kept)}"
+            first = before + 1
+            if isinstance(block, RawRows):
+                first = int(block.numbers[0])
+                with replaced(self._scratch / f"{name}.npy") as path:
+                    write_npy(path, np.asarray(block.numbers), np.int64)
+                block = block.frame
             rest, codes = self._numbered(block, log, coders)
             if rest.width:
                 write_arrow(self._scratch / f"{name}.arrow", rest)
             with replaced(self._scratch / f"{name}.codes") as path, path.open("wb") as file:
                 file.writelines(part.data for part in codes)
-            kept.append((name, before + 1, block.height, f"values-{index}-{number}", [*coders]))
+            kept.append((name, first, block.height, f"values-{index}-{number}", [*coders]))
             before += block.height
         if coders:
             self._keep_values(coders, kept[-1][3])
         if file_state(self._file) != self._state:
             fact = "it changed while it was read. Wait until it is complete, then prepare it again."
             raise DataError(f"{self._file}: {fact}")
-        return kept
+        return {"blocks": kept, "skipped": bad_rows.count, "first": bad_rows.first}
 
     def _numbered(
         self, block: pl.DataFrame | Fields, log: ClicksSchema, coders: dict[str, Coder]
@@ -307,7 +349,9 @@ class Blocks:
                 with (self._scratch / f"{name}.codes").open("rb") as opened:  # np.load would take 0.5 ms more
                     stored = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint32)
                 codes = {c: (values[c], own) for c, own in zip(coded, stored.reshape(-1, rows), strict=True)}
-            yield before, RawRows(frame, file, range(first, first + rows), codes)
+            numbers = self._scratch / f"{name}.npy"  # if rows were skipped
+            own = np.load(numbers) if numbers.exists() else range(first, first + rows)
+            yield before, RawRows(frame, file, own, codes, f"{SKIP[0].upper()}{SKIP[1:]}")
             before += rows
 
     def with_progress(self, what: str) -> Iterator[Block]:
@@ -461,12 +505,17 @@ def _uneven_groups(recipe: Recipe, rows: list[int]) -> Iterator[str]:
 
 
 def _sealed(
-    plan: Plan, data: Path, encoder: Encoder, counts: dict[str, list[int]], tally: dict[str, dict[str, int]]
+    plan: Plan,
+    data: Path,
+    encoder: Encoder,
+    counts: dict[str, list[int]],
+    tally: dict[str, dict[str, int]],
+    skipped: list[str],
 ) -> Description:
     sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in plan.log.tables]
     multi_hot = sizes if max(sizes) > 1 else []
     learned = [f.name for f in plan.log.tables if (data / vocabulary_file(f.name)).exists()]
-    notes = list(_notes(encoder.recipe, counts["rows"], tally, learned))
+    notes = [*skipped, *_notes(encoder.recipe, counts["rows"], tally, learned)]
 
     def describe(files: dict[str, FileInfo]) -> Description:
         return ClicksDescription(

@@ -92,7 +92,10 @@ class RawRows:
         return found.take(codes, axis=0)  # two to three times as fast as found[codes]
 
     def error(self, row: int, column: str, fact: str, remedy: str) -> DataError:
-        return DataError(f"{self.file}: row {int(self.numbers[row]):,}, column {column}: {fact}. {remedy}")
+        place_and_fact = f"{self.file}: row {int(self.numbers[row]):,}, column {column}: {fact}"
+        error = DataError(f"{place_and_fact}. {remedy}")
+        error.bad_row = row, place_and_fact
+        return error
 
     def bad_value(self, row: int, column: str, fact: str, remedy: str) -> DataError:
         return self.error(row, column, fact, f"{remedy} {self.otherwise}".rstrip())
