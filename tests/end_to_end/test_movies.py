@@ -260,9 +260,9 @@ def test_unknown_items_in_a_file_are_reported_and_get_no_score(
         ),
         (
             {"history": ["10"], "candidates": ["20"]},
-            {"logit": True},
+            {"on_bad_value": "missing"},
             ConfigError,
-            "--logit and --data are for click models",
+            "sequence model, and --on-bad-value is for click models",
         ),
     ],
 )

@@ -128,7 +128,7 @@ class Scorer:
 
     rows_per_row = 1  # of the output, for a row of the input
     reads_labels = False  # of files that have them
-    otherwise = ""  # what a user can do about a bad value, but to correct it
+    otherwise = ""  # another remedy for a bad value than to correct it
     run: "RunDirectory"
     network: Any
 
@@ -158,7 +158,7 @@ class Scorer:
             return self.scored(frame.select(keep), encoded)
 
     def encoded(self, frame: "pl.DataFrame", keep: Sequence[str]) -> tuple[Any, Tally]:
-        """Return the rows of a frame, of which the columns to keep are there, and what was counted in them."""
+        """Return the encoded rows of a frame, and what was counted in them; raise if a column is missing."""
         from recmill.datasets.inputs.reading import lacking
         from recmill.datasets.own_clicks.values import RawRows
 
@@ -198,9 +198,9 @@ def scorer_of(run: str | Path, options: Options) -> tuple[Scorer, list[str]]:
     from recmill.commands.ranker import Ranker
     from recmill.commands.recommend import Recommender
 
-    if options.logit or options.data or options.on_bad_value == "missing":
-        flags = "--logit, --data and --on-bad-value"
-        raise ConfigError(f"{run}: {flags} are for click models, and '{config.model_name}' is none.")
+    if of_clicks := [name for name in ("logit", "data", "on_bad_value") if name in options.changed_keys()]:
+        flag = f"--{of_clicks[0].replace('_', '-')}"
+        raise ConfigError(f"{run}: its model is a sequence model, and {flag} is for click models. Remove it.")
     ranker = Ranker(Recommender(run, options.checkpoint, options.fallback))
     return ranker, ranker.made
 
@@ -209,7 +209,7 @@ class Predictor(Scorer):
     """A run's click model on CPU, unsharded, with the recipe of its rows."""
 
     reads_labels = True
-    otherwise = "Or take such values as missing: --on-bad-value missing."
+    otherwise = "To take such values as missing: --on-bad-value missing."
 
     def __init__(
         self,

@@ -146,7 +146,7 @@ def recommend(
         searcher = _searcher(run, k, include_seen, checkpoint, fallback, verify)
         best = _best_in_memory(searcher, input, k, keep, reading)
         return cast(list[Recommendation], best.to_dicts()) if frame is None else converted(best, frame)
-    check_no_keep(keep, reading)
+    check_no_input_options(keep, reading)
     model = Recommender(run, checkpoint, fallback, verify)
     if users is not None:
         best = model.for_users(users, k, include_seen)
@@ -179,7 +179,7 @@ def recommend_all(
     if input is not None:
         options = {"input": str(input), "output": str(output), "keep": keep, "k": k, **reading}
         return _searcher(run, k, include_seen, checkpoint, fallback, verify).write_best(options)
-    check_no_keep(keep, reading)
+    check_no_input_options(keep, reading)
     import polars as pl
     from polars.io.plugins import register_io_source
 
@@ -212,7 +212,7 @@ def recommend_all(
     return {"output": str(output), "users": len(names), "rows": num_rows}
 
 
-def check_no_keep(keep: list[str] | None, reading: Reading) -> None:
+def check_no_input_options(keep: list[str] | None, reading: Reading) -> None:
     if keep:
         raise ConfigError("--keep names columns of --input. Give both.")
     if given := [name for name, value in reading.items() if value is not None]:
