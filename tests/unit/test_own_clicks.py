@@ -706,6 +706,8 @@ def test_a_frame_gives_what_its_parquet_file_gives(tmp_path: Path, kind: str) ->
         "arrow": log.to_arrow,
     }
     log.write_parquet(tmp_path / "log.parquet")
+    with pytest.raises(ConfigError, match="--separator says how to read a file, and `input` is a frame"):
+        recmill.guess_schema(frames[kind](), label="clicked", separator=";")
     found = recmill.guess_schema(frames[kind](), label="clicked", output=tmp_path / "frame.toml")
     assert found["columns"] == recmill.guess_schema(tmp_path / "log.parquet", "clicked", tmp_path / "f.toml")["columns"]
     assert (found["input"], found["columns"][1]["guess"]) == ("frame", "categorical")

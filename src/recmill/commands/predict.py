@@ -172,6 +172,8 @@ class Scorer:
         return encoder.encode(rows, with_labels=False), encoder.tally
 
     def check_kept(self, keep: Sequence[str]) -> None:
+        if twice := next((name for name in keep if keep.count(name) > 1), None):
+            raise ConfigError(f"--keep {','.join(keep)}: '{twice}' occurs twice. Name it once.")
         if taken := {"score", "logit", *self.made} & set(keep):
             raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
 
@@ -194,7 +196,8 @@ def scorer_of(run: str | Path, options: Options) -> tuple[Scorer, list[str]]:
     _, config = assemble.open_trained_run(run)
     if assemble.model_module(config).KIND == "clicks":
         made = ["score", "logit"] if options.logit else ["score"]
-        return Predictor(run, options.checkpoint, options.fallback, options.data, None, options.on_bad_value), made
+        how = options.on_bad_value
+        return Predictor(run, options.checkpoint, options.fallback, options.data, on_bad_value=how), made
     from recmill.commands.ranker import Ranker
     from recmill.commands.recommend import Recommender
 
@@ -220,7 +223,7 @@ class Predictor(Scorer):
         dataset: Dataset | None = None,
         on_bad_value: Literal["fail", "missing"] = "fail",
     ) -> None:
-        """`data`: where the dataset of Criteo's logs is; `dataset`: one that is open, if no raw rows are scored."""
+        """`data`: where the dataset of Criteo's logs is; `dataset`: an open one, if no raw rows are scored."""
         assemble.check_which(which)
         self.run, self._config = assemble.open_trained_run(run)
         if assemble.model_module(self._config).KIND != "clicks":
@@ -273,7 +276,7 @@ class Predictor(Scorer):
         return BatchMaker(self._dataset.clicks, *assemble.click_rules(self._config, self._dataset))
 
     def load(self) -> None:
-        """Load now what the first call of `score` would load, if new rows can be encoded at all."""
+        """Load now what the first call of `of_frame` would load, if new rows can be encoded at all."""
         if has_recipe(self.run.path):
             assert self.encoder and self.network and self.maker
 

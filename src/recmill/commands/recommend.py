@@ -18,7 +18,7 @@ from recmill.commands.options import Fallback, Verify, Which, dataset_checks, fl
 from recmill.data.checks import checked_items
 from recmill.data.frames import Kind, as_polars, converted
 from recmill.data.names import Names, Unknown
-from recmill.datasets.inputs.flags import Reading, ReadingFlags
+from recmill.datasets.inputs.flags import Reading, ReadingFlags, check_no_flags, given_flag
 from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.observe.log import quiet_libraries
@@ -215,8 +215,8 @@ def recommend_all(
 def check_no_input_options(keep: list[str] | None, reading: Reading) -> None:
     if keep:
         raise ConfigError("--keep names columns of --input. Give both.")
-    if given := [name for name, value in reading.items() if value is not None]:
-        raise ConfigError(f"--{given[0].replace('_', '-')} says how to read --input. Give both.")
+    if flag := given_flag(reading):
+        raise ConfigError(f"{flag} says how to read --input. Give both.")
 
 
 def _searcher(
@@ -247,6 +247,7 @@ def _best_in_memory(
     from recmill.commands.ranker import Ranker
 
     if not isinstance(input, str | Path):
+        check_no_flags(reading)
         rows = as_polars(input, "input")
         if isinstance(searcher, Ranker):
             return searcher.of_frame(rows, keep or [])

@@ -5,6 +5,7 @@ from typing import Any, TypedDict
 from pydantic import NonNegativeInt
 
 from recmill.config.sections import Section, key
+from recmill.errors import ConfigError
 
 
 class Reading(TypedDict, total=False):
@@ -15,6 +16,17 @@ class Reading(TypedDict, total=False):
     quotes: bool | None
     encoding: str | None
     skip_lines: int | None
+
+
+def given_flag(reading: Reading) -> str:
+    """Return the first flag that was given, or nothing."""
+    return next((f"--{name.replace('_', '-')}" for name, value in reading.items() if value is not None), "")
+
+
+def check_no_flags(reading: Reading) -> None:
+    """Raise an error if flags were given for a frame."""
+    if flag := given_flag(reading):
+        raise ConfigError(f"{flag} says how to read a file, and `input` is a frame. Remove it.")
 
 
 class ReadingFlags(Section):
