@@ -28,7 +28,7 @@ CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def checked_keywords(function: CallableT) -> CallableT:
-    """Return the function, or the class with its methods, with a ConfigError for unknown keywords and wrong types."""
+    """Make a function, or a class's methods, raise a ConfigError for unknown keywords and values of wrong types."""
     if inspect.isclass(function):
         for name, method in [*vars(function).items()]:
             if inspect.isfunction(method) and not name.startswith("_"):

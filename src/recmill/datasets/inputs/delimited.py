@@ -183,9 +183,9 @@ class Table:
         return f"{fact} in {where}, which has: {there}. {remedy}"
 
     def wrong_header(self, columns: list[str], wanted: Sequence[str]) -> str:
-        """Return why these are no names of columns, to follow a name that is not among them; empty if they may be.
+        """Return why `columns` cannot be names of columns, as the end of a message about a missing one, or nothing.
 
-        A single number is enough if there is no column of `wanted`, nor one with a similar name.
+        One number is enough if no name is among those `wanted` or similar to one of them.
         """
         if self.section.columns:
             return ""

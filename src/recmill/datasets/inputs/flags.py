@@ -30,7 +30,7 @@ def check_no_flags(reading: Reading) -> None:
 
 
 class ReadingFlags(Section):
-    """How to read a text. What is not given is found in its first lines or, for new rows, as in training."""
+    """How to read a text. What is not given is found in the first lines or, for new rows, is as in training."""
 
     columns: list[str] | None = key(None, "The names of a text's columns, if its first row does not name them.")
     separator: str | None = key(

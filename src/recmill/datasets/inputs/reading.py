@@ -117,7 +117,7 @@ def check_columns(
 
 
 def wrong_header(file: InputFile, section: InputSection, there: list[str], wanted: Sequence[str], prefix: str) -> str:
-    """Return why `there` are no names of columns, as `Table.wrong_header` does; empty if the file is not a text."""
+    """Return why `there` cannot be names of columns, as `Table.wrong_header` does; empty if the file is not a text."""
     is_text = section.kind_of(file) == "text"
     return delimited.Table(file, section, prefix=prefix).wrong_header(there, wanted) if is_text else ""
 

@@ -48,7 +48,7 @@ def _iso(values: pl.Series) -> pl.Series:
 
 
 def likely_format(values: Iterable[str]) -> str:
-    """Return the format of the first value that is a time; empty if it is a whole number, or none is a time."""
+    """Return the format of the first value that is a time; empty if that is a whole number, or no value is a time."""
     for value in map(str.strip, values):
         if re.fullmatch(r"[+-]?\d+", value):
             return ""

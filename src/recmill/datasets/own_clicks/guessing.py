@@ -315,7 +315,9 @@ def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> 
     numbers = filled.str.strip_chars().cast(pl.Float64, strict=False)
     if numbers.null_count():
         if filled.str.contains(_WITH_UNIT).sum() > _HAVE_UNIT * len(filled):
-            why = f"text, {distinct:,} different values, which look like numbers with a unit, like {filled[0][:20]!r}"
+            why = (
+                f"text, {distinct:,} different values, which look like numbers with a unit, such as {filled[0][:20]!r}"
+            )
             return Guess(name, f"{why}; to use them as numbers, remove the unit from the file", [plain])
         if inner := _inner_separator(filled, distinct):
             return Guess(name, f"several values, separated by {inner!r}", [{**plain, "separator": inner}])

@@ -187,9 +187,9 @@ def usable_numbers(rows: RawRows, column: str, missing: list[str], text: InputSe
 
 
 def plain_numbers(texts: pl.Series, text: InputSection) -> pl.Series:
-    """Return numbers as texts like 1234.5, null where they are in another form than `text` says.
+    """Return numbers as texts like 1234.5, with null where they are not written as `text` says.
 
-    With decimal commas, 1.234 is in another form: it may be 1234.
+    With decimal commas, 1.234 becomes null: it may mean 1234.
     """
     if text.thousands:
         if text.thousands == " ":
