@@ -128,7 +128,7 @@ class Scorer:
 
     rows_per_row = 1  # of the output, for a row of the input
     reads_labels = False  # of files that have them
-    otherwise = ""  # what a user can do about a bad value, but to correct it
+    otherwise = ""  # another remedy for a bad value than to correct it
     run: "RunDirectory"
     network: Any
 
@@ -158,7 +158,7 @@ class Scorer:
             return self.scored(frame.select(keep), encoded)
 
     def encoded(self, frame: "pl.DataFrame", keep: Sequence[str]) -> tuple[Any, Tally]:
-        """Return the rows of a frame, of which the columns to keep are there, and what was counted in them."""
+        """Return the encoded rows of a frame, and what was counted in them; raise if a column is missing."""
         from recmill.datasets.inputs.reading import lacking
         from recmill.datasets.own_clicks.values import RawRows
 
@@ -172,6 +172,8 @@ class Scorer:
         return encoder.encode(rows, with_labels=False), encoder.tally
 
     def check_kept(self, keep: Sequence[str]) -> None:
+        if twice := next((name for name in keep if keep.count(name) > 1), None):
+            raise ConfigError(f"--keep {','.join(keep)}: '{twice}' occurs twice. Name it once.")
         if taken := {"score", "logit", *self.made} & set(keep):
             raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
 
@@ -194,13 +196,14 @@ def scorer_of(run: str | Path, options: Options) -> tuple[Scorer, list[str]]:
     _, config = assemble.open_trained_run(run)
     if assemble.model_module(config).KIND == "clicks":
         made = ["score", "logit"] if options.logit else ["score"]
-        return Predictor(run, options.checkpoint, options.fallback, options.data, None, options.on_bad_value), made
+        how = options.on_bad_value
+        return Predictor(run, options.checkpoint, options.fallback, options.data, on_bad_value=how), made
     from recmill.commands.ranker import Ranker
     from recmill.commands.recommend import Recommender
 
-    if options.logit or options.data or options.on_bad_value == "missing":
-        flags = "--logit, --data and --on-bad-value"
-        raise ConfigError(f"{run}: {flags} are for click models, and '{config.model_name}' is none.")
+    if of_clicks := [name for name in ("logit", "data", "on_bad_value") if name in options.changed_keys()]:
+        flag = f"--{of_clicks[0].replace('_', '-')}"
+        raise ConfigError(f"{run}: its model is a sequence model, and {flag} is for click models. Remove it.")
     ranker = Ranker(Recommender(run, options.checkpoint, options.fallback))
     return ranker, ranker.made
 
@@ -209,7 +212,7 @@ class Predictor(Scorer):
     """A run's click model on CPU, unsharded, with the recipe of its rows."""
 
     reads_labels = True
-    otherwise = "Or take such values as missing: --on-bad-value missing."
+    otherwise = "To take such values as missing: --on-bad-value missing."
 
     def __init__(
         self,
@@ -220,7 +223,7 @@ class Predictor(Scorer):
         dataset: Dataset | None = None,
         on_bad_value: Literal["fail", "missing"] = "fail",
     ) -> None:
-        """`data`: where the dataset of Criteo's logs is; `dataset`: one that is open, if no raw rows are scored."""
+        """`data`: where the dataset of Criteo's logs is; `dataset`: an open one, if no raw rows are scored."""
         assemble.check_which(which)
         self.run, self._config = assemble.open_trained_run(run)
         if assemble.model_module(self._config).KIND != "clicks":
@@ -273,7 +276,7 @@ class Predictor(Scorer):
         return BatchMaker(self._dataset.clicks, *assemble.click_rules(self._config, self._dataset))
 
     def load(self) -> None:
-        """Load now what the first call of `score` would load, if new rows can be encoded at all."""
+        """Load now what the first call of `of_frame` would load, if new rows can be encoded at all."""
         if has_recipe(self.run.path):
             assert self.encoder and self.network and self.maker
 

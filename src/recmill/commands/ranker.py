@@ -113,17 +113,16 @@ class Ranker(Scorer):
                 found[row][is_known] = scores_V[encoded.candidates[row][is_known]]
         lengths = [len(row) for row in found]
         names = pl.Series([name for row in encoded.names for name in row], dtype=pl.String)
-        scores = pl.Series(np.concatenate(found), dtype=pl.Float32).fill_nan(None)
+        scores = pl.Series(np.concatenate([np.empty(0, np.float32), *found]), dtype=pl.Float32).fill_nan(None)
         return pl.DataFrame({"row": np.repeat(np.arange(len(found)), lengths), "item": names, "score": scores})
 
-    def of_frame(self, frame: "pl.DataFrame", keep: Sequence[str]) -> "pl.DataFrame":
-        """Return `scored` for the rows of a frame, and warn of unknown items."""
+    def encoded(self, frame: "pl.DataFrame", keep: Sequence[str]) -> tuple[Histories, Tally]:
+        """Return the histories in a frame, and what was counted in them; warn of unknown items."""
         from recmill.commands.scored_files import shares
 
-        encoded, tally = self.encoded(frame, keep)
+        found, tally = super().encoded(frame, keep)
         shares(tally, self)
-        with self.one_thread():
-            return self.scored(frame.select(keep), encoded)
+        return found, tally
 
     def write_best(self, options: dict[str, Any]) -> dict[str, Any]:
         """Write the K best items for the rows of a file."""

@@ -18,7 +18,7 @@ from recmill.commands.options import Fallback, Verify, Which, dataset_checks, fl
 from recmill.data.checks import checked_items
 from recmill.data.frames import Kind, as_polars, converted
 from recmill.data.names import Names, Unknown
-from recmill.datasets.inputs.flags import Reading, ReadingFlags
+from recmill.datasets.inputs.flags import Reading, ReadingFlags, check_no_flags, given_flag
 from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.observe.log import quiet_libraries
@@ -146,7 +146,7 @@ def recommend(
         searcher = _searcher(run, k, include_seen, checkpoint, fallback, verify)
         best = _best_in_memory(searcher, input, k, keep, reading)
         return cast(list[Recommendation], best.to_dicts()) if frame is None else converted(best, frame)
-    check_no_keep(keep, reading)
+    check_no_input_options(keep, reading)
     model = Recommender(run, checkpoint, fallback, verify)
     if users is not None:
         best = model.for_users(users, k, include_seen)
@@ -179,7 +179,7 @@ def recommend_all(
     if input is not None:
         options = {"input": str(input), "output": str(output), "keep": keep, "k": k, **reading}
         return _searcher(run, k, include_seen, checkpoint, fallback, verify).write_best(options)
-    check_no_keep(keep, reading)
+    check_no_input_options(keep, reading)
     import polars as pl
     from polars.io.plugins import register_io_source
 
@@ -212,11 +212,11 @@ def recommend_all(
     return {"output": str(output), "users": len(names), "rows": num_rows}
 
 
-def check_no_keep(keep: list[str] | None, reading: Reading) -> None:
+def check_no_input_options(keep: list[str] | None, reading: Reading) -> None:
     if keep:
         raise ConfigError("--keep names columns of --input. Give both.")
-    if given := [name for name, value in reading.items() if value is not None]:
-        raise ConfigError(f"--{given[0].replace('_', '-')} says how to read --input. Give both.")
+    if flag := given_flag(reading):
+        raise ConfigError(f"{flag} says how to read --input. Give both.")
 
 
 def _searcher(
@@ -247,6 +247,7 @@ def _best_in_memory(
     from recmill.commands.ranker import Ranker
 
     if not isinstance(input, str | Path):
+        check_no_flags(reading)
         rows = as_polars(input, "input")
         if isinstance(searcher, Ranker):
             return searcher.of_frame(rows, keep or [])

@@ -35,7 +35,7 @@ _TYPES = {"integer": pl.Int64(), "number": pl.Float64(), "text": pl.String(), "d
 _FACTS = {"integer": "is not a whole number", "number": "is not a number", "text": "is empty", "date": "is not a date"}
 _PARSED = _TYPES | {"date": pl.Int64()}
 NAMED_BAD_ROWS = 10
-SKIP = "or skip such rows: --on-bad-row skip."  # what else to do about bad rows
+SKIP = "To skip such rows: --on-bad-row skip."  # another remedy for a bad row
 _FIRST_ROWS = 1000
 _REPLACED = "\x1f"  # stands for a separator of several bytes
 SEPARATORS = [",", "\t", ";", "|", "::", "\x01", " "]  # in the order in which they are tried
@@ -82,7 +82,7 @@ class Table:
     section: InputSection
     bad_rows: BadRows | None = None
     prefix: str = "--"
-    remedy: str = "Fix the file, or get it again."  # of a row that is bad
+    otherwise: str = ""  # another remedy for a bad row than to correct it
 
     def rows(self, *fields: Field) -> Iterator[pl.DataFrame]:
         """Yield frames of these fields in file order; dates become microseconds since 1970."""
@@ -183,9 +183,9 @@ class Table:
         return f"{fact} in {where}, which has: {there}. {remedy}"
 
     def wrong_header(self, columns: list[str], wanted: Sequence[str]) -> str:
-        """Return why these are no names of columns, to follow a name that is not among them; empty if they may be.
+        """Return why `columns` cannot be names of columns, as the end of a message about a missing one, or nothing.
 
-        A single number is enough if there is no column of `wanted`, nor one with a similar name.
+        One number is enough if no name is among those `wanted` or similar to one of them.
         """
         if self.section.columns:
             return ""
@@ -218,6 +218,10 @@ class Table:
     @property
     def _no_quotes(self) -> str:
         return self._quotes("false")
+
+    @property
+    def _remedy(self) -> str:
+        return f"Fix the file, or get it again. {self.otherwise}".rstrip()
 
     @property
     def _one_byte_separator(self) -> str:
@@ -351,13 +355,13 @@ class Table:
                 time = next((one for one in positions if one.option == "--time-column"), None)
                 if number == 1 and time and f", column {time.column}: " in problem:  # not one bad row: another column
                     fact = problem.replace(_FACTS["integer"], "is neither a whole number nor an ISO date")
-                    advice = "Give --time-format, name another --time-column, or correct the values."
-                    return DataError(f"{self.path}: row 1{fact}. {advice} {self.remedy}")
+                    remedy = "Give the right --time-format, name another --time-column, or correct the values."
+                    return DataError(f"{self.path}: row 1{fact}. {remedy} {self.otherwise}".rstrip())
                 return DataError(f"{self.path}: row {number:,}{problem}.{self._hint(row, num_columns, number)}")
         span = f"{self.path}: rows {done + 1:,} to {done + len(rows):,}"
         ignore = f" Or ignore quotes ({self._no_quotes})." if self.section.has_quotes and b'"' in text else ""
         return DataError(
-            f"{span}: one of them cannot be read, because of a quote inside a field. {self.remedy}{ignore}"
+            f"{span}: one of them cannot be read, because of a quote inside a field. {self._remedy}{ignore}"
         )
 
     def _hint(self, row: list[str], num_columns: int, number: int) -> str:
@@ -373,7 +377,7 @@ class Table:
             columns = f"{self.prefix}columns"
             skip = setting(self.prefix, "skip_lines", 1)
             return f" Does it begin with an index that has no name? Name all columns ({columns}) and use {skip}."
-        return f" {self.remedy}"
+        return f" {self._remedy}"
 
     def _without_bad_rows(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> pl.DataFrame:
         """Parse the good rows of a block, and count the others. Raise DataError if they may not be skipped."""
@@ -423,7 +427,7 @@ def _is_broken(row: list[str]) -> bool:
 
 
 def _bad_dates(rows: list[list[str]], positions: dict[Field, int]) -> dict[Field, set[str]]:
-    """Return the values of each column of dates that are none."""
+    """Return the values of each column of dates that are not dates."""
     found = {}
     for wanted, position in positions.items():
         if wanted.kind == "date":
@@ -445,7 +449,7 @@ def _problem(
     for wanted, position in positions.items():
         value = row[position]
         if value in bad_dates[wanted] if wanted.kind == "date" else not _is_good(value, wanted.kind):
-            fact = _FACTS[wanted.kind] if wanted.form == "iso" else f"is no time of the format '{wanted.form}'"
+            fact = _FACTS[wanted.kind] if wanted.form == "iso" else f"does not have the format '{wanted.form}'"
             return f", column {wanted.column}: {value[:80]!r} {fact}"
     return None
 

@@ -46,7 +46,7 @@ def _only_within(lines: list[str], separator: str) -> bool:
 
 
 def _has_backslashes(lines: list[str], separator: str) -> bool:
-    """Return whether quotes in fields are written as \\": the lines cannot be divided with those, but without them."""
+    """Return whether quotes in fields are written as \\": only without them can the lines be divided into fields."""
     if len(separator) > 1 or not any('\\"' in line for line in lines):
         return False
     without = (line.replace("\\\\", "").replace('\\"', "") + "\n" for line in lines)
@@ -55,8 +55,7 @@ def _has_backslashes(lines: list[str], separator: str) -> bool:
 
 
 def _with_separator(file: InputFile, section: InputSection, lines: list[str], prefix: str) -> InputSection:
-    """Add the separator that divides the first lines, with or without quotes, into equal numbers of fields, the most of
-    them.
+    """Add the separator that divides the first lines into equal numbers of fields; if several do, into the most.
 
     A space is tried last, because texts have spaces, too. Without tabs or commas, the name of the file decides.
     """

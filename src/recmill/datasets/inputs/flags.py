@@ -5,6 +5,7 @@ from typing import Any, TypedDict
 from pydantic import NonNegativeInt
 
 from recmill.config.sections import Section, key
+from recmill.errors import ConfigError
 
 
 class Reading(TypedDict, total=False):
@@ -17,8 +18,19 @@ class Reading(TypedDict, total=False):
     skip_lines: int | None
 
 
+def given_flag(reading: Reading) -> str:
+    """Return the first flag that was given, or nothing."""
+    return next((f"--{name.replace('_', '-')}" for name, value in reading.items() if value is not None), "")
+
+
+def check_no_flags(reading: Reading) -> None:
+    """Raise an error if flags were given for a frame."""
+    if flag := given_flag(reading):
+        raise ConfigError(f"{flag} says how to read a file, and `input` is a frame. Remove it.")
+
+
 class ReadingFlags(Section):
-    """How to read a text. What is not given is found in its first lines or, for new rows, as in training."""
+    """How to read a text. What is not given is found in the first lines or, for new rows, is as in training."""
 
     columns: list[str] | None = key(None, "The names of a text's columns, if its first row does not name them.")
     separator: str | None = key(

@@ -106,7 +106,7 @@ class Encoder:
     """Turns raw rows into dense values and ids, and counts what it met.
 
     The columns of the features in `without` are not read: these features are 0 and MISSING in every row.
-    `on_bad_value`: what to do about a number or time that cannot be used: an error, or take it as missing and count it.
+    `on_bad_value`: whether a number or time that cannot be used is an error, or is counted and taken as missing.
     """
 
     def __init__(
