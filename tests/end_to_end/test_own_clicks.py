@@ -187,9 +187,10 @@ def test_scores_that_are_no_numbers_are_an_error(trained: Path) -> None:
 
 
 def test_new_rows_may_be_written_in_another_way_than_the_training_log(trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "new.csv").write_text("site,tags\ns1,a|b\ns2,\n")
-    (tmp_path / "same.csv").write_bytes('# a note\n"s1";a|b\n"s2";\n'.encode("utf-16"))
-    flags = ["--separator", ";", "--encoding", "utf-16", "--skip-lines", "1", "--columns", "site,tags", "--quotes"]
+    (tmp_path / "new.csv").write_text('site,tags\ns1,a|b\ns2,\ns3,"a|"""\n')
+    (tmp_path / "same.csv").write_bytes('# a note\n"s1";a|b\n"s2";\ns3;"a|\\""\n'.encode("utf-16"))
+    flags = ["--separator", ";", "--encoding", "utf-16", "--skip-lines", "1", "--columns", "site,tags"]
+    flags += ["--quotes", "--escape"]
     words = ["predict", str(trained / "run"), "--input"]
     scores = []
     for name, given in (("new.csv", []), ("same.csv", flags)):
@@ -259,7 +260,7 @@ def test_bad_values_are_errors_or_missing_and_counted(with_numbers: Path, tmp_pa
     for name, rows in (("good", good), ("bad", bad)):
         (tmp_path / f"{name}.csv").write_text("\n".join(["when,price,age", *rows, ""]))
     recmill.predict(with_numbers, tmp_path / "good.csv", tmp_path / "good.parquet")
-    with pytest.raises(DataError, match=r"row 2, .* is not a number.* Or take such .*: --on-bad-value missing\."):
+    with pytest.raises(DataError, match=r"row 2, .* is not a number.* To take such .*: --on-bad-value missing\."):
         recmill.predict(with_numbers, tmp_path / "bad.csv", tmp_path / "bad.parquet")
     words = ["predict", str(with_numbers), "--input", f"{tmp_path}/bad.csv", "--on-bad-value", "missing"]
     done = CliRunner().invoke(commands, [*words, "--output", f"{tmp_path}/bad.parquet"])
