@@ -178,7 +178,8 @@ def test_a_run_whose_directory_is_removed_ends(dlrm: dict[str, Any], tmp_path: P
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     output, _ = process.communicate(timeout=180)
     assert process.returncode == ResourceError.exit_code, output
-    assert f"{tmp_path / 'run'} or its file .lock was removed or replaced while this run was using it" in output
+    # The check before a line of metrics notices it, or a checkpoint that is being written.
+    assert re.search("was removed or replaced while this run was using it|was removed or renamed while", output), output
     assert "Traceback" not in output
     assert not (tmp_path / "run").exists()
 
