@@ -259,7 +259,7 @@ def test_bad_values_are_errors_or_missing_and_counted(with_numbers: Path, tmp_pa
     for name, rows in (("good", good), ("bad", bad)):
         (tmp_path / f"{name}.csv").write_text("\n".join(["when,price,age", *rows, ""]))
     recmill.predict(with_numbers, tmp_path / "good.csv", tmp_path / "good.parquet")
-    with pytest.raises(DataError, match=r"row 2, .* is not a number.* Or take such .*: --on-bad-value missing\."):
+    with pytest.raises(DataError, match=r"row 2, .* is not a number.* To take such .*: --on-bad-value missing\."):
         recmill.predict(with_numbers, tmp_path / "bad.csv", tmp_path / "bad.parquet")
     words = ["predict", str(with_numbers), "--input", f"{tmp_path}/bad.csv", "--on-bad-value", "missing"]
     done = CliRunner().invoke(commands, [*words, "--output", f"{tmp_path}/bad.parquet"])
@@ -272,6 +272,18 @@ def test_bad_values_are_errors_or_missing_and_counted(with_numbers: Path, tmp_pa
     )
     assert found["bad_values"] == {"price": 2, "age": 1, "hour": 2}
     assert (tmp_path / "two.parquet").read_bytes() == (tmp_path / "bad.parquet").read_bytes()
+
+
+def test_a_run_that_is_open_takes_bad_values_as_missing(with_numbers: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad = pl.DataFrame({"when": ["2026-03-01 01:30", "soon"], "price": ["expensive", "1.5"], "age": ["3", "3"]})
+    missing = bad.with_columns(price=pl.Series([None, "1.5"]), when=pl.Series(["2026-03-01 01:30", None]))
+    run = recmill.open_run(with_numbers)
+    with pytest.raises(DataError, match=r"the frame: row 1, column price: .* To take such values as missing: .*on.bad"):
+        run.predict(bad)
+    assert run.predict(bad, on_bad_value="missing").equals(run.predict(missing, on_bad_value="missing"))
+    assert "price: bad values, taken as missing: 1" in caplog.messages
+    with pytest.raises(ConfigError, match="on_bad_value='skip': use 'fail' or 'missing'"):
+        run.predict(bad, on_bad_value="skip")  # type: ignore[arg-type]
 
 
 def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -291,6 +303,9 @@ def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.Lo
     assert shares["tags", "missing"] == pytest.approx(2 / 3)
     fact = "site: 33.3 % of the values are unseen, compared with 0.0 % in training. Check that they are written as in "
     assert any(message.startswith(fact) for message in caplog.messages)
+    caplog.clear()
+    recmill.open_run(trained / "run").predict(new)
+    assert sum(message.startswith(fact) for message in caplog.messages) == 1
 
 
 def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tmp_path: Path) -> None:
