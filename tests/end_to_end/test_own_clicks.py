@@ -62,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in (1, 2, 3):
         write_log(folder / f"{number}.csv", 600, number)
     (folder / "clicks.toml").write_text(SCHEMA)
-    recmill.prepare("clicks", folder / "data", input=f"{folder}/?.csv", schema_file=str(folder / "clicks.toml"))
+    recmill.prepare("clicks", folder / "data", input=f"{folder}/?.csv", schema=str(folder / "clicks.toml"))
     config = recmill.config.load_config("own/dlrm").as_dict()
     config["data"]["path"] = str(folder / "data")
     config["train"]["num_epochs"] = 6
@@ -76,7 +76,7 @@ def test_scores_are_calibrated_although_most_unclicked_rows_were_left_out_of_tra
         write_log(tmp_path / f"{number}.csv", 4000, number)
     (tmp_path / "clicks.toml").write_text(f"{SCHEMA}\n[sample]\nnegatives = 0.2\n")
     data, run = tmp_path / "data", tmp_path / "run"
-    recmill.prepare("clicks", data, input=f"{tmp_path}/?.csv", schema_file=str(tmp_path / "clicks.toml"))
+    recmill.prepare("clicks", data, input=f"{tmp_path}/?.csv", schema=str(tmp_path / "clicks.toml"))
     train, val = (np.load(data / f"{split}_labels.npy") for split in ("train", "val"))
     log = pl.read_csv(tmp_path / "1.csv")["click"]
     assert (train == 1).sum() == log.sum(), "every click is kept"
@@ -119,7 +119,7 @@ def test_names_with_brackets_and_asterisks_are_no_patterns(trained: Path, tmp_pa
     for name in ("1.csv", "2.csv", "3.csv", "clicks.toml"):
         shutil.copy(trained / name, folder / name)
     logs = ",".join(f"{folder}/{number}.csv" for number in (1, 2, 3))
-    recmill.prepare("clicks", folder / "data", input=logs, schema_file=folder / "clicks.toml")
+    recmill.prepare("clicks", folder / "data", input=logs, schema=folder / "clicks.toml")
     recmill.train("own/dlrm", folder / "run", overrides=[f"data.path={folder / 'data'}", "train.max_steps=2"])
     rows = pl.read_csv(trained / "3.csv", infer_schema=False)
     rows.write_parquet(folder / "new.parquet")
@@ -245,7 +245,7 @@ def with_numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
                    {name = "hour", type = "time", part = "hour"}]
         """
     )
-    recmill.prepare("clicks", folder / "data", input=f"{folder}/log.csv", schema_file=str(folder / "clicks.toml"))
+    recmill.prepare("clicks", folder / "data", input=f"{folder}/log.csv", schema=str(folder / "clicks.toml"))
     config = recmill.config.load_config("own/dlrm").as_dict()
     config["data"]["path"] = str(folder / "data")
     config["train"]["num_epochs"] = 1
@@ -375,7 +375,7 @@ def test_scores_are_corrected_for_the_rows_that_were_left_out(tmp_path: Path) ->
     for number in (1, 2, 3):
         write_log(tmp_path / f"{number}.csv", 3000 if number == 1 else 600, number)
     (tmp_path / "clicks.toml").write_text(f"[sample]\nnegatives = 0.3\n{SCHEMA}")
-    recmill.prepare("clicks", tmp_path / "data", input=f"{tmp_path}/?.csv", schema_file=str(tmp_path / "clicks.toml"))
+    recmill.prepare("clicks", tmp_path / "data", input=f"{tmp_path}/?.csv", schema=str(tmp_path / "clicks.toml"))
     config = recmill.config.load_config("own/dlrm").as_dict()
     config["data"]["path"] = str(tmp_path / "data")
     tested = recmill.train(config, tmp_path / "run", overrides=["train.num_epochs=12"])["test"]

@@ -53,8 +53,7 @@ class PrepareOptions(TypedDict, total=False):
     on_bad_row: Literal["fail", "skip"]
     max_bad_rows: int | None
     # clicks
-    schema: str | Path | None
-    schema_file: str | Path | None  # another name of `schema`
+    schema: str | Path | Mapping[str, Any] | None  # a file, the text of a schema, or what `guess_schema` returns
     label: str | None
     # histories, movielens, goodreads
     layout: Literal["rows", "lines", "jsonl"]

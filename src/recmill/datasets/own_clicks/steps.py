@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 import polars as pl
-from pydantic import AliasChoices, NonNegativeInt
+from pydantic import NonNegativeInt, field_validator
 
 from recmill.config.sections import Section, key
 from recmill.data.click_rows import ClickRows
@@ -71,8 +71,7 @@ class Options(Section):
     schema_file: str | None = key(
         None,
         "The schema: a TOML file. See docs/own-data.md.",
-        json_schema_extra={"flags": ["--schema"]},
-        validation_alias=AliasChoices("schema_file", "schema"),  # pydantic has a method `schema`
+        alias="schema",  # pydantic has a method with this name
     )
     label: str | None = key(None, "Instead of --schema: guess the schema, as `recmill schema --label` does.")
     on_bad_row: Literal["fail", "skip"] = key(
@@ -83,6 +82,11 @@ class Options(Section):
         "polars", "polars: this machine. spark: a Spark cluster, which gives the same files."
     )
     spark_master: str | None = key(None, "Spark's address, like spark://host:7077 (default local[*]).")
+
+    @field_validator("schema_file", mode="before")
+    @classmethod
+    def what_guess_schema_returns_has_a_schema(cls, given: Any) -> Any:
+        return given.get("schema", given) if isinstance(given, dict) else given
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
         raise ConfigError("--max-bad-rows needs --on-bad-row skip.")
     log_schema = None
     if options.schema_file:
-        log_schema = load_schema(Path(options.schema_file), lambda section: columns_of(find()[0], section))
+        log_schema = load_schema(options.schema_file, lambda section: columns_of(find()[0], section))
     files = find()
     guessed = ""
     if log_schema is None:
