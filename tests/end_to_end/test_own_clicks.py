@@ -187,9 +187,10 @@ def test_scores_that_are_no_numbers_are_an_error(trained: Path) -> None:
 
 
 def test_new_rows_may_be_written_in_another_way_than_the_training_log(trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "new.csv").write_text("site,tags\ns1,a|b\ns2,\n")
-    (tmp_path / "same.csv").write_bytes('# a note\n"s1";a|b\n"s2";\n'.encode("utf-16"))
-    flags = ["--separator", ";", "--encoding", "utf-16", "--skip-lines", "1", "--columns", "site,tags", "--quotes"]
+    (tmp_path / "new.csv").write_text('site,tags\ns1,a|b\ns2,\ns3,"a|"""\n')
+    (tmp_path / "same.csv").write_bytes('# a note\n"s1";a|b\n"s2";\ns3;"a|\\""\n'.encode("utf-16"))
+    flags = ["--separator", ";", "--encoding", "utf-16", "--skip-lines", "1", "--columns", "site,tags"]
+    flags += ["--quotes", "--escape"]
     words = ["predict", str(trained / "run"), "--input"]
     scores = []
     for name, given in (("new.csv", []), ("same.csv", flags)):

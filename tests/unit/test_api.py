@@ -75,6 +75,7 @@ def test_help_lists_the_options_of_every_function() -> None:
         assert "options" not in inspect.signature(getattr(recmill, name)).parameters, name
     for function in (recmill.evaluate, recmill.Run.evaluate):
         assert "bootstrap: int = 0, procs: int = 1" in pydoc.plain(pydoc.render_doc(function))
+    assert "skip_lines: int | None = None" in pydoc.plain(pydoc.render_doc(recmill.predict))
     assert "k_core: int = Ellipsis" in pydoc.plain(pydoc.render_doc(recmill.prepare))
 
 

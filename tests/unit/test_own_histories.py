@@ -138,6 +138,10 @@ def test_the_file_of_titles_may_name_its_column_of_items_differently(tmp_path: P
             "t.csv: no column 'name' in its first row, which has: what, title",
         ),
         ({"titles": "u.csv", "title_column": "title"}, "u.csv: no column 'what'"),
+        (
+            {"titles": "t.csv", "title_column": "title", "title_columns": ["what", "title"]},
+            "Leave --title-columns out, or remove the row.",
+        ),
         ({"titles": "none.csv", "title_column": "title"}, "--titles none.csv: no such file"),
     ],
 )

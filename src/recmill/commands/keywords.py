@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from recmill import errors
-from recmill.config import config_keys, meant_keys
+from recmill.config import Section, config_keys, meant_keys
 from recmill.data.frames import is_frame
 from recmill.errors import ConfigError, UserError
 from recmill.registry import unknown
@@ -81,7 +81,7 @@ def named_arguments(function: CallableT) -> CallableT:
 def full_signature(function: Callable[..., Any]) -> inspect.Signature:
     """Return a function's signature with the keyword arguments in a TypedDict: `**options: Unpack[Options]`.
 
-    Their defaults are those of the class `Options` beside the TypedDict; without one, the default is `...`.
+    Their defaults are those of the Section beside the TypedDict that has them; without one, the default is `...`.
     """
     signature = inspect.signature(function)
     parameters = []
@@ -90,9 +90,12 @@ def full_signature(function: Callable[..., Any]) -> inspect.Signature:
             parameters.append(parameter)
             continue
         (declared,) = typing.get_args(parameter.annotation)
-        options = getattr(sys.modules[declared.__module__], "Options", None)
-        for name, annotation in typing.get_type_hints(declared).items():
-            default = options.model_fields[name].get_default(call_default_factory=True) if options else ...
+        hints = typing.get_type_hints(declared)
+        beside = vars(sys.modules[declared.__module__]).values()
+        sections = (kind.model_fields for kind in beside if inspect.isclass(kind) and issubclass(kind, Section))
+        fields = next((found for found in sections if hints.keys() <= found.keys()), {})
+        for name, annotation in hints.items():
+            default = fields[name].get_default(call_default_factory=True) if fields else ...
             parameters.append(
                 parameter.replace(name=name, kind=parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )

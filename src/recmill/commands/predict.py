@@ -83,7 +83,8 @@ def predict(
     commas between original ids or titles. There is one row of output per candidate, in order, with columns "item" and
     "score".
 
-    `columns`, `separator`, `quotes`, `encoding`, `skip_lines`: how a text of new rows differs from the training log.
+    `columns`, `separator`, `quotes`, `escape`, `encoding`, `skip_lines`: how a text of new rows differs from the
+    training log.
     """
     from recmill.commands.scored_files import score_files
 

@@ -65,7 +65,7 @@ class PrepareOptions(TypedDict, total=False):
     columns: list[str] | None
     separator: str | None
     quotes: bool | None
-    escape: bool
+    escape: bool | None
     encoding: str | None
     skip_lines: int | None
     no_user: bool

@@ -137,8 +137,8 @@ def recommend(
 
     A 'two_tower' recommends for `input`, a file or a frame with a request per row: K rows for each, in order, with the
     columns in `keep`, "rank", "item" and "score". For a sequence model, `input` has a history per row, in column
-    "history": a list, or a text with commas; "title" is there, too. `columns`, `separator`, `quotes`, `encoding`,
-    `skip_lines`: how to read a text, as for `predict`.
+    "history": a list, or a text with commas; "title" is there, too. `columns`, `separator`, `quotes`, `escape`,
+    `encoding`, `skip_lines`: how to read a text, as for `predict`.
     """
     if (history is not None) + (users is not None) + (input is not None) != 1:
         raise ConfigError("Recommend for a history, for users or for the rows of `input`: give exactly one of them.")
@@ -174,7 +174,7 @@ def recommend_all(
 
     Returns {"output": ..., "users": ..., "rows": ...}. With `input`, a file as for `recommend`: for each of its rows,
     with the columns in `keep`, to .parquet, .csv or .jsonl; returns "requests" instead of "users".
-    `columns`, `separator`, `quotes`, `encoding`, `skip_lines`: how to read a text, as for `predict`.
+    `columns`, `separator`, `quotes`, `escape`, `encoding`, `skip_lines`: how to read a text, as for `predict`.
     """
     if input is not None:
         options = {"input": str(input), "output": str(output), "keep": keep, "k": k, **reading}

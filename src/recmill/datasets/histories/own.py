@@ -47,7 +47,6 @@ class Options(Filters, ReadingFlags):
         None, f"{FORMATS}  [default: ISO dates, seconds with decimals, or whole numbers, which are kept as they are]"
     )
     rating_column: str | None = key(None, "Column of ratings: numbers, for --min-rating.")
-    escape: bool = key(False, 'A quote within a field of a text is written as \\" instead of two quotes.')
     no_user: bool = key(False, "With --layout lines: a line has only items, and is a history of its own.")
     only: list[str] = key([], "Keep only rows with one of these values, like event=purchase,cart. May be repeated.")
     titles: str | None = key(None, "File with titles of items, in one of the formats of --input.")
@@ -123,7 +122,7 @@ def _no_column(name: str, file: InputFile, section: InputSection) -> ConfigError
 
 def _section(file: InputFile, options: Options) -> InputSection:
     kind = "jsonl" if options.layout == "jsonl" else "text" if options.layout == "lines" else "auto"
-    keys: dict[str, Any] = {"kind": kind, "escape": options.escape, **options.given()}
+    keys: dict[str, Any] = {"kind": kind, **options.given()}
     if options.layout == "lines":
         keys.setdefault("separator", _separator_of_lines(file))
     return described(file, **keys)

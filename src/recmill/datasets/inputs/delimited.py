@@ -158,10 +158,9 @@ class Table:
         numbers = sum(_is_good(value, "number") for value in rows[1])
         if is_named or (numbers >= len(rows[1]) / 2 and not any(_is_good(value, "number") for value in rows[0])):
             shown = self.section.separator.join(rows[0])[:80]
-            skip = setting(self.prefix, "skip_lines", 1)
             raise DataError(
                 f"{self.path}: its first row is {shown!r}, which looks like names of columns, but {self.prefix}columns "
-                f"gives them. Leave {self.prefix}columns out, or skip the row ({skip})."
+                f"gives them. Leave {self.prefix}columns out, or {self._skip_first_row}."
             )
 
     def _position(self, columns: list[str], field: Field) -> int:
@@ -194,7 +193,7 @@ class Table:
         if any("\\x" in name for name in columns) and (place := bad_byte(self.path, self.prefix)):
             return f" in its first row: {place}"
         if not self.section.quotes and any(map(_is_quoted, columns)):
-            return f" in its first row, whose names are in quotes. Use {self._quotes('true')}."
+            return f" in its first row, whose names are in quotes. Use {setting(self.prefix, 'quotes', True)}."
         numbers = sum(_is_good(name.strip(), "number") for name in columns)
         is_other = not any(name in columns or did_you_mean(name, columns) for name in wanted)
         if numbers and (is_other or numbers >= len(columns) / 2):
@@ -210,14 +209,14 @@ class Table:
         use = setting(self.prefix, "separator", best)
         return f"with {best!r} it would be {counts[best]} ({use})" if counts[best] > 1 else ""
 
-    def _quotes(self, value: Literal["true", "false"]) -> str:
-        """Return how to say whether fields may be in quotes."""
-        flag = "--quotes" if value == "true" else "--no-quotes"
-        return flag if self.prefix.startswith("--") else f"{self.prefix}quotes = {value}"
-
     @property
     def _no_quotes(self) -> str:
-        return self._quotes("false")
+        return setting(self.prefix, "quotes", False)
+
+    @property
+    def _skip_first_row(self) -> str:
+        """Return how not to read the first row; a file of titles has no flag for that."""
+        return "remove the row" if self.prefix == "--title-" else f"use {setting(self.prefix, 'skip_lines', 1)}"
 
     @property
     def _remedy(self) -> str:
@@ -345,7 +344,7 @@ class Table:
                 return DataError(f"{self.path}: row {number:,}: {bad_byte(self.path, self.prefix)}")
             if number == stray:
                 fact = f"{self.path}: row {number:,}: a quoted field continues after its closing quote"
-                escape = "--escape" if self.prefix.startswith("--") else f"{self.prefix}escape = true"
+                escape = setting(self.prefix, "escape", True)
                 written = "" if self.section.escape else f'If quotes in fields are written as \\", say so ({escape}). '
                 return DataError(f"{fact}. {written}Otherwise double them, or ignore quotes ({self._no_quotes}).")
             if number == done + len(rows) and self._is_open(text):
@@ -372,11 +371,11 @@ class Table:
         if len(header) == 1 and (hint := self._other_separator(header[0])):
             return f" The first row has 1 field; {hint}."
         if not self.section.quotes and any(value.startswith('"') for value in row):
-            return f" Are its fields in quotes? Use {self._quotes('true')}."
+            return f" Are its fields in quotes? Use {setting(self.prefix, 'quotes', True)}."
         if len(row) == num_columns + 1 and number == 1 and not self.section.columns:
             columns = f"{self.prefix}columns"
-            skip = setting(self.prefix, "skip_lines", 1)
-            return f" Does it begin with an index that has no name? Name all columns ({columns}) and use {skip}."
+            remedy = f"Name all columns ({columns}) and {self._skip_first_row}."
+            return f" Does it begin with an index that has no name? {remedy}"
         return f" {self._remedy}"
 
     def _without_bad_rows(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> pl.DataFrame:

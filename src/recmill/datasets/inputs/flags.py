@@ -14,6 +14,7 @@ class Reading(TypedDict, total=False):
     columns: list[str] | None
     separator: str | None
     quotes: bool | None
+    escape: bool | None
     encoding: str | None
     skip_lines: int | None
 
@@ -40,6 +41,11 @@ class ReadingFlags(Section):
         None,
         "Whether a field of a text may be in double quotes.  [default: likewise]",
         json_schema_extra={"flags": ["--quotes/--no-quotes"]},
+    )
+    escape: bool | None = key(
+        None,
+        'Whether a quote within a field of a text is written as \\" instead of two quotes.  [default: likewise]',
+        json_schema_extra={"flags": ["--escape/--no-escape"]},
     )
     encoding: str | None = key(
         None, "The encoding of a text: a codec of Python, like latin-1.  [default: utf-8; of new rows: as in training]"
