@@ -8,7 +8,7 @@ import logging
 import mmap
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -47,7 +47,9 @@ from recmill.hardware.cpu import num_cores
 from recmill.observe.progress import Progress
 from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange
 
-__all__ = ["Options", "plan", "plan_frame", "write"]
+__all__ = ["Options", "plan", "plan_frames", "write"]
+
+FRAMES = ("input",)
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +118,12 @@ def plan(options: Options) -> Plan:
     return _plan(options, lambda: found_files(options.input))
 
 
-def plan_frame(options: Options, frame: pl.DataFrame) -> Plan:
+def plan_frames(options: Options, frames: Mapping[str, pl.DataFrame]) -> Plan:
     """Plan to read a frame instead of the files of `options.input`, with the same checks."""
     if options.engine == "spark":
         raise ConfigError("input: a frame is in the memory of this process, and Spark reads files. Leave out engine.")
-    found = _plan(options, lambda: [FrameFile(frame)])
-    return replace(found, files=[FrameFile(frame.select(found.log.columns()))])
+    found = _plan(options, lambda: [FrameFile(frames["input"])])
+    return replace(found, files=[FrameFile(frames["input"].select(found.log.columns()))])
 
 
 def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
