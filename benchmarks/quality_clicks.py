@@ -103,7 +103,7 @@ def prepare(archive: Path, output: Path) -> None:
         print(f"{len(frame):,} rows, {sum(values) + genres + 5 + 1:,} features")
         frame.write_parquet(rows)
         schema.write_text(SCHEMA, encoding="utf-8")
-        recmill.prepare("clicks", output, input=str(rows), schema_file=str(schema))
+        recmill.prepare("clicks", output, input=str(rows), schema=str(schema))
 
 
 def train(model: str, seeds: list[int], data: Path, output: Path) -> None:

@@ -43,7 +43,7 @@ def raw_input(tmp_path_factory: pytest.TempPathFactory) -> None:
     }
     for name, text in texts.items():
         (directory / name).write_text(text)
-    SMALL["clicks"] = {"input": directory / "clicks.csv", "schema_file": str(directory / "clicks.toml")}
+    SMALL["clicks"] = {"input": directory / "clicks.csv", "schema": str(directory / "clicks.toml")}
     SMALL["movielens"] = {"input": directory}
     SMALL["goodreads"] = {"input": directory, "min_interactions": 5}
     SMALL["histories"] = {"input": directory / "own.csv", "user_column": "who", "item_column": "what"}

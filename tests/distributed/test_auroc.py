@@ -110,7 +110,7 @@ def weighted_log(directory: Path) -> pl.DataFrame:
     frame.write_csv(directory / "log.csv")
     (directory / "schema.toml").write_text(SCHEMA)
     recmill.prepare(
-        "clicks", directory / "data", input=str(directory / "log.csv"), schema_file=str(directory / "schema.toml")
+        "clicks", directory / "data", input=str(directory / "log.csv"), schema=str(directory / "schema.toml")
     )
     return frame
 

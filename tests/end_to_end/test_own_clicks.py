@@ -62,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in (1, 2, 3):
         write_log(folder / f"{number}.csv", 600, number)
     (folder / "clicks.toml").write_text(SCHEMA)
-    recmill.prepare("clicks", folder / "data", input=f"{folder}/?.csv", schema_file=str(folder / "clicks.toml"))
+    recmill.prepare("clicks", folder / "data", input=f"{folder}/?.csv", schema=str(folder / "clicks.toml"))
     config = recmill.config.load_config("own/dlrm").as_dict()
     config["data"]["path"] = str(folder / "data")
     config["train"]["num_epochs"] = 6
@@ -76,7 +76,7 @@ def test_scores_are_calibrated_although_most_unclicked_rows_were_left_out_of_tra
         write_log(tmp_path / f"{number}.csv", 4000, number)
     (tmp_path / "clicks.toml").write_text(f"{SCHEMA}\n[sample]\nnegatives = 0.2\n")
     data, run = tmp_path / "data", tmp_path / "run"
-    recmill.prepare("clicks", data, input=f"{tmp_path}/?.csv", schema_file=str(tmp_path / "clicks.toml"))
+    recmill.prepare("clicks", data, input=f"{tmp_path}/?.csv", schema=str(tmp_path / "clicks.toml"))
     train, val = (np.load(data / f"{split}_labels.npy") for split in ("train", "val"))
     log = pl.read_csv(tmp_path / "1.csv")["click"]
     assert (train == 1).sum() == log.sum(), "every click is kept"
@@ -119,7 +119,7 @@ def test_names_with_brackets_and_asterisks_are_no_patterns(trained: Path, tmp_pa
     for name in ("1.csv", "2.csv", "3.csv", "clicks.toml"):
         shutil.copy(trained / name, folder / name)
     logs = ",".join(f"{folder}/{number}.csv" for number in (1, 2, 3))
-    recmill.prepare("clicks", folder / "data", input=logs, schema_file=folder / "clicks.toml")
+    recmill.prepare("clicks", folder / "data", input=logs, schema=folder / "clicks.toml")
     recmill.train("own/dlrm", folder / "run", overrides=[f"data.path={folder / 'data'}", "train.max_steps=2"])
     rows = pl.read_csv(trained / "3.csv", infer_schema=False)
     rows.write_parquet(folder / "new.parquet")
@@ -246,7 +246,7 @@ def with_numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
                    {name = "hour", type = "time", part = "hour"}]
         """
     )
-    recmill.prepare("clicks", folder / "data", input=f"{folder}/log.csv", schema_file=str(folder / "clicks.toml"))
+    recmill.prepare("clicks", folder / "data", input=f"{folder}/log.csv", schema=str(folder / "clicks.toml"))
     config = recmill.config.load_config("own/dlrm").as_dict()
     config["data"]["path"] = str(folder / "data")
     config["train"]["num_epochs"] = 1
@@ -275,6 +275,18 @@ def test_bad_values_are_errors_or_missing_and_counted(with_numbers: Path, tmp_pa
     assert (tmp_path / "two.parquet").read_bytes() == (tmp_path / "bad.parquet").read_bytes()
 
 
+def test_a_run_that_is_open_takes_bad_values_as_missing(with_numbers: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad = pl.DataFrame({"when": ["2026-03-01 01:30", "soon"], "price": ["expensive", "1.5"], "age": ["3", "3"]})
+    missing = bad.with_columns(price=pl.Series([None, "1.5"]), when=pl.Series(["2026-03-01 01:30", None]))
+    run = recmill.open_run(with_numbers)
+    with pytest.raises(DataError, match=r"the frame: row 1, column price: .* To take such values as missing: .*on.bad"):
+        run.predict(bad)
+    assert run.predict(bad, on_bad_value="missing").equals(run.predict(missing, on_bad_value="missing"))
+    assert "price: bad values, taken as missing: 1" in caplog.messages
+    with pytest.raises(ConfigError, match="on_bad_value='skip': use 'fail' or 'missing'"):
+        run.predict(bad, on_bad_value="skip")  # type: ignore[arg-type]
+
+
 def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
     new = pl.DataFrame({"tags": [["a", "x"], [], None], "extra": [1, 2, 3], "site": ["s1", "s77", None]})
     labelled = new.with_columns(click=pl.Series([1.0, None, 0.0]))
@@ -292,6 +304,9 @@ def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.Lo
     assert shares["tags", "missing"] == pytest.approx(2 / 3)
     fact = "site: 33.3 % of the values are unseen, compared with 0.0 % in training. Check that they are written as in "
     assert any(message.startswith(fact) for message in caplog.messages)
+    caplog.clear()
+    recmill.open_run(trained / "run").predict(new)
+    assert sum(message.startswith(fact) for message in caplog.messages) == 1
 
 
 def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tmp_path: Path) -> None:
@@ -361,7 +376,7 @@ def test_scores_are_corrected_for_the_rows_that_were_left_out(tmp_path: Path) ->
     for number in (1, 2, 3):
         write_log(tmp_path / f"{number}.csv", 3000 if number == 1 else 600, number)
     (tmp_path / "clicks.toml").write_text(f"[sample]\nnegatives = 0.3\n{SCHEMA}")
-    recmill.prepare("clicks", tmp_path / "data", input=f"{tmp_path}/?.csv", schema_file=str(tmp_path / "clicks.toml"))
+    recmill.prepare("clicks", tmp_path / "data", input=f"{tmp_path}/?.csv", schema=str(tmp_path / "clicks.toml"))
     config = recmill.config.load_config("own/dlrm").as_dict()
     config["data"]["path"] = str(tmp_path / "data")
     tested = recmill.train(config, tmp_path / "run", overrides=["train.num_epochs=12"])["test"]

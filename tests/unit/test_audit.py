@@ -472,7 +472,7 @@ def test_a_log_with_a_schema_is_not_judged_by_criteos_rules(tmp_path: Path, run_
         'label = {column = "click"}\nsplit = {by = "rows"}\n[[feature]]\ncolumn = "site"\ntype = "categorical"\n'
         '[[feature]]\ncolumn = "price"\ntype = "numeric"\n'
     )
-    prepare("clicks", tmp_path / "d", input=str(tmp_path / "log.csv"), schema_file=str(tmp_path / "clicks.toml"))
+    prepare("clicks", tmp_path / "d", input=str(tmp_path / "log.csv"), schema=str(tmp_path / "clicks.toml"))
     report = audit(tmp_path / "d")
     (site,) = report.tables
     assert (site.rare_in_train, site.unseen_or_rare) == (10 / 16, {"val": 0.5, "test": 0.0})

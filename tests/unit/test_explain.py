@@ -62,7 +62,7 @@ def trained(folder: Path, seed: int, keep: str = "") -> Path:
     """Train in this process, which takes a tenth of the time of starting another."""
     write_log(folder / "log.csv", seed)
     (folder / "clicks.toml").write_text(SCHEMA + keep)
-    recmill.prepare("clicks", folder / "data", input=str(folder / "log.csv"), schema_file=str(folder / "clicks.toml"))
+    recmill.prepare("clicks", folder / "data", input=str(folder / "log.csv"), schema=str(folder / "clicks.toml"))
     config = load_config("own/dlrm").as_dict()
     config["data"]["path"] = str(folder / "data")
     config["train"] |= {"num_epochs": 6, "global_batch_size": 128, "seed": seed}

@@ -26,7 +26,7 @@ def guessed(frame: pl.DataFrame, tmp_path: Path, separator: str = ",", label: st
     found = recmill.guess_schema(source, label, output)
     schema = load_schema(output)
     assert schema.input.separator == separator
-    recmill.prepare("clicks", source.with_suffix(""), input=str(source), schema_file=str(output))
+    recmill.prepare("clicks", source.with_suffix(""), input=str(source), schema=str(output))
     return {row["column"]: row["guess"] for row in found["columns"]}
 
 
@@ -235,7 +235,7 @@ def test_separated_thousands_are_found(tmp_path: Path, price: str, size: str, ke
     schema = load_schema(tmp_path / "clicks.toml")
     assert {name: getattr(schema.input, name) for name in keys} == keys
     assert f"{keys['thousands']!r} for thousands" in why["price"]
-    recmill.prepare("clicks", tmp_path / "d", input=f"{tmp_path}/log.csv", schema_file=str(tmp_path / "clicks.toml"))
+    recmill.prepare("clicks", tmp_path / "d", input=f"{tmp_path}/log.csv", schema=str(tmp_path / "clicks.toml"))
     greatest = json.loads((tmp_path / "d" / "recipe.json").read_text())["learned"]["price"]
     assert greatest["shift"] > 89 or greatest["scale"] > 89, "the large numbers are large"
 
@@ -311,7 +311,7 @@ def test_quotes_that_the_sample_lacks_are_quotes_and_those_within_its_fields_are
     found = recmill.guess_schema(tmp_path / "few.csv", "click", tmp_path / "few.toml")
     assert tomllib.loads(found["schema"])["input"]["quotes"] is False
     data = recmill.prepare(
-        "clicks", tmp_path / "data", input=str(tmp_path / "few.csv"), schema_file=str(tmp_path / "few.toml")
+        "clicks", tmp_path / "data", input=str(tmp_path / "few.csv"), schema=str(tmp_path / "few.toml")
     )
     assert data["sparse"][0]["rows"] == 4
 

@@ -47,8 +47,8 @@ def test_clicks_from_s3_are_those_of_local_files(tmp_path: Path, upload: Upload,
     features = [{"column": "site", "type": "categorical"}, {"column": "price", "type": "numeric"}]
     (tmp_path / "clicks.toml").write_bytes(tomli_w.dumps({"label": {"column": "click"}, "feature": features}).encode())
     schema = str(tmp_path / "clicks.toml")
-    prepare("clicks", tmp_path / "local", input=f"{tmp_path}/log-*.{kind}", schema_file=schema)
-    prepare("clicks", tmp_path / "s3", input=f"s3://logs/{kind}/log-*.{kind}", schema_file=schema)
+    prepare("clicks", tmp_path / "local", input=f"{tmp_path}/log-*.{kind}", schema=schema)
+    prepare("clicks", tmp_path / "s3", input=f"s3://logs/{kind}/log-*.{kind}", schema=schema)
     for name in ("train_sparse.npy", "train_dense.npy", "test_labels.npy"):
         assert np.array_equal(np.load(tmp_path / "local" / name), np.load(tmp_path / "s3" / name))
     found = guess_schema(f"s3://logs/{kind}/", label="click")

@@ -125,7 +125,7 @@ def prepared(tmp_path: Path) -> Prepare:
         file = tmp_path / f"schema{number}.toml"
         file.write_bytes(tomli_w.dumps({"label": {"column": "click"}, **schema}).encode())
         output = tmp_path / f"data{number}"
-        recmill.prepare("clicks", output, input=str(source), schema_file=str(file))
+        recmill.prepare("clicks", output, input=str(source), schema=str(file))
         return output
 
     return prepare
@@ -224,7 +224,7 @@ def test_another_schema_is_refused_with_the_keys_that_differ(prepared: Prepare, 
     changed = {"label": {"column": "click"}, "split": BY_FOLD, "feature": [SITE | {"min_frequency": 3}, PRICE]}
     (tmp_path / "other.toml").write_bytes(tomli_w.dumps(changed).encode())
     with pytest.raises(DataError) as caught:
-        recmill.prepare("clicks", output, input=str(tmp_path / "log0.csv"), schema_file=str(tmp_path / "other.toml"))
+        recmill.prepare("clicks", output, input=str(tmp_path / "log0.csv"), schema=str(tmp_path / "other.toml"))
     assert str(caught.value).splitlines()[1:-1] == ["  schema.feature.site.min_frequency: was 2, is 3"]
 
 
@@ -347,7 +347,7 @@ def test_bad_rows_are_skipped_and_later_errors_have_the_numbers_of_the_file(tmp_
         '[label]\ncolumn = "click"\n[[feature]]\ncolumn = "site"\ntype = "categorical"\n[[feature]]\ncolumn = "price"\n'
     )
     (tmp_path / "clicks.toml").write_text(f'{schema}type = "numeric"\n')
-    given: dict[str, Any] = {"input": str(tmp_path / "log.csv"), "schema_file": str(tmp_path / "clicks.toml")}
+    given: dict[str, Any] = {"input": str(tmp_path / "log.csv"), "schema": str(tmp_path / "clicks.toml")}
     with pytest.raises(DataError, match=r"row 5: expected 3 .* To skip such rows: --on-bad-row skip"):
         recmill.prepare("clicks", tmp_path / "d", **given)
     with pytest.raises(ConfigError, match="--max-bad-rows needs --on-bad-row skip"):
@@ -514,7 +514,7 @@ def test_text_and_parquet_whole_numbers_and_their_text_compressed_or_not_give_th
     schema.write_bytes(
         tomli_w.dumps({"input": {"separator": ";"}, "label": {"column": "click"}, "feature": features}).encode()
     )
-    recmill.prepare("clicks", tmp_path / "packed", input=str(packed), schema_file=str(schema))
+    recmill.prepare("clicks", tmp_path / "packed", input=str(packed), schema=str(schema))
     for split in SPLITS:
         for other in (as_parquet, tmp_path / "packed"):
             for one, two in zip(arrays(as_csv, split), arrays(other, split), strict=True):
@@ -712,15 +712,20 @@ def test_a_frame_gives_what_its_parquet_file_gives(tmp_path: Path, kind: str) ->
     assert found["columns"] == recmill.guess_schema(tmp_path / "log.parquet", "clicked", tmp_path / "f.toml")["columns"]
     assert (found["input"], found["columns"][1]["guess"]) == ("frame", "categorical")
     schema = str(tmp_path / "f.toml")
-    recmill.prepare("clicks", tmp_path / "frame", input=frames[kind](), schema_file=schema)
-    recmill.prepare("clicks", tmp_path / "file", input=str(tmp_path / "log.parquet"), schema_file=schema)
+    recmill.prepare("clicks", tmp_path / "frame", input=frames[kind](), schema=schema)
+    recmill.prepare("clicks", tmp_path / "file", input=str(tmp_path / "log.parquet"), schema=schema)
     for path in sorted((tmp_path / "file").glob("*.np?")):
         assert (tmp_path / "frame" / path.name).read_bytes() == path.read_bytes(), path.name
-    recmill.prepare("clicks", tmp_path / "frame", input=frames[kind](), schema_file=schema)  # again: nothing to do
+    for same in (schema, (tmp_path / "f.toml").read_text(), found):  # again: nothing to do
+        recmill.prepare("clicks", tmp_path / "frame", input=frames[kind](), schema=same)
+    with pytest.raises(ConfigError, match=r"--schema: not valid TOML: .* \(at line 2, column 1\)\."):
+        recmill.prepare("clicks", tmp_path / "none", input=log, schema="[label]\n?")
+    with pytest.raises(ConfigError, match=r"--schema: unknown key 'label\.colum'\. Did you mean 'label.column'"):
+        recmill.prepare("clicks", tmp_path / "none", input=log, schema="[label]\ncolum = 'clicked'")
     with pytest.raises(DataError, match="holds another dataset"):
-        recmill.prepare("clicks", tmp_path / "frame", input=log.reverse(), schema_file=schema)
+        recmill.prepare("clicks", tmp_path / "frame", input=log.reverse(), schema=schema)
     with pytest.raises(DataError, match="input: no column 'price'; it has user_id"):
-        recmill.prepare("clicks", tmp_path / "less", input=log.drop("price"), schema_file=schema)
+        recmill.prepare("clicks", tmp_path / "less", input=log.drop("price"), schema=schema)
 
 
 def test_labels_without_any_click_are_listed_with_their_counts(prepared: Prepare) -> None:
@@ -806,9 +811,11 @@ def test_a_missing_schema_says_how_to_make_one(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text(GOOD)
     command = "recmill schema --input LOG --label COLUMN --output absent.toml"
     with pytest.raises(ConfigError, match=rf"absent.toml: no such file\. Make one from the log: {command}\."):
-        recmill.prepare("clicks", tmp_path / "d", input=str(tmp_path / "log.csv"), schema_file="absent.toml")
-    with pytest.raises(ConfigError, match="--schema is the text of a schema, not a file"):
-        recmill.prepare("clicks", tmp_path / "d", input="log.csv", schema_file='[label]\ncolumn = "click"\n')
+        recmill.prepare("clicks", tmp_path / "d", input=str(tmp_path / "log.csv"), schema="absent.toml")
+    with pytest.raises(
+        ConfigError, match=r"'shema'\. Did you mean 'schema'\? Known: .*on_bad_row, schema, spark_master"
+    ):
+        recmill.prepare("clicks", tmp_path / "d", input="log.csv", shema="s.toml")  # type: ignore[call-arg]
 
 
 def test_parts_of_times_that_training_never_had_count_as_unseen(prepared: Prepare) -> None:
@@ -841,7 +848,7 @@ def test_interrupted_work_is_resumed_and_the_bytes_are_the_same(
     name = left[0].name.removeprefix(".").removesuffix(".unfinished")
     number = name.removeprefix("data")
     source, schema = str(tmp_path / f"log{number}.csv"), str(tmp_path / f"schema{number}.toml")
-    recmill.prepare("clicks", tmp_path / name, input=source, schema_file=schema)
+    recmill.prepare("clicks", tmp_path / name, input=source, schema=schema)
     described = [json.loads((path / "dataset.json").read_text())["files"] for path in (whole, tmp_path / name)]
     assert described[0] == described[1]
 
@@ -904,7 +911,7 @@ def test_wrong_keys_and_columns_are_reported_together(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError) as caught:
         recmill.prepare(
-            "clicks", tmp_path / "out", input=str(tmp_path / "log.csv"), schema_file=str(tmp_path / "clicks.toml")
+            "clicks", tmp_path / "out", input=str(tmp_path / "log.csv"), schema=str(tmp_path / "clicks.toml")
         )
     lines = str(caught.value).splitlines()
     assert lines[0] == "5 problems in the config:"

@@ -85,7 +85,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(folder: Path, output: Path) -> None:
-    recmill.prepare("clicks", output, input=f"{folder}/?.csv", schema_file=str(folder / "clicks.toml"))
+    recmill.prepare("clicks", output, input=f"{folder}/?.csv", schema=str(folder / "clicks.toml"))
 
 
 def test_killed_after_each_part_with_more_threads_it_continues_to_the_same_bytes(

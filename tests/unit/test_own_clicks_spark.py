@@ -105,7 +105,7 @@ def schema_file(directory: Path, **changes: Any) -> str:
 
 def prepared(log: str, output: Path, schema: str, engine: str) -> dict[str, bytes]:
     """Return the files of the dataset but the one that says how long it took."""
-    prepare("clicks", output, input=log, schema_file=schema, engine=engine)  # type: ignore[arg-type]
+    prepare("clicks", output, input=log, schema=schema, engine=engine)  # type: ignore[arg-type]
     assert not list(output.parent.glob(".*.unfinished"))
     return {file.name: file.read_bytes() for file in output.iterdir() if file.name != PREPARATION_FILE}
 
@@ -185,13 +185,13 @@ def test_bad_rows_are_skipped_and_the_rest_is_what_a_log_without_them_gives(
     found = {}
     for engine in ("polars", "spark"):
         output = tmp_path / engine
-        prepare("clicks", output, input=str(bad), schema_file=schema, engine=engine, on_bad_row="skip")
+        prepare("clicks", output, input=str(bad), schema=schema, engine=engine, on_bad_row="skip")
         found[engine] = {file.name: file.read_bytes() for file in output.iterdir() if file.name != PREPARATION_FILE}
         with pytest.raises(
             DataError, match=r"13 rows are bad, more than --max-bad-rows allows\. The first: log-1\.csv: row 91:"
         ):
             prepare(
-                "clicks", tmp_path / "out", input=str(bad), schema_file=schema, engine=engine,
+                "clicks", tmp_path / "out", input=str(bad), schema=schema, engine=engine,
                 on_bad_row="skip", max_bad_rows=12,
             )  # fmt: skip
         assert not (tmp_path / "out").exists()
@@ -223,7 +223,7 @@ def test_after_a_failure_either_engine_continues_from_what_is_finished(
         output = tmp_path / f"ends with {engine}"
         with monkeypatch.context() as broken, pytest.raises(ResourceError) as caught:
             broken.setattr(clicks_spark._Cluster, "encoded", fail)
-            prepare("clicks", output, input=log, schema_file=schema, engine="spark")
+            prepare("clicks", output, input=log, schema=schema, engine="spark")
         assert "Spark failed: java.io.IOException: No space left on device. On a cluster every" in str(caught.value)
         assert not output.exists()
         with monkeypatch.context() as done:
@@ -270,7 +270,7 @@ def test_the_samples_of_two_files_are_that_of_one(monkeypatch: pytest.MonkeyPatc
 
 def test_another_master_needs_the_engine(log: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--spark-master needs --engine spark"):
-        prepare("clicks", tmp_path / "out", input=log, schema_file=schema_file(tmp_path), spark_master="local")
+        prepare("clicks", tmp_path / "out", input=log, schema=schema_file(tmp_path), spark_master="local")
 
 
 def test_without_pyspark_or_recmill_on_executors_the_error_says_what_to_install(
@@ -284,12 +284,12 @@ def test_without_pyspark_or_recmill_on_executors_the_error_says_what_to_install(
     schema = schema_file(tmp_path)
     with monkeypatch.context() as broken, pytest.raises(ConfigError, match="Spark's executors have no Recmill"):
         broken.setattr(clicks_spark._Cluster, "_by_file", no_recmill)
-        prepare("clicks", tmp_path / "out", input=log, schema_file=schema, engine="spark")
+        prepare("clicks", tmp_path / "out", input=log, schema=schema, engine="spark")
     for name in [name for name in sys.modules if name.partition(".")[0] == "pyspark"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyspark", None)
     with pytest.raises(ConfigError, match="pip install pyspark"):
-        prepare("clicks", tmp_path / "out", input=log, schema_file=schema, engine="spark")
+        prepare("clicks", tmp_path / "out", input=log, schema=schema, engine="spark")
 
 
 def test_without_java_the_error_says_what_to_install(log: str, tmp_path: Path, run_cli: RunCli) -> None:

@@ -99,6 +99,25 @@ def test_items_get_the_titles_of_another_file(tmp_path: Path, input_ids: str, su
     assert sorted(dataset["recipe"]["files"]) == sorted([raw.name, f"titles{suffix}"])
 
 
+@pytest.mark.parametrize("source", ["file", "frame"])
+def test_titles_may_be_a_frame(tmp_path: Path, source: str) -> None:
+    plays = pl.DataFrame({"who": [1] * 3 + [2] * 3, "what": [10, 9, 8] * 2})
+    plays.write_csv(tmp_path / "raw.csv")
+    titles = pl.DataFrame({"what": [9, 10], "title": ["Ran", "Alien"]})
+    given: Any = {"input": plays.to_pandas() if source == "frame" else tmp_path / "raw.csv"}
+    options = {**given, **COLUMNS, **KEEP_ALL, "title_column": "title"}
+    prepare("histories", tmp_path / "d", titles=titles.to_pandas(), **options)
+    items = pl.read_parquet(tmp_path / "d" / "items.parquet")
+    assert dict(items.select("original_id", "title").iter_rows()) == {"10": "Alien", "9": "Ran", "8": "8"}
+    prepare("histories", tmp_path / "d", titles=titles, **options)  # the same again: nothing to do
+    with pytest.raises(DataError, match="holds another dataset"):
+        prepare("histories", tmp_path / "d", titles=titles.reverse(), **options)
+    with pytest.raises(DataError, match=r"titles: no column 'what'; it has: id, title\. .*\(--title-id-column\)"):
+        prepare("histories", tmp_path / "e", titles=titles.rename({"what": "id"}), **options)
+    with pytest.raises(ConfigError, match="clicks: `schema` is a path, not a frame"):
+        prepare("clicks", tmp_path / "e", input=plays, schema=plays)  # type: ignore[arg-type]
+
+
 def test_the_file_of_titles_may_name_its_column_of_items_differently(tmp_path: Path) -> None:
     raw = tmp_path / "raw.csv"
     raw.write_text("who,what\n" + "a,x\n" * 3)

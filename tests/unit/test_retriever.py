@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in (1, 2, 3):
         write_log(folder / f"{number}.csv", 600, number)
     (folder / "clicks.toml").write_text(SCHEMA)
-    recmill.prepare("clicks", folder / "data", input=f"{folder}/?.csv", schema_file=str(folder / "clicks.toml"))
+    recmill.prepare("clicks", folder / "data", input=f"{folder}/?.csv", schema=str(folder / "clicks.toml"))
     model = {"name": "two_tower", "item_id": "film", "embedding_dim": 8, "request_mlp": [8], "item_mlp": [8]}
     train = {"global_batch_size": 64, "num_epochs": 2, "device": "cpu"}
     values = {"data": {"path": str(folder / "data")}, "model": model, "train": train, "eval": {"ks": [1, K]}}

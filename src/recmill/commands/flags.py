@@ -23,7 +23,7 @@ class Command(click.Command):
 
 
 def flags(options: Any) -> list[click.Option]:
-    return [_option(name, field) for name, field in options.model_fields.items()]
+    return [_option(field.alias or name, field) for name, field in options.model_fields.items()]
 
 
 def _option(name: str, field: Any) -> click.Option:

@@ -124,18 +124,28 @@ class Run:
         self._retriever = self._retriever or Retriever.of(self._predictor)
         return self._retriever.best_of_frame(rows, k, keep)
 
-    def predict(self, rows: "AnyFrame", *, keep: list[str] | None = None, frame: Kind = "polars") -> "AnyFrame":
+    def predict(
+        self,
+        rows: "AnyFrame",
+        *,
+        keep: list[str] | None = None,
+        on_bad_value: Literal["fail", "missing"] = "fail",
+        frame: Kind = "polars",
+    ) -> "AnyFrame":
         """Return a frame with the columns in `keep`, the click probability of each row, "score", and its "logit".
 
         `rows`: a frame of pandas, Polars or Arrow with the columns that the features are made of. With
-        `frame="pandas"`, the scores of a pandas frame have its index.
+        `frame="pandas"`, the scores of a pandas frame have its index. `on_bad_value`: a number or time that cannot be
+        used is an error, or is taken as missing. Bad values and shares that differ much from training are logged.
 
         With a sequence model, `rows` has columns "history" and "candidates". The result has one row per candidate, in
         order, with the columns in `keep`, "item" and "score".
         """
         new = self._as_polars(rows, "rows", "predict({!r}, {!r}, output)")
         scorer = self._predictor or Ranker(cast(Recommender, self._recommender))
-        scores: Any = converted(scorer.of_frame(new, keep or []), frame)
+        if on_bad_value not in ("fail", "missing"):
+            raise ConfigError(f"on_bad_value={on_bad_value!r}: use 'fail' or 'missing'.")
+        scores: Any = converted(scorer.of_frame(new, keep or [], on_bad_value), frame)
         if frame == "pandas" and self._predictor and hasattr(rows, "index"):
             scores.index = rows.index
         return cast("AnyFrame", scores)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from recmill.data.click_rows import ClickRows
     from recmill.datasets.inputs.section import InputSection
+    from recmill.datasets.own_clicks.encoding import OnBadValue
     from recmill.datasets.own_clicks.values import RawRows
     from recmill.observe.run_dir import RunDirectory
     from recmill.world import World
@@ -124,6 +125,17 @@ class RowEncoder(Protocol):
     def encode(self, rows: "RawRows", with_labels: bool = True, may_be_missing: bool = False) -> "ClickRows": ...
 
 
+def with_rule(encoder: RowEncoder, on_bad_value: "OnBadValue") -> RowEncoder:
+    """Return the encoder with this rule for numbers and times that cannot be used."""
+    from recmill.datasets.own_clicks.encoding import Encoder
+
+    if isinstance(encoder, Encoder):
+        encoder.on_bad_value = on_bad_value
+    elif on_bad_value == "missing":
+        raise ConfigError("--on-bad-value missing is for logs that `prepare clicks` has prepared. Remove it.")
+    return encoder
+
+
 class Scorer:
     """What `scored_files` does with the rows of files."""
 
@@ -152,25 +164,32 @@ class Scorer:
         """The columns of `scored` behind those to keep."""
         raise NotImplementedError
 
-    def of_frame(self, frame: "pl.DataFrame", keep: Sequence[str]) -> "pl.DataFrame":
+    def of_frame(
+        self, frame: "pl.DataFrame", keep: Sequence[str], on_bad_value: "OnBadValue" = "fail"
+    ) -> "pl.DataFrame":
         """Return `scored` for the rows of a frame."""
-        encoded, _ = self.encoded(frame, keep)
+        encoded = self.encoded(frame, keep, on_bad_value)
         with self.one_thread():
             return self.scored(frame.select(keep), encoded)
 
-    def encoded(self, frame: "pl.DataFrame", keep: Sequence[str]) -> tuple[Any, Tally]:
-        """Return the encoded rows of a frame, and what was counted in them; raise if a column is missing."""
+    def encoded(self, frame: "pl.DataFrame", keep: Sequence[str], on_bad_value: "OnBadValue" = "fail") -> Any:
+        """Return the encoded rows of a frame, with warnings as for files; raise if a column is missing."""
+        from recmill.commands.scored_files import bad_values, shares
         from recmill.datasets.inputs.reading import lacking
         from recmill.datasets.own_clicks.values import RawRows
 
-        encoder = self.new_encoder()
+        encoder = with_rule(self.new_encoder(), on_bad_value)
         needed = encoder.feature_columns
         for columns, who in ((needed, f"the model needs {', '.join(needed)}"), (keep, "--keep")):
             if missing := [column for column in columns if column not in frame.columns]:
                 raise DataError(f"{who}: the frame has {lacking(missing, frame.columns)}")
         self.check_kept(keep)
-        rows = RawRows(frame.select(needed), "the frame", range(1, frame.height + 1))
-        return encoder.encode(rows, with_labels=False), encoder.tally
+        rows = RawRows(frame.select(needed), "the frame", range(1, frame.height + 1), otherwise=self.otherwise)
+        found = encoder.encode(rows, with_labels=False)
+        for feature, count in bad_values(encoder.tally).items():
+            log.warning("%s: bad values, taken as missing: %d", feature, count)
+        shares(encoder.tally, self)
+        return found
 
     def check_kept(self, keep: Sequence[str]) -> None:
         if twice := next((name for name in keep if keep.count(name) > 1), None):
@@ -222,7 +241,7 @@ class Predictor(Scorer):
         fallback: bool = False,
         data: str | None = None,
         dataset: Dataset | None = None,
-        on_bad_value: Literal["fail", "missing"] = "fail",
+        on_bad_value: "OnBadValue" = "fail",
     ) -> None:
         """`data`: where the dataset of Criteo's logs is; `dataset`: an open one, if no raw rows are scored."""
         assemble.check_which(which)
@@ -233,7 +252,7 @@ class Predictor(Scorer):
             )
         self._which, self._fallback, self._data = which, fallback, data
         self._open_dataset = dataset
-        self._on_bad_value: Literal["fail", "missing"] = on_bad_value
+        self._on_bad_value: OnBadValue = on_bad_value
 
     @property
     def made(self) -> list[str]:
@@ -255,13 +274,11 @@ class Predictor(Scorer):
         if self._dataset.description.name == "criteo":
             from recmill.datasets.criteo.encoding import CriteoEncoder
 
-            if self._on_bad_value == "missing":
-                raise ConfigError("--on-bad-value missing is for logs that `prepare clicks` has prepared. Remove it.")
-            return CriteoEncoder(self._dataset)
+            return with_rule(CriteoEncoder(self._dataset), self._on_bad_value)
         from recmill.datasets.own_clicks.encoding import Encoder, load_recipe
 
         path = self._dataset.path
-        return Encoder(load_recipe(path), path, on_bad_value=self._on_bad_value)
+        return with_rule(Encoder(load_recipe(path), path), self._on_bad_value)
 
     @cached_property
     def network(self) -> Any:

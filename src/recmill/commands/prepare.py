@@ -53,8 +53,7 @@ class PrepareOptions(TypedDict, total=False):
     on_bad_row: Literal["fail", "skip"]
     max_bad_rows: int | None
     # clicks
-    schema: str | Path | None
-    schema_file: str | Path | None  # another name of `schema`
+    schema: str | Path | Mapping[str, Any] | None  # a file, the text of a schema, or what `guess_schema` returns
     label: str | None
     # histories, movielens, goodreads
     layout: Literal["rows", "lines", "jsonl"]
@@ -74,7 +73,7 @@ class PrepareOptions(TypedDict, total=False):
     title_columns: list[str] | None
     title_separator: str | None
     title_encoding: str | None
-    titles: str | None
+    titles: Any  # as `input`
     title_column: str | None
     title_id_column: str | None
     min_rating: float | None
@@ -109,18 +108,19 @@ def prepare(
 
     Options are those of `recmill prepare NAME --help`, with underscores: prepare("synthetic-clicks", "d", rows=1000).
     The signature lists those of all datasets. An interrupted call, repeated, resumes. `input` of "clicks" and
-    "histories" may be a frame of pandas, Polars or Arrow.
+    "histories", and `titles` of the latter, may be frames of pandas, Polars or Arrow.
     """
     module = cast(DatasetModule, registry.load(registry.DATASETS, name, "dataset"))
-    frame = options.get("input") if is_frame(options.get("input")) else None
-    if frame is not None and not hasattr(module, "plan_frame"):
-        raise ConfigError(f"{name}: `input` is a path, not a frame. Frames are for 'clicks' and 'histories'.")
-    checked = checked_options(name, module.Options, {**options, **({} if frame is None else {"input": "frame"})})
+    frames = {option: value for option, value in options.items() if is_frame(value)}
+    if unfit := [option for option in frames if option not in getattr(module, "FRAMES", ())]:
+        raise ConfigError(f"{name}: `{unfit[0]}` is a path, not a frame. Frames are for 'clicks' and 'histories'.")
+    checked = checked_options(name, module.Options, {**options, **dict.fromkeys(frames, "frame")})
     log.info("preparing %s in %s", name, output)
-    if frame is None:
-        plan = module.plan(checked)
+    if frames:
+        read = {option: as_polars(value, option) for option, value in frames.items()}
+        plan = cast(FrameModule, module).plan_frames(checked, read)
     else:
-        plan = cast(FrameModule, module).plan_frame(checked, as_polars(frame, "input"))
+        plan = module.plan(checked)
     output = given_path(output, "--output").absolute()
     if needs_writing(output, name, plan.recipe, overwrite):
         started = time.monotonic()

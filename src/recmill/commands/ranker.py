@@ -1,6 +1,6 @@
 """Files of histories: scores of given candidates, or the best items, by a run's sequence model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -115,14 +115,6 @@ class Ranker(Scorer):
         names = pl.Series([name for row in encoded.names for name in row], dtype=pl.String)
         scores = pl.Series(np.concatenate([np.empty(0, np.float32), *found]), dtype=pl.Float32).fill_nan(None)
         return pl.DataFrame({"row": np.repeat(np.arange(len(found)), lengths), "item": names, "score": scores})
-
-    def encoded(self, frame: "pl.DataFrame", keep: Sequence[str]) -> tuple[Histories, Tally]:
-        """Return the histories in a frame, and what was counted in them; warn of unknown items."""
-        from recmill.commands.scored_files import shares
-
-        found, tally = super().encoded(frame, keep)
-        shares(tally, self)
-        return found, tally
 
     def write_best(self, options: dict[str, Any]) -> dict[str, Any]:
         """Write the K best items for the rows of a file."""

@@ -153,7 +153,7 @@ class Retriever(Predictor):
     def best_of_frame(self, frame: "pl.DataFrame", k: int, keep: Sequence[str]) -> "pl.DataFrame":
         """Return what `best` does for the rows of a frame."""
         self.check_k(k)
-        encoded, _ = self.encoded(frame, keep)
+        encoded = self.encoded(frame, keep)
         with self.one_thread():
             return self.best(frame.select(keep), encoded, k)
 

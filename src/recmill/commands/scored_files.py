@@ -191,10 +191,9 @@ def _score(scorer: "Scorer", options: "Options", job: Job, inputs: dict[str, Any
             parts = run_job("predict", arguments, options.procs)
         written = sum(work.part(f"score-{number}", dict)["written"] for number in range(parts))
         tally, metrics = _write(job, work, parts, output)
-    bad = {feature: counts.pop(_BAD) for feature, counts in tally.counts.items() if _BAD in counts}
     result: dict[str, Any] = {"rows": tally.rows, "written": written, "output": str(output)}
+    result["bad_values"] = bad_values(tally)
     result["features"] = shares(tally, scorer)
-    result |= {"bad_values": {feature: count for feature, count in bad.items() if count}}
     return result | ({"metrics": metrics} if job.has_labels else {})
 
 
@@ -280,6 +279,12 @@ def _values(metrics: BinaryMetrics) -> Values:
     from recmill.world import World
 
     return metrics.compute(World(0, 1, 0, 1, torch.device("cpu")))
+
+
+def bad_values(tally: Tally) -> dict[str, int]:
+    """Remove from the tally how many values of each feature were taken as missing, and return it."""
+    found = {feature: counts.pop(_BAD, 0) for feature, counts in tally.counts.items()}
+    return {feature: count for feature, count in found.items() if count}
 
 
 def shares(tally: Tally, scorer: "Scorer") -> list[dict[str, Any]]:

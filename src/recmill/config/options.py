@@ -44,7 +44,8 @@ def checked_options(command: str, options_class: type[OptionsT], options: dict[s
             if problem["type"] == "value_error":
                 lines.append(str(problem["ctx"]["error"]))
             elif problem["type"] == "extra_forbidden":
-                lines.append(unknown(f"option of {command}", key, options_class.model_fields))
+                fields = options_class.model_fields.items()
+                lines.append(unknown(f"option of {command}", key, [field.alias or name for name, field in fields]))
             elif problem["type"] == "missing":
                 lines.append(f"--{key.replace('_', '-')} is missing.")
             elif problem["type"] == "list_type" and isinstance(problem["input"], str | int):

@@ -7,6 +7,8 @@ from recmill.datasets.writing import Work
 from recmill.schema import Description
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import polars as pl
 
 
@@ -35,7 +37,9 @@ class DatasetModule(Protocol):
 
 
 class FrameModule(Protocol):
-    """What a dataset module provides as well, if `input` may be a frame."""
+    """What a dataset module provides as well, if options may be frames."""
 
-    def plan_frame(self, options: Any, frame: "pl.DataFrame") -> DatasetPlan:
-        """Check `options` and the frame, which is read instead of `options.input`."""
+    FRAMES: tuple[str, ...]  # these options
+
+    def plan_frames(self, options: Any, frames: "Mapping[str, pl.DataFrame]") -> DatasetPlan:
+        """Check `options` and the frames, which are read instead of the files of these options."""

@@ -3,7 +3,7 @@
 Filters apply in this order: rating, repeated items, items, users, k-core.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -20,13 +20,16 @@ from recmill.datasets.inputs import delimited, lines
 from recmill.datasets.inputs.detection import described
 from recmill.datasets.inputs.files import found_files
 from recmill.datasets.inputs.flags import ReadingFlags
+from recmill.datasets.inputs.frame import FrameFile
 from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import check_columns, columns_of, frames, lacking, num_rows, types_of
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.times import FORMATS, is_format, likely_format, parsed_times
 from recmill.errors import ConfigError, DataError, did_you_mean
 
-__all__ = ["Options", "plan", "plan_frame", "write"]
+__all__ = ["Options", "plan", "plan_frames", "write"]
+
+FRAMES = ("input", "titles")
 
 _BATCH_ROWS = 1 << 19
 _KINDS = {"time": "a whole number or a date"}
@@ -97,13 +100,14 @@ class Options(Filters, ReadingFlags):
             raise ValueError(f"--only {bad[0]!r}: give a column and its values, like event=purchase,cart.")
 
 
-def plan(options: Options) -> InteractionsPlan:
+def plan(options: Options, titles: list[InputFile] | None = None) -> InteractionsPlan:
+    """`titles`: is read instead of the files of options.titles."""
     files = found_files(options.input)
     bad_rows = delimited.BadRows(options.max_bad_rows) if options.on_bad_row == "skip" else None
     section = _section(files[0], options)
     if options.layout == "lines":
         items = sum(map(forecast_items, files))
-        return _plan(options, files, items, partial(_read_lines, files, section, options.no_user))
+        return _plan(options, files, items, partial(_read_lines, files, section, options.no_user), titles)
     needed = ["user", "item"] + ["rating"] * (options.min_rating is not None)
     if missing := [name for name in needed if getattr(options, f"{name}_column") is None]:
         raise _no_column(missing[0], files[0], section)
@@ -112,7 +116,7 @@ def plan(options: Options) -> InteractionsPlan:
     if len(files) > 1 or len({*named} - {*columns_of(files[0], section, "--")}) > 1:  # one is reported by its reader
         check_columns(files, section, named, "the files do not fit the options", "Correct the options.", prefix="--")
     rows, read = _reader(files, section, columns, bad_rows, options.time_format)
-    return replace(_plan(options, files, rows, read), bad_rows=bad_rows)
+    return replace(_plan(options, files, rows, read, titles), bad_rows=bad_rows)
 
 
 def _no_column(name: str, file: InputFile, section: InputSection) -> ConfigError:
@@ -134,8 +138,12 @@ def _separator_of_lines(file: InputFile) -> str:
     return max((" ", "\t", ","), key=lambda separator: text.count(separator.encode()))
 
 
-def plan_frame(options: Options, frame: pl.DataFrame) -> InteractionsPlan:
-    """Plan to read a frame instead of the file `options.input`, with the same checks."""
+def plan_frames(options: Options, frames: Mapping[str, pl.DataFrame]) -> InteractionsPlan:
+    """Plan to read frames instead of the files of options.input or options.titles, with the same checks."""
+    titles: list[InputFile] | None = [FrameFile(frames["titles"], "titles")] if "titles" in frames else None
+    if "input" not in frames:
+        return plan(options, titles)
+    frame = frames["input"]
     if options.on_bad_row == "skip":
         raise ConfigError("--on-bad-row skip is for .csv and .tsv: values of a frame have types. Remove it.")
     if options.min_rating is not None and options.rating_column is None:
@@ -147,15 +155,19 @@ def plan_frame(options: Options, frame: pl.DataFrame) -> InteractionsPlan:
     chosen = [_typed_column("input", frame.schema, *names, options.time_format) for names in columns.items()]
     read = partial(_checked, "input", columns, list(frame.iter_slices(_BATCH_ROWS)), chosen)
     digest = xxhash.xxh3_128_hexdigest(frame.select(columns.values()).hash_rows(seed=0).to_numpy().data)
-    return replace(_plan(options, [], frame.height, read), frame_digest=digest)
+    return replace(_plan(options, [], frame.height, read, titles), frame_digest=digest)
 
 
 def _plan(
-    options: Options, files: list[InputFile], rows: int, read: Callable[[], Iterator[pl.DataFrame]]
+    options: Options,
+    files: list[InputFile],
+    rows: int,
+    read: Callable[[], Iterator[pl.DataFrame]],
+    titles_given: list[InputFile] | None = None,
 ) -> InteractionsPlan:
     titles = None
     if options.titles:
-        found = found_files(options.titles, "--titles")
+        found = titles_given or found_files(options.titles, "--titles")
         files = [*files, *(file for file in found if file not in files)]
         encoding = options.title_encoding or options.encoding or "utf-8"
         named = options.title_columns or []

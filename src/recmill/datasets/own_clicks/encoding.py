@@ -45,6 +45,7 @@ from recmill.errors import DataError
 from recmill.schema import SparseFeature
 
 PARTS = {"hour": 24, "weekday": 7, "is_weekend": 2, "day": 31, "month": 12}
+OnBadValue = Literal["fail", "missing"]  # a number or time that cannot be used is an error, or missing and counted
 _JOINT = "\x1f"  # between the values of a cross
 _DAY = 86_400_000_000
 
@@ -106,18 +107,12 @@ class Encoder:
     """Turns raw rows into dense values and ids, and counts what it met.
 
     The columns of the features in `without` are not read: these features are 0 and MISSING in every row.
-    `on_bad_value`: whether a number or time that cannot be used is an error, or is counted and taken as missing.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        directory: Path,
-        without: Collection[str] = (),
-        on_bad_value: Literal["fail", "missing"] = "fail",
-    ) -> None:
+    on_bad_value: OnBadValue = "fail"
+
+    def __init__(self, recipe: Recipe, directory: Path, without: Collection[str] = ()) -> None:
         self.recipe = recipe
-        self._on_bad_value = on_bad_value
         self._without = without
         self.tally = Tally()
         self._directory = directory
@@ -188,7 +183,7 @@ class Encoder:
 
     def _given_numbers(self, rows: RawRows, feature: NumericFeature | BucketFeature) -> np.ndarray:
         arguments = rows, feature.column, self.recipe.log.missing_texts(feature), self.recipe.log.input
-        if self._on_bad_value == "fail":
+        if self.on_bad_value == "fail":
             return numbers(*arguments)
         found, is_bad = usable_numbers(*arguments)
         self.tally.add(feature.name, bad=is_bad)
@@ -218,7 +213,7 @@ class Encoder:
     def _time_ids(self, rows: RawRows, feature: TimeFeature) -> np.ndarray:
         is_seen = np.zeros(PARTS[feature.part], bool)
         is_seen[self.recipe.learned[feature.name].seen] = True
-        if self._on_bad_value == "fail":
+        if self.on_bad_value == "fail":
             of_times = parts_of(rows, self.recipe.log, feature)
             self.tally.add(feature.name, unseen=~is_seen[of_times])
             return 1 + of_times[:, None]

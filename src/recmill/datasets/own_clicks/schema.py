@@ -4,6 +4,7 @@ It is as strict as a run config: an unknown key is an error that names the one t
 """
 
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -262,13 +263,19 @@ class ClicksSchema(Section):
         return list(dict.fromkeys([*filter(None, others), *self.feature_columns()]))
 
 
-def load_schema(path: Path, columns_of_log: Callable[[InputSection], list[str]] = lambda _: []) -> ClicksSchema:
-    """Read and check the file, and name features after their columns. All problems are reported at once.
+def load_schema(given: str | Path, columns_of_log: Callable[[InputSection], list[str]] = lambda _: []) -> ClicksSchema:
+    """Read and check a schema, and name features after their columns. All problems are reported at once.
 
+    `given`: a file, or the text of a schema, which has several lines.
     `columns_of_log`: is called if there are problems, to report columns that the log lacks, too.
     """
-    if "\n" in str(path):  # what `guess_schema` returns
-        raise ConfigError("--schema is the text of a schema, not a file. Write the text to a file, and name this file.")
+    if "\n" in str(given):
+        try:
+            values = tomllib.loads(str(given))
+        except ValueError as error:
+            raise ConfigError(f"--schema: not valid TOML: {error}.") from None
+        return checked_schema(values, "--schema", columns_of_log)
+    path = Path(given)
     if not path.exists():
         near = did_you_mean_path(path)
         raise ConfigError(

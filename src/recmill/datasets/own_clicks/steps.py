@@ -8,7 +8,7 @@ import logging
 import mmap
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 import polars as pl
-from pydantic import AliasChoices, NonNegativeInt
+from pydantic import NonNegativeInt, field_validator
 
 from recmill.config.sections import Section, key
 from recmill.data.click_rows import ClickRows
@@ -47,7 +47,9 @@ from recmill.hardware.cpu import num_cores
 from recmill.observe.progress import Progress
 from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange
 
-__all__ = ["Options", "plan", "plan_frame", "write"]
+__all__ = ["Options", "plan", "plan_frames", "write"]
+
+FRAMES = ("input",)
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +73,7 @@ class Options(Section):
     schema_file: str | None = key(
         None,
         "The schema: a TOML file. See docs/own-data.md.",
-        json_schema_extra={"flags": ["--schema"]},
-        validation_alias=AliasChoices("schema_file", "schema"),  # pydantic has a method `schema`
+        alias="schema",  # pydantic has a method with this name
     )
     label: str | None = key(None, "Instead of --schema: guess the schema, as `recmill schema --label` does.")
     on_bad_row: Literal["fail", "skip"] = key(
@@ -83,6 +84,11 @@ class Options(Section):
         "polars", "polars: this machine. spark: a Spark cluster, which gives the same files."
     )
     spark_master: str | None = key(None, "Spark's address, like spark://host:7077 (default local[*]).")
+
+    @field_validator("schema_file", mode="before")
+    @classmethod
+    def what_guess_schema_returns_has_a_schema(cls, given: Any) -> Any:
+        return given.get("schema", given) if isinstance(given, dict) else given
 
 
 @dataclass(frozen=True)
@@ -112,12 +118,12 @@ def plan(options: Options) -> Plan:
     return _plan(options, lambda: found_files(options.input))
 
 
-def plan_frame(options: Options, frame: pl.DataFrame) -> Plan:
+def plan_frames(options: Options, frames: Mapping[str, pl.DataFrame]) -> Plan:
     """Plan to read a frame instead of the files of `options.input`, with the same checks."""
     if options.engine == "spark":
         raise ConfigError("input: a frame is in the memory of this process, and Spark reads files. Leave out engine.")
-    found = _plan(options, lambda: [FrameFile(frame)])
-    return replace(found, files=[FrameFile(frame.select(found.log.columns()))])
+    found = _plan(options, lambda: [FrameFile(frames["input"])])
+    return replace(found, files=[FrameFile(frames["input"].select(found.log.columns()))])
 
 
 def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
@@ -130,7 +136,7 @@ def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
         raise ConfigError("--max-bad-rows needs --on-bad-row skip.")
     log_schema = None
     if options.schema_file:
-        log_schema = load_schema(Path(options.schema_file), lambda section: columns_of(find()[0], section))
+        log_schema = load_schema(options.schema_file, lambda section: columns_of(find()[0], section))
     files = find()
     guessed = ""
     if log_schema is None:
