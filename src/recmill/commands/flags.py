@@ -23,7 +23,11 @@ class Command(click.Command):
 
 
 def flags(options: Any) -> list[click.Option]:
-    return [_option(name, field) for name, field in options.model_fields.items()]
+    """Return the flags of the fields, those of `ReadingFlags` last: they are rarely needed."""
+    from recmill.datasets.inputs.flags import ReadingFlags
+
+    names = sorted(options.model_fields, key=lambda name: name in ReadingFlags.model_fields)
+    return [_option(name, options.model_fields[name]) for name in names]
 
 
 def _option(name: str, field: Any) -> click.Option:
