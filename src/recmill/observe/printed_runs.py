@@ -42,6 +42,8 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
     known = _references(reports, names, dict(zip((report.dataset for report in reports), datasets, strict=True)))
     references = [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in known.items()]
     print_columns([*labels, *names], columns, references)
+    if any(deltas):
+        print_line(f"+, -: difference to {reports[0].run}")
     for report in reports:
         if report.state != "done" and report.reason:
             print_line(f"{report.run}: {state_text(report)}: {report.reason}")
