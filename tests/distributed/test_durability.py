@@ -20,7 +20,10 @@ from recmill.checkpoints import format as format_module
 from recmill.checkpoints.format import RowChange, file_facts
 from recmill.checkpoints.incremental import apply_changes
 from recmill.commands.checkpoint import inspect_checkpoint, list_checkpoints
-from recmill.errors import CheckpointError, ConfigError, ResourceError
+from recmill.commands.compare import compare
+from recmill.commands.results import run_report
+from recmill.errors import CheckpointError, ConfigError, ResourceError, UserError
+from recmill.observe.printed_runs import print_comparison
 
 from ..checkpoints import flip_a_bit, newest, newest_in, save_network, tensors_of
 from ..conftest import RunCli
@@ -131,7 +134,9 @@ def test_a_corrupt_checkpoint_is_refused_listed_and_skipped_with_fallback(
     assert loss[0] == loss[1]
 
 
-def test_a_new_run_starts_from_what_fits_of_an_old_one(dlrm: Config, clicks: Path, tmp_path: Path) -> None:
+def test_a_new_run_starts_from_what_fits_of_an_old_one(
+    dlrm: Config, clicks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(dlrm, tmp_path / "old", overrides=["train.max_steps=6"])
     wider = ["train.max_steps=1", "model.top_mlp=[24]", "train.seed=7"]
     with pytest.raises(CheckpointError, match=r"layer top.0.weight: \[16, \d+\] in the checkpoint, \[24, \d+\] here"):
@@ -151,6 +156,17 @@ def test_a_new_run_starts_from_what_fits_of_an_old_one(dlrm: Config, clicks: Pat
     assert "model.top.0.weight" not in taken
     train(dlrm, tmp_path / "new", overrides=[*wider[1:], *rates, "train.max_steps=2"], **options)  # its own, now
     assert "resuming from step 1" in (tmp_path / "new" / "log.txt").read_text()
+    assert run_report(tmp_path / "new").started_from == f"{tmp_path / 'old'}, step 6", "a resumed run knows it as well"
+    with pytest.raises(ConfigError, match=r"old has started without --init-from, so it cannot start from \S+/new"):
+        train(dlrm, tmp_path / "old", overrides=["train.max_steps=6"], init_from=tmp_path / "new")
+    with pytest.raises(UserError, match="nowhere"):
+        train(dlrm, tmp_path / "old", overrides=["train.max_steps=6"], init_from=tmp_path / "nowhere")
+    again = [*wider[1:], *rates, "train.max_steps=2"]
+    train(dlrm, tmp_path / "new", overrides=again, **options)  # finished: nothing to do
+    compared = compare(tmp_path / "old", tmp_path / "new")
+    assert not [row for row in compared.environment if row.name.startswith("started_from")]
+    print_comparison(compared)
+    assert f"   started from {tmp_path / 'old'}, step 6\n" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

@@ -243,7 +243,9 @@ def criteo_days(path: Path) -> Path:
     return path
 
 
-def test_unseen_ids_count_also_when_they_share_a_row_with_rare_ones(tmp_path: Path, run_cli: RunCli) -> None:
+def test_unseen_ids_count_also_when_they_share_a_row_with_rare_ones(
+    tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raw = criteo_days(tmp_path / "raw")
     prepare("criteo", tmp_path / "rare", input=raw, min_frequency=2)
     c1, c2, *_ = audit(tmp_path / "rare").tables
@@ -257,6 +259,12 @@ def test_unseen_ids_count_also_when_they_share_a_row_with_rare_ones(tmp_path: Pa
     assert [line.split() for line in printed if line.startswith(("C1 ", "C2 "))] == [
         ["C1", "3", "3", "12.50%", "75.00%", "25.00%"],
         ["C2", "3", "1", "0.00%", "50.00%", "0.00%"],
+    ]
+    monkeypatch.setenv("COLUMNS", "60")  # the last column is below the others
+    printed = run_cli("audit", tmp_path / "rare").stdout.splitlines()
+    assert [line.split() for line in printed if line.startswith("C2 ")] == [
+        ["C2", "3", "1", "0.00%", "50.00%"],
+        ["C2", "0.00%"],
     ]
 
 

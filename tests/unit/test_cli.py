@@ -116,6 +116,19 @@ def test_help_shows_the_help_and_default_of_each_field() -> None:
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("command", "default"), [("predict RUN", "as in training"), ("prepare histories", "found in its first 1,000 lines")]
+)
+def test_flags_for_unusual_texts_come_last_in_the_help_with_the_default_of_the_command(
+    command: str, default: str
+) -> None:
+    text = CliRunner().invoke(cli.commands, [*command.split(), "--help"]).output
+    assert text.index("--input") < text.index("--columns NAMES") < text.index("--separator")
+    assert "--help" in text[text.index("--skip-lines") :] and "--output" not in text[text.index("--skip-lines") :]
+    assert default in " ".join(text[text.index("--separator") :].split("--quotes")[0].split())
+    assert "of new rows" not in text
+
+
 @pytest.mark.parametrize("command", ["download", "split", "adopt", "audit", "train", "evaluate", "recommend"])
 def test_every_option_of_a_command_is_a_flag_with_help(command: str) -> None:
     found = cli.commands.commands[command]

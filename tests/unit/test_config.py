@@ -361,6 +361,21 @@ def test_a_run_or_a_dataset_in_place_of_a_config_is_named_with_the_command_that_
     assert error(tmp_path / "other") == "here/other is a directory. Name the run config (.toml) itself."
 
 
+def test_another_model_name_names_the_config_of_that_model_instead_of_its_nearest_key() -> None:
+    def error(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_config("own/dlrm", overrides)
+        return str(caught.value)
+
+    assert error("model.name=deepfm") == (
+        "--set: 'model.name': 'deepfm' has no model.top_mlp, which own/dlrm has for 'dlrm'. Instead, train own/deepfm, "
+        "or edit [model] in a copy: recmill configs copy own/dlrm."
+    )
+    both = error("model.name=deepfm", "model.deep_mpl=[8]")
+    assert "train own/deepfm" in both and "Did you mean 'model.deep_mlp'?" in both
+    assert load_config("own/dlrm", ["model.name=dcnv2"]).model_name == "dcnv2"
+
+
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     schema = {"label": {"column": "click"}, "feature": []}
     with pytest.raises(ConfigError, match=r"is the schema of a click log") as caught:

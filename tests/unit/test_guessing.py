@@ -14,6 +14,7 @@ import pytest
 import recmill
 from recmill.datasets.own_clicks.schema import load_schema
 from recmill.errors import ConfigError, DataError
+from recmill.observe.printed import print_schema
 
 ROWS = 2000
 
@@ -248,6 +249,16 @@ def test_numbers_with_a_unit_are_a_text_with_a_remark_and_no_list(tmp_path: Path
     assert found["columns"][1]["guess"] == "categorical"
     assert "which look like numbers with a unit" in found["columns"][1]["why"]
     assert "separator" not in tomllib.loads(found["schema"])["feature"][0]
+
+
+def test_the_next_command_names_the_schema_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    drawn().write_csv("log.csv")
+    print_schema(recmill.guess_schema("log.csv", "click", "clicks.toml"))
+    command = "recmill prepare clicks --schema clicks.toml --input log.csv --output data/mine\n"
+    assert capsys.readouterr().out.endswith(f"check clicks.toml, then:\n{command}")
 
 
 def test_labels_that_are_not_understood_are_named_with_the_key_to_set(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from recmill.commands import plan as command
 from recmill.commands.plan import plan
 from recmill.config import load_config
 from recmill.errors import ConfigError, ResourceError
+from recmill.observe.printed_plan import print_plan
 from recmill.observe.verdict import Hints
 from recmill.planning.calibrate import REFERENCES, device_from, fitted_costs
 from recmill.planning.devices import DEVICES, Site, read_device
@@ -410,6 +411,21 @@ def test_the_command_prints_and_exits_by_whether_it_fits(run_cli: RunCli, tmp_pa
     found = json.loads(done.stdout)
     assert not found["fits"] and found["changes"][0]["flags"].startswith("--set tables.store=cached_ssd")
     assert found["tables"][0]["bytes"]["rows"] == 100_000_000 * 8 * 4
+
+
+def test_the_tables_of_a_plan_fit_80_columns_with_sizes_in_units_that_suit_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    report = plan(small(), rows="1000,200")
+    long = [replace(table, table="table_a_column_with_a_long_name") for table in report.tables]
+    print_plan(replace(report, tables=long), has_details=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  " in line]  # those of tables
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if line.startswith("a_column_with_a_long_name")]
+    assert rows[0][:3] == ["a_column_with_a_long_name", "1,000", "8"]
+    assert rows[0][5:7] == ["32.0", "kB"]  # 1,000 x 8 x 4 bytes
+    assert len(rows) == 4, "two tables, in two blocks"
 
 
 def test_help_imports_no_torch() -> None:

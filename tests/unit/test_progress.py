@@ -58,6 +58,26 @@ def test_a_bar_that_is_too_narrow_for_details_still_shows_steps_loss_and_time(
     assert ("0.39 GB" in last) == has_details
 
 
+def test_bytes_are_shown_in_units_that_suit_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    monkeypatch.setattr(progress, "CONSOLE", console)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    with progress.Progress("verifying clicks", total=125_829_120, unit="bytes") as bar:
+        for _ in range(3):
+            bar.advance(41_943_040)
+    assert isinstance(console.file, io.StringIO)
+    last = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain.strip().splitlines()[-1]
+    assert "125.8 MB of 125.8 MB" in last and "B/s" in last and "bytes/s" not in last and "…" not in last
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
+    bar = progress.Progress("verifying clicks", total=125_829_120, unit="bytes")
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0)
+    bar.advance(41_943_040)
+    assert caplog.messages[0].startswith("verifying clicks: 41.9 MB of about 125.8 MB, ")
+
+
 def test_elsewhere_a_line_every_30_seconds_says_how_much_is_left_on_rank_0_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

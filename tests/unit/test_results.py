@@ -118,6 +118,7 @@ def test_differences_are_to_the_first_run_and_only_between_runs_on_the_same_data
     rows = {line.split("  ")[0]: line.split()[1:] for line in text.splitlines()}
     assert rows["test"][:2] == ["first", "second"]
     assert rows["auroc"][:3] == ["0.7500", "0.7625", "+0.0125"]
+    assert "+, -: difference to first" in text
     assert rows["best step"][1:] == ["20", "20"]
     assert rows["logloss"][0] == "0.5000"
 

@@ -52,6 +52,7 @@ def test_checkpoints_and_validation_are_shares_of_the_run() -> None:
     found = of(times(forward=60, save=40), saves_in_background=False)
     assert found.text == "checkpoint-bound 40 % of the run: without waiting 1.67x; try checkpoint.background=true"
     assert of(times(forward=75, validate=25)).text.startswith("validation-bound 25 % of the run: without it 1.33x;")
+    assert of(times(forward=12, save=8)).text == "checkpoint-bound 40 % of the run", "20 s are too short for advice"
     assert found.seconds == {"steps": 60, "save": 40, "validate": 0}
 
 

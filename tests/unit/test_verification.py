@@ -129,4 +129,4 @@ def test_reading_is_shown_as_progress(copy: Path, read: list[str], monkeypatch: 
 
     monkeypatch.setattr(verification, "Progress", Shown)
     opened(copy, read)
-    assert shown == [(f"verifying {copy}", 12 << 22), ("done", 12 << 22)]
+    assert shown == [(f"verifying {copy.name}", 12 << 22), ("done", 12 << 22)]

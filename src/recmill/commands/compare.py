@@ -118,6 +118,7 @@ def _read(path: str | Path, report: RunReport) -> _Run:
         run.config = flat(tomllib.loads(read_small(folder.config_file).decode(errors="replace")))
     with suppress(OSError, ValueError, AttributeError):
         facts = read_json(folder.path / "env.json")
+        facts.pop("started_from", None)  # a fact of the report
         hosts = [host for host in facts.pop("hosts", []) if isinstance(host, dict)]
         facts |= {"hosts": ", ".join(str(host.get("name")) for host in hosts)} if hosts else {}
         run.environment = {key: value for key, value in flat(facts).items() if _is_comparable(key)}

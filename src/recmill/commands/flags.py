@@ -23,7 +23,11 @@ class Command(click.Command):
 
 
 def flags(options: Any) -> list[click.Option]:
-    return [_option(field.alias or name, field) for name, field in options.model_fields.items()]
+    """Return the flags of the fields, those of `ReadingFlags` last: they are rarely needed."""
+    from recmill.datasets.inputs.flags import ReadingFlags
+
+    fields = sorted(options.model_fields.items(), key=lambda field: field[0] in ReadingFlags.model_fields)
+    return [_option(field.alias or name, field) for name, field in fields]
 
 
 def _option(name: str, field: Any) -> click.Option:

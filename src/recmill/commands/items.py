@@ -7,12 +7,12 @@ from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import STREAM, Fallback, Which, flag, new_parquet, new_path
 from recmill.commands.retriever import RequestOptions, RequestVectors, Retriever
 from recmill.config.options import checked_options
-from recmill.datasets.inputs.flags import Reading, ReadingFlags
+from recmill.datasets.inputs.flags import NewRowsFlags, Reading
 from recmill.errors import ConfigError
 from recmill.files.atomic import new_file
 
 
-class Options(ReadingFlags):
+class Options(NewRowsFlags):
     output: str = flag(..., "Parquet file to write: id, item (as in the log, if it is known) and vector.")
     requests: str | None = flag(None, "Instead of items: write the vectors of the requests in this file.")
     keep: list[str] | None = flag(None, "Columns of --requests to copy, separated by commas.")

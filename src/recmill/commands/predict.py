@@ -17,7 +17,7 @@ from recmill.config.options import checked_options
 from recmill.data.frames import is_frame
 from recmill.data.opening import open_dataset
 from recmill.data.recipes import Tally, has_recipe, kept_dataset
-from recmill.datasets.inputs.flags import Reading, ReadingFlags
+from recmill.datasets.inputs.flags import NewRowsFlags, Reading
 from recmill.errors import CheckpointError, ConfigError, DataError
 from recmill.metrics.binary import corrected_logits, sigmoid
 from recmill.observe.log import quiet_libraries
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 13
 
 
-class Options(ReadingFlags):
+class Options(NewRowsFlags):
     input: str = flag(..., "The rows, in any format that `prepare clicks` reads: file, directory or pattern. -: stdin.")
     output: str = flag(..., "File to write: .parquet, .csv or .jsonl, by its name. -: stdout.")
     format: Literal["csv", "jsonl"] | None = flag(None, "The format of stdin and stdout.  [default: csv]")

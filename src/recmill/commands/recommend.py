@@ -18,7 +18,7 @@ from recmill.commands.options import Fallback, Verify, Which, dataset_checks, fl
 from recmill.data.checks import checked_items
 from recmill.data.frames import Kind, as_polars, converted
 from recmill.data.names import Names, Unknown
-from recmill.datasets.inputs.flags import Reading, ReadingFlags, check_no_flags, given_flag
+from recmill.datasets.inputs.flags import NewRowsFlags, Reading, check_no_flags, given_flag
 from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.observe.log import quiet_libraries
@@ -44,7 +44,7 @@ _SCORES_AT_ONCE = 1 << 24  # histories times items
 _SCORES_OF_ONE_THREAD = 1 << 18
 
 
-class Options(ReadingFlags):
+class Options(NewRowsFlags):
     history: str | None = flag(None, "Original ids or titles of items, oldest first, separated by commas.")
     users: str | None = flag(None, "Original ids of users of the dataset, separated by commas.")
     is_for_all: bool = flag(False, "Every user of the dataset; needs --output.", "--all")

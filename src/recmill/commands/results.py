@@ -35,6 +35,7 @@ class RunReport:
     reason: str = ""  # the error or the signal
     model: str = ""
     dataset: str = ""
+    started_from: str = ""  # the run and step of --init-from
     step: int = 0  # how far training got
     metric: str = ""  # the headline metric of validation, which chooses the best step
     best_step: int | None = None
@@ -96,6 +97,8 @@ def run_report(path: str | Path) -> RunReport:
     state = str(status.get("state", "unknown"))
     facts: dict[str, Any] = {"reason": str(status.get("reason") or ""), "seconds": number(status.get("seconds"))}
     facts |= _progress(run)
+    if started := run.started_from():
+        facts["started_from"] = f"{started.get('run')}, step {started.get('step')}"
     if run.config_file.is_file():  # a run that failed very early has none
         name, settings = read_settings(run.config_file)
         facts |= {"model": name, "dataset": settings.data.path}

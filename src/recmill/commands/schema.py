@@ -62,5 +62,5 @@ def guess_schema(
         "schema": text,
         "columns": rows,
         "input": "frame" if is_frame(input) else str(input),
-        "output": str(path) if path else None,
+        "output": str(output) if path else None,
     }

@@ -110,14 +110,15 @@ def train(
         if variables:
             log.info("config keys from the environment: %s", ", ".join(f"{key_of(v)} ({v})" for v in variables))
     checked, directory, dataset, is_finished = check_run(checked, run, dataset_checks(verify))
+    if init_from is not None:
+        other, which = assemble.open_start(init_from)
+        init_from = f"{other.path.absolute()}@{which}"
+        _check_start(directory, other.path.absolute())
     if is_finished:
         log.info("%s is finished: nothing to do", directory.path)
         results = {split: values for split, values in directory.read_results().items() if split != "timing"}
     else:
-        options = Options(run=str(directory.path), allow_partial=allow_partial, fallback=fallback)
-        if init_from is not None:
-            other, which = assemble.open_start(init_from)
-            options = options.model_copy(update={"init_from": f"{other.path.absolute()}@{which}"})
+        options = Options(run=str(directory.path), init_from=init_from, allow_partial=allow_partial, fallback=fallback)
         results = _launch(checked, dataset, options, procs)
     if stopped := results.get("stopped"):
         step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
@@ -165,6 +166,21 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
             "Set it to false, or choose another --run."
         )
     return CheckedRun(checked, directory, dataset, is_finished)
+
+
+def _check_start(directory: RunDirectory, given: Path) -> None:
+    """Raise unless the run is new, or started from the run `given`."""
+    started = directory.started_from()
+    if started is None or not committed(directory.checkpoints):
+        return
+    run = str(started.get("run", ""))
+    if run and Path(run).resolve() == given.resolve():
+        return
+    begun = f"from {run}" if run else "without --init-from"
+    raise ConfigError(
+        f"{directory.path} has started {begun}, so it cannot start from {given}. Choose another --run; or give the "
+        "same --init-from as before, or none, to resume this one."
+    )
 
 
 def _no_data(config: Config, saved: Config | None) -> DataError:
@@ -368,6 +384,9 @@ def _train(
         facts |= {"launcher": process_environment().started_by or None, "job_id": job_id()}
         facts |= {"hosts": by_host(hosts or []), "variables": recorded_variables()}
         sent = settings.sharding if world.size > 1 else ShardingSection()  # one process sends nothing
+        facts["started_from"] = run.started_from() if found else {}
+        if earlier:
+            facts["started_from"] = {"run": str(other.path), "step": earlier.position.step}
         facts["exchange"] = {"forward": sent.forward_precision, "backward": sent.backward_precision}
         write_json(run.path / "env.json", facts | {"plugins": registry.plugin_files()})
         if report := gpu_report():

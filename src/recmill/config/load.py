@@ -94,6 +94,8 @@ def _loaded(
         )
     problems: list[Problem] = []
     origins: dict[str, str] = {}  # by key
+    own = values.get("model")
+    own_keys = dict(own) if isinstance(own, dict) else {}  # before overrides
     given = [(variable, key_of(variable), f"{variable}={value}") for variable, value in variables.items()]
     for override in overrides:
         given.append(("--set", override.partition("=")[0].strip(), f"--set {override}"))
@@ -103,9 +105,26 @@ def _loaded(
         else:
             origins[key] = origin
     config = _checked(values, problems)
+    if config.model_name != (theirs := own_keys.get("name")):
+        problems = _about_keys_of(theirs, own_keys, config.model_name, name, problems)
     if problems:
         raise ConfigError(report(name, problems, origins))
     return config
+
+
+def _about_keys_of(
+    model: Any, own_keys: Mapping[str, Any], new_model: str, name: str, problems: list[Problem]
+) -> list[Problem]:
+    """Return one problem for all keys that `new_model` does not know, where an override replaces `model`."""
+    unknown = [p for p in problems if p.is_unknown_key and p.keys[0].removeprefix("model.") in own_keys]
+    if not unknown:
+        return problems
+    shipped = shipped_configs()
+    known = f"train {own}, or " if (own := f"own/{new_model}") in shipped else ""
+    copy = f": recmill configs copy {name}" if name in shipped else ""
+    fact = f"'{new_model}' has no {', '.join(p.keys[0] for p in unknown)}, which {name} has for '{model}'"
+    text = f"'model.name': {fact}. Instead, {known}edit [model] in a copy{copy}."
+    return [*(p for p in problems if p not in unknown), Problem(text, ("model.name",))]
 
 
 def override_texts(overrides: Overrides, prefix: str = "") -> list[str]:

@@ -26,6 +26,7 @@ class Problem:
     text: str
     keys: tuple[str, ...]  # that it is about
     meant: Sequence[str] = ()  # the known keys that an unknown one resembles
+    is_unknown_key: bool = False
 
 
 def meant_keys(name: str, keys: Sequence[str]) -> list[str]:
@@ -121,7 +122,8 @@ def _problem(
         before = key[: len(key) - len(str(location[-1]))]
         known = [f"{before}{name}" for name in names]
         others = meant_keys(key, elsewhere) if elsewhere else []
-        return Problem(registry.unknown("key", key, known, others), (key,), registry.nearest(key, known) or others)
+        meant = registry.nearest(key, known) or others
+        return Problem(registry.unknown("key", key, known, others), (key,), meant, is_unknown_key=True)
     help_text = (field.description or "") if field else ""
     if error["type"] == "missing":
         return Problem(f"'{key}' is missing. {help_text}", (key,))

@@ -27,7 +27,7 @@ def digest_problems(dataset: Dataset, which: Literal["new", "all"]) -> Iterator[
     if not unknown:
         return
     total = sum(-(-info.bytes // BLOCK_BYTES) for info in unknown.values()) * BLOCK_BYTES
-    with Progress(f"verifying {dataset.path}", total, "bytes") as progress:
+    with Progress(f"verifying {dataset.path.absolute().name}", total, "bytes") as progress:
         for path, info in unknown.items():
             before = path.stat()
             is_settled = time.time() - before.st_ctime > _SETTLED_SECONDS

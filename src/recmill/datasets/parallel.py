@@ -25,7 +25,7 @@ class _CompilationNote(event.Listener):
     def on_start(self, event: event.Event) -> None:
         if not self.is_logged and event.data["dispatcher"].py_func.__module__.startswith("recmill."):
             self.is_logged = True
-            log.info("compiling the parser, once per machine")
+            log.info("compiling the parser")
 
     def on_end(self, event: event.Event) -> None:
         pass

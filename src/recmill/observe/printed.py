@@ -136,8 +136,8 @@ def print_audit(report: Any) -> None:
         rate = None if part.split == "unlabelled" else part.clicks / part.rows
         parts.append([part.day, part.split, f"{part.rows:,}", percent(rate), part.dense])
     has_transforms = any(part.dense for part in report.parts)  # else a schema says what they are
-    columns = ["day", "split", "rows", "label rate", "dense values"][: None if has_transforms else -1]
-    print_table(columns, [row[: len(columns)] for row in parts])
+    titles = ["day", "split", "rows", "label rate", "dense values"][: None if has_transforms else -1]
+    print_table(titles, [row[: len(titles)] for row in parts])
     print_line()
     splits = list(report.shared_rows)
     has_rare = any(table.rare_in_train is not None for table in report.tables)
@@ -153,7 +153,9 @@ def print_audit(report: Any) -> None:
         for table in report.tables
     ]
     rare = ["rare in train"] if has_rare else []
-    print_table(["table", "rows", "ids in train", *rare, *(f"{what} in {split}" for split in splits)], tables)
+    header = ["table", "rows", "ids in train", *rare, *(f"{what} in {split}" for split in splits)]
+    labels, *columns = zip(header, *tables, strict=True)
+    print_columns(labels, columns)
     print_line()
     print_line(
         f"rows: {sum(report.rows.values()):,} in all; " + ", ".join(f"{s} {n:,}" for s, n in report.rows.items())

@@ -20,15 +20,23 @@ def print_plan(report: Any, has_details: bool) -> None:
     held = [name for name in _HELD if any(getattr(table.bytes, name) for table in report.tables)]
     largest = sorted(report.tables, key=lambda table: -table.bytes.total)
     tables = largest if has_details else largest[:_LARGEST]
-    rows = [
-        [t.table, f"{t.rows:,}", str(t.dim), t.sharding, t.ranks, *(_mb(getattr(t.bytes, name)) for name in held)]
-        for t in tables
+    columns = [
+        ["rows", *(f"{t.rows:,}" for t in tables)],
+        ["dim", *(str(t.dim) for t in tables)],
+        ["sharding", *(t.sharding for t in tables)],
+        ["process", *(t.ranks for t in tables)],
+        *(
+            [_HELD[name] if name != "rows" else "size", *(_size(getattr(t.bytes, name)) for t in tables)]
+            for name in held
+        ),
     ]
+    labels = ["table", *(t.table.removeprefix("table_") for t in tables)]
     if len(tables) < len(largest):
-        sums = [_mb(sum(getattr(t.bytes, name) for t in largest)) for name in held]
-        rows.append([f"all {len(largest)}", f"{sum(t.rows for t in largest):,}", "", "", "", *sums])
-    names = [_HELD[name] for name in held]
-    print_table(["table", "rows", "dim", "sharding", "process", f"MB of {names[0]}", *names[1:]], rows)
+        labels.append(f"all {len(largest)}")
+        sums = [_size(sum(getattr(t.bytes, name) for t in largest)) for name in held]
+        for column, total in zip(columns, [f"{sum(t.rows for t in largest):,}", "", "", "", *sums], strict=True):
+            column.append(total)
+    print_columns(labels, columns)
     print_line()
     _print_memory(report, held)
     print_line()
@@ -43,27 +51,27 @@ def print_plan(report: Any, has_details: bool) -> None:
 
 
 def _print_memory(report: Any, held: Sequence[str]) -> None:
-    """Print what a process holds in MB, one column for each group of processes that hold the same."""
+    """Print what a process holds, one column for each group of processes that hold the same."""
     is_cuda = report.site.device.kind == "cuda"
     parts = {_HELD[name]: [getattr(rank.tables, name) for rank in report.ranks] for name in held}
     parts["dense"] = [rank.dense for rank in report.ranks]
     parts["NCCL"] = [rank.buffers for rank in report.ranks]
     parts["layers"] = [rank.layer_values for rank in report.ranks]
-    cells = {name: [*map(_mb, values)] for name, values in parts.items() if any(values)}
+    cells = {name: [*map(_size, values)] for name, values in parts.items() if any(values)}
     # On CPU dense layers are in host memory, as the rest of the process: not counted as memory of tables.
     outside = ("layers",) if is_cuda else ("dense", "layers")
     cells = {f"({name})" if name in outside else name: values for name, values in cells.items()}
-    cells["total"] = [_mb(rank.total) for rank in report.ranks]
-    cells["at a checkpoint"] = [f"{_mb(r.checkpoint_peak)}{', waits' * r.checkpoint_waits}" for r in report.ranks]
-    cells["can use"] = [_mb(rank.usable) for rank in report.ranks]
+    cells["total"] = [_size(rank.total) for rank in report.ranks]
+    cells["at a checkpoint"] = [f"{_size(r.checkpoint_peak)}{', waits' * r.checkpoint_waits}" for r in report.ranks]
+    cells["can use"] = [_size(rank.usable) for rank in report.ranks]
     order = sorted(range(len(report.ranks)), key=lambda number: -report.ranks[number].total)
     columns = [[f"process {report.ranks[n].ranks}", *(values[n] for values in cells.values())] for n in order]
-    print_columns(["MB", *cells], columns)
+    print_columns(["memory", *cells], columns)
     print_line("(in brackets: not in the total)")
 
 
-def _mb(count: float) -> str:
-    return f"{count / 1e6:,.1f}"
+def _size(count: int) -> str:
+    return human_bytes(count) if count else "0"
 
 
 def _print_fit(report: Any) -> None:

@@ -28,7 +28,7 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
     headlines = dict.fromkeys(report.metric for report in reports if report.metric)
     datasets = _short_paths([report.dataset for report in reports])
     has_several = len(set(datasets)) > 1  # whose metrics cannot be compared
-    labels = ["test", "model", *["dataset"] * has_several, "state", "best step", "tested step"]
+    labels = ["test", "model", *["dataset"] * has_several, "state", "started from", "best step", "tested step"]
     labels += [f"best val {metric}" for metric in headlines]
     columns = []
     for report, delta, dataset in zip(reports, deltas, datasets, strict=True):
@@ -37,11 +37,13 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
         values = [shown(report.values.get(name, "")) for name in names]
         values = [f"{v} {delta[name]:+.4f}" if name in delta else v for name, v in zip(names, values, strict=True)]
         bests = [best if metric == report.metric else "" for metric in headlines]
-        facts = [report.run, report.model, *[dataset] * has_several, state_text(report)]
+        facts = [report.run, report.model, *[dataset] * has_several, state_text(report), report.started_from]
         columns.append([*facts, *steps, *bests, *values])
     known = _references(reports, names, dict(zip((report.dataset for report in reports), datasets, strict=True)))
     references = [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in known.items()]
     print_columns([*labels, *names], columns, references)
+    if any(deltas):
+        print_line(f"+, -: difference to {reports[0].run}")
     for report in reports:
         if report.state != "done" and report.reason:
             print_line(f"{report.run}: {state_text(report)}: {report.reason}")
@@ -102,6 +104,8 @@ def print_comparison(found: Any) -> None:
     for letter, run in zip("AB", found.runs, strict=True):
         words = [run.run, run.model, state_text(run), human_time(run.seconds) if run.seconds is not None else ""]
         print_line(f"{letter}  {', '.join(filter(None, words))}", 3)
+        if run.started_from:
+            print_line(f"   started from {run.started_from}", 3)
         if run.verdict:
             print_line(f"   {run.verdict}", 3)
     for title, rows in {"config": found.config, "environment": found.environment}.items():

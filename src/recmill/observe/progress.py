@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Progress:
             self._bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=None),
-                MofNCompleteColumn(),
+                TextColumn("{task.fields[done]}"),
                 TextColumn("{task.fields[rate]}"),
                 TextColumn("{task.fields[note]}"),
                 TimeRemainingColumn(compact=True),
@@ -76,7 +76,9 @@ class Progress:
                 transient=True,
                 expand=True,  # to the width of the terminal, and never beyond
             )
-            self._task = self._bar.add_task(label, total=total, completed=done, rate="", note="")
+            self._task = self._bar.add_task(
+                label, total=total, completed=done, done=self._amount(done, total), rate="", note=""
+            )
 
     def __enter__(self) -> "Progress":
         if self._bar:
@@ -101,9 +103,9 @@ class Progress:
             self._log_line()
             return
         self._bar.advance(self._task, items)
-        speed = self._bar.tasks[self._task].speed
-        rate = f"{human_rate(speed * self._per_item)} {self._unit}/s" if speed else ""
-        self._bar.update(self._task, rate=rate)
+        task = self._bar.tasks[self._task]
+        rate = self._rate(task.speed) if task.speed else ""
+        self._bar.update(self._task, rate=rate, done=self._amount(int(task.completed), int(task.total or 0)))
         if note is not None:
             parts = note.split("  ")
             while len(parts) > 1 and len("  ".join(parts)) > CONSOLE.width - _WITHOUT_NOTE:
@@ -115,11 +117,18 @@ class Progress:
         if not self._logs_lines or now - self._logged_at < _SECONDS_BETWEEN_LINES:
             return
         self._logged_at = now
-        rate = self._done / (now - self._started)
-        log.info(
-            f"{self._label}: {self._done:,} of about {self._total:,} {self._unit}, "
-            f"{human_rate(rate)} {self._unit}/s, {self.time_left()} left"
-        )
+        rate = self._rate(self._done / (now - self._started))
+        about = f"{self._done:,} of about {self._total:,} {self._unit}"
+        if self._unit == "bytes":
+            about = f"{human_bytes(self._done)} of about {human_bytes(self._total)}"
+        log.info(f"{self._label}: {about}, {rate}, {self.time_left()} left")
+
+    def _amount(self, done: int, total: int) -> str:
+        return f"{human_bytes(done)} of {human_bytes(total)}" if self._unit == "bytes" else f"{done}/{total}"
+
+    def _rate(self, items_per_s: float) -> str:
+        rate = items_per_s * self._per_item
+        return f"{human_bytes(round(rate))}/s" if self._unit == "bytes" else f"{human_rate(rate)} {self._unit}/s"
 
     def time_left(self) -> str:
         """Estimate the rest from all that was done so far, with its pauses."""

@@ -92,6 +92,13 @@ class RunDirectory:
     def read_status(self) -> dict[str, Any]:
         return _read_json(self.status_file, "Replace it with {}") if self.status_file.is_file() else {}
 
+    def started_from(self) -> dict[str, Any] | None:
+        """Return the run and the step whose weights this run began with; {}: none; None: env.json does not say it."""
+        with suppress(OSError, ValueError, AttributeError):
+            started = read_json(self.path / "env.json").get("started_from")
+            return started if isinstance(started, dict) else None
+        return None
+
     def saved_step(self) -> int:
         """Return the last step that status.json reports as saved in a checkpoint; 0: none."""
         step = self.read_status().get("step", 0)

@@ -8,6 +8,7 @@ from typing import Any
 BOUND = 0.2  # of the time; less is "partly"
 PARTLY = 0.05
 LATE = 0.1
+_SHORT_RUN = 30.0  # seconds: how often it saves and validates is not worth a change
 _FEW_STEPS = 10  # after the warm-up
 _EXPLAINS = 0.8  # of the time that the others wait for a late rank
 _PRESSED = 0.5  # of the time in which some thread of the machine waited for a core
@@ -117,6 +118,8 @@ def _finding(
     name = names.get(kind, kind)
     words = f"{name}-bound" if share >= BOUND else f"mostly compute-bound, partly {name}-bound"
     of_what = " of the run" if kind in ("save", "validate") else ""
+    if of_what and run < _SHORT_RUN:
+        return f"{words} {_percent(share)}{of_what}", kind
     gone = "without it" if kind in ("validate", "exchange") else "without waiting"
     gain = "" if kind == "other" else f" {gone} {1 / (1 - share):.2f}x;"  # no step has no overhead
     return f"{words} {_percent(share)}{of_what}:{gain} {_remedy(kind, hints)}", kind
