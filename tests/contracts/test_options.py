@@ -12,7 +12,7 @@ from recmill import cli, registry
 from recmill.commands import adopt, audit, download, evaluate, jobs, launch, open_run, prepare, recommend, split, train
 from recmill.commands.options import dataset_checks
 from recmill.config import Section
-from recmill.datasets.inputs.flags import Reading, ReadingFlags
+from recmill.datasets.inputs.flags import NewRows, NewRowsFlags, Reading, ReadingFlags
 from recmill.jobs.place import Place
 
 PLACE_FLAGS = {"nodes", "procs", "time", "account", "queue", "chain", "image", "mounts"}  # launch's **place_options
@@ -25,7 +25,7 @@ PLACE_FLAGS = {"nodes", "procs", "time", "account", "queue", "chain", "image", "
         (  # --all chooses the function
             recommend.Options,
             [recommend.recommend, recommend.recommend_all],
-            {"is_for_all", *ReadingFlags.model_fields},
+            {"is_for_all", *NewRowsFlags.model_fields},
         ),
         (launch.Options, [launch.launch], PLACE_FLAGS),
     ],
@@ -75,6 +75,7 @@ def test_commands_about_jobs_take_what_their_functions_take(name: str) -> None:
         (evaluate.EvaluateOptions, evaluate.Options),
         (split.SplitOptions, split.Options),
         (Reading, ReadingFlags),
+        (NewRows, NewRowsFlags),
     ],
     ids=lambda value: value.__name__,
 )
@@ -119,7 +120,11 @@ def _values(annotation: Any) -> set[Any]:
 def test_type_checkers_know_the_keyword_arguments_of(declared: type, function: Callable[..., Any]) -> None:
     hints = {name: kind for name, kind in function.__annotations__.items() if name in declared.__annotations__}
     keyword_only = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    own = {name: kind for name, kind in declared.__annotations__.items() if name not in ReadingFlags.model_fields}
+    own = {
+        name: kind
+        for name, kind in declared.__annotations__.items()
+        if name not in NewRows.__annotations__ or name in hints
+    }
     found = {name: getattr(kind, "__forward_arg__", kind) for name, kind in own.items()}
     assert found == hints
     assert keyword_only - {"frame"} == hints.keys()

@@ -262,7 +262,7 @@ def test_unknown_items_in_a_file_are_reported_and_get_no_score(
             {"history": ["10"], "candidates": ["20"]},
             {"logit": True},
             ConfigError,
-            "--logit, --data and --on-bad-value are for click models",
+            "--logit and --data are for click models",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from recmill.config.options import checked_options
 from recmill.data.frames import is_frame
 from recmill.data.opening import open_dataset
 from recmill.data.recipes import Tally, has_recipe, kept_dataset
-from recmill.datasets.inputs.flags import Reading, ReadingFlags
+from recmill.datasets.inputs.flags import NewRows, NewRowsFlags
 from recmill.errors import CheckpointError, ConfigError, DataError
 from recmill.metrics.binary import corrected_logits, sigmoid
 from recmill.observe.log import quiet_libraries
@@ -36,17 +36,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 1 << 13
+MISSING_INSTEAD = "Or take such values as missing: --on-bad-value missing."
 
 
-class Options(ReadingFlags):
+class Options(NewRowsFlags):
     input: str = flag(..., "The rows, in any format that `prepare clicks` reads: file, directory or pattern. -: stdin.")
     output: str = flag(..., "File to write: .parquet, .csv or .jsonl, by its name. -: stdout.")
     format: Literal["csv", "jsonl"] | None = flag(None, "The format of stdin and stdout.  [default: csv]")
     keep: list[str] | None = flag(None, "Columns of --input to copy, separated by commas.")
     logit: bool = flag(False, "Write the logit, too, in column 'logit'.")
-    on_bad_value: Literal["fail", "missing"] = flag(
-        "fail", "A number or time that cannot be used is an error, or is taken as missing and counted."
-    )
     data: str | None = flag(None, "The dataset of a run on Criteo's logs, if it has moved.", metavar="DIRECTORY")
     overwrite: Overwrite = False
     procs: Procs = 1
@@ -63,13 +61,12 @@ def predict(
     format: Literal["csv", "jsonl"] | None = None,
     keep: list[str] | None = None,
     logit: bool = False,
-    on_bad_value: Literal["fail", "missing"] = "fail",
     data: str | Path | None = None,
     overwrite: bool = False,
     procs: int = 1,
     checkpoint: Literal["newest", "best"] | None = None,
     fallback: bool = False,
-    **reading: Unpack[Reading],
+    **new_rows: Unpack[NewRows],
 ) -> dict[str, Any]:
     """Score new rows: write one row to `output` for each row of `input`, in order, with the click probability.
 
@@ -82,7 +79,8 @@ def predict(
     commas between original ids or titles. There is one row of output per candidate, in order, with columns "item" and
     "score".
 
-    `columns`, `separator`, `quotes`, `encoding`, `skip_lines`: how a text of new rows differs from the training log.
+    `columns`, `separator`, `quotes`, `encoding`, `skip_lines`, `decimal`, `thousands`, `time_format`: how new rows
+    differ from the training log. `on_bad_value`: a number or time that cannot be used is an error, or "missing".
     """
     from recmill.commands.scored_files import score_files
 
@@ -92,9 +90,8 @@ def predict(
     given |= {
         "data": None if data is None else str(data),
         "procs": procs,
-        "on_bad_value": on_bad_value,
         "overwrite": overwrite,
-        **reading,
+        **new_rows,
     }
     options = checked_options("predict", Options, {**given, "checkpoint": checkpoint, "fallback": fallback})
     return score_files(*scorer_of(run, options), options)
@@ -120,6 +117,7 @@ class RowEncoder(Protocol):
     feature_columns: list[str]
 
     def input_section(self, count_fields: Callable[[], int]) -> "InputSection": ...
+    def adapt(self, new_rows: NewRowsFlags) -> None: ...
     def encode(self, rows: "RawRows", with_labels: bool = True, may_be_missing: bool = False) -> "ClickRows": ...
 
 
@@ -128,7 +126,6 @@ class Scorer:
 
     rows_per_row = 1  # of the output, for a row of the input
     reads_labels = False  # of files that have them
-    otherwise = ""  # what a user can do about a bad value, but to correct it
     run: "RunDirectory"
     network: Any
 
@@ -136,10 +133,11 @@ class Scorer:
     def encoder(self) -> RowEncoder:
         raise NotImplementedError
 
-    def new_encoder(self) -> RowEncoder:
-        """Return an encoder with a tally of its own, for one of several threads."""
+    def new_encoder(self, new_rows: NewRowsFlags) -> RowEncoder:
+        """Return an encoder of such rows with a tally of its own, for one of several threads."""
         encoder = copy.copy(self.encoder)
         encoder.tally = Tally()
+        encoder.adapt(new_rows)
         return encoder
 
     def scored(self, kept: "pl.DataFrame", encoded: "ClickRows") -> "pl.DataFrame":
@@ -151,25 +149,29 @@ class Scorer:
         """The columns of `scored` behind those to keep."""
         raise NotImplementedError
 
-    def of_frame(self, frame: "pl.DataFrame", keep: Sequence[str]) -> "pl.DataFrame":
+    def of_frame(self, frame: "pl.DataFrame", keep: Sequence[str], new_rows: NewRowsFlags) -> "pl.DataFrame":
         """Return `scored` for the rows of a frame."""
-        encoded, _ = self.encoded(frame, keep)
+        encoded = self.encoded(frame, keep, new_rows)
         with self.one_thread():
             return self.scored(frame.select(keep), encoded)
 
-    def encoded(self, frame: "pl.DataFrame", keep: Sequence[str]) -> tuple[Any, Tally]:
-        """Return the rows of a frame, of which the columns to keep are there, and what was counted in them."""
+    def encoded(self, frame: "pl.DataFrame", keep: Sequence[str], new_rows: NewRowsFlags) -> Any:
+        """Return the rows of a frame, of which the columns to keep are there. Log the warnings of `score_files`."""
+        from recmill.commands.scored_files import shares
         from recmill.datasets.inputs.reading import lacking
         from recmill.datasets.own_clicks.values import RawRows
 
-        encoder = self.new_encoder()
+        encoder = self.new_encoder(new_rows)
         needed = encoder.feature_columns
         for columns, who in ((needed, f"the model needs {', '.join(needed)}"), (keep, "--keep")):
             if missing := [column for column in columns if column not in frame.columns]:
                 raise DataError(f"{who}: the frame has {lacking(missing, frame.columns)}")
         self.check_kept(keep)
-        rows = RawRows(frame.select(needed), "the frame", range(1, frame.height + 1))
-        return encoder.encode(rows, with_labels=False), encoder.tally
+        numbers = range(1, frame.height + 1)
+        rows = RawRows(frame.select(needed), "the frame", numbers, otherwise=MISSING_INSTEAD, prefix="")
+        encoded = encoder.encode(rows, with_labels=False)
+        shares(encoder.tally, self)
+        return encoded
 
     def check_kept(self, keep: Sequence[str]) -> None:
         if taken := {"score", "logit", *self.made} & set(keep):
@@ -194,13 +196,12 @@ def scorer_of(run: str | Path, options: Options) -> tuple[Scorer, list[str]]:
     _, config = assemble.open_trained_run(run)
     if assemble.model_module(config).KIND == "clicks":
         made = ["score", "logit"] if options.logit else ["score"]
-        return Predictor(run, options.checkpoint, options.fallback, options.data, None, options.on_bad_value), made
+        return Predictor(run, options.checkpoint, options.fallback, options.data), made
     from recmill.commands.ranker import Ranker
     from recmill.commands.recommend import Recommender
 
-    if options.logit or options.data or options.on_bad_value == "missing":
-        flags = "--logit, --data and --on-bad-value"
-        raise ConfigError(f"{run}: {flags} are for click models, and '{config.model_name}' is none.")
+    if options.logit or options.data:
+        raise ConfigError(f"{run}: --logit and --data are for click models, and '{config.model_name}' is none.")
     ranker = Ranker(Recommender(run, options.checkpoint, options.fallback))
     return ranker, ranker.made
 
@@ -209,7 +210,6 @@ class Predictor(Scorer):
     """A run's click model on CPU, unsharded, with the recipe of its rows."""
 
     reads_labels = True
-    otherwise = "Or take such values as missing: --on-bad-value missing."
 
     def __init__(
         self,
@@ -218,7 +218,6 @@ class Predictor(Scorer):
         fallback: bool = False,
         data: str | None = None,
         dataset: Dataset | None = None,
-        on_bad_value: Literal["fail", "missing"] = "fail",
     ) -> None:
         """`data`: where the dataset of Criteo's logs is; `dataset`: one that is open, if no raw rows are scored."""
         assemble.check_which(which)
@@ -229,7 +228,6 @@ class Predictor(Scorer):
             )
         self._which, self._fallback, self._data = which, fallback, data
         self._open_dataset = dataset
-        self._on_bad_value: Literal["fail", "missing"] = on_bad_value
 
     @property
     def made(self) -> list[str]:
@@ -251,13 +249,11 @@ class Predictor(Scorer):
         if self._dataset.description.name == "criteo":
             from recmill.datasets.criteo.encoding import CriteoEncoder
 
-            if self._on_bad_value == "missing":
-                raise ConfigError("--on-bad-value missing is for logs that `prepare clicks` has prepared. Remove it.")
             return CriteoEncoder(self._dataset)
         from recmill.datasets.own_clicks.encoding import Encoder, load_recipe
 
         path = self._dataset.path
-        return Encoder(load_recipe(path), path, on_bad_value=self._on_bad_value)
+        return Encoder(load_recipe(path), path)
 
     @cached_property
     def network(self) -> Any:

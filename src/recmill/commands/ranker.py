@@ -1,6 +1,6 @@
 """Files of histories: scores of given candidates, or the best items, by a run's sequence model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from recmill.commands.retriever import RequestOptions
 from recmill.config.options import checked_options
 from recmill.data.names import Names
 from recmill.data.recipes import Tally
+from recmill.datasets.inputs.flags import NewRowsFlags
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.values import RawRows, texts
 from recmill.errors import DataError
@@ -48,6 +49,9 @@ class HistoryEncoder:
     def input_section(self, count_fields: Callable[[], int]) -> InputSection:
         """Return how to read text: with tabs, if they make several fields of its first row."""
         return InputSection(separator="\t" if count_fields() > 1 else ",")
+
+    def adapt(self, new_rows: NewRowsFlags) -> None:
+        new_rows.check_not_for_values()
 
     def encode(self, rows: RawRows, with_labels: bool = True, may_be_missing: bool = False) -> Histories:
         self.tally.rows += len(rows)
@@ -115,15 +119,6 @@ class Ranker(Scorer):
         names = pl.Series([name for row in encoded.names for name in row], dtype=pl.String)
         scores = pl.Series(np.concatenate(found), dtype=pl.Float32).fill_nan(None)
         return pl.DataFrame({"row": np.repeat(np.arange(len(found)), lengths), "item": names, "score": scores})
-
-    def of_frame(self, frame: "pl.DataFrame", keep: Sequence[str]) -> "pl.DataFrame":
-        """Return `scored` for the rows of a frame, and warn of unknown items."""
-        from recmill.commands.scored_files import shares
-
-        encoded, tally = self.encoded(frame, keep)
-        shares(tally, self)
-        with self.one_thread():
-            return self.scored(frame.select(keep), encoded)
 
     def write_best(self, options: dict[str, Any]) -> dict[str, Any]:
         """Write the K best items for the rows of a file."""

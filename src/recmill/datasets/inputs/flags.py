@@ -1,10 +1,13 @@
 """The flags that say how to read a text, which several commands have."""
 
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from pydantic import NonNegativeInt
 
 from recmill.config.sections import Section, key
+from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.inputs.times import FORMATS
+from recmill.errors import ConfigError
 
 
 class Reading(TypedDict, total=False):
@@ -15,6 +18,15 @@ class Reading(TypedDict, total=False):
     quotes: bool | None
     encoding: str | None
     skip_lines: int | None
+
+
+class NewRows(Reading, total=False):
+    """`NewRowsFlags` as keyword arguments, for type checkers."""
+
+    decimal: Literal[".", ","] | None
+    thousands: Literal["", ".", ",", " ", "'"] | None
+    time_format: str | None
+    on_bad_value: Literal["fail", "missing"]
 
 
 class ReadingFlags(Section):
@@ -36,5 +48,30 @@ class ReadingFlags(Section):
 
     def given(self) -> dict[str, Any]:
         """Return the flags that were given, by the names of their keys in [input] of a schema."""
-        values = {name: getattr(self, name) for name in ReadingFlags.model_fields}
+        values = {name: getattr(self, name, None) for name in InputSection.model_fields if name in _READING}
         return {name: value for name, value in values.items() if value is not None}
+
+
+class NewRowsFlags(ReadingFlags):
+    """How new rows differ from the training log."""
+
+    decimal: Literal[".", ","] | None = key(
+        None, "Before the decimals of a number in a text.  [default: as in training]"
+    )
+    thousands: Literal["", ".", ",", " ", "'"] | None = key(
+        None, "Between the thousands of a number in a text.  [default: as in training]"
+    )
+    time_format: str | None = key(None, f"{FORMATS}  [default: as in training]")
+    on_bad_value: Literal["fail", "missing"] = key(
+        "fail", "A number or time that cannot be used is an error, or is taken as missing and counted."
+    )
+
+    def check_not_for_values(self) -> None:
+        """Raise if a flag about numbers and times is given, for rows that no schema describes."""
+        for name in NewRowsFlags.model_fields.keys() - ReadingFlags.model_fields.keys():
+            if getattr(self, name) not in (None, "fail"):
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} is for click logs that `prepare clicks` has prepared. Remove it.")
+
+
+_READING = NewRowsFlags.model_fields.keys()

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from recmill.data.click_rows import ClickRows
 from recmill.data.recipes import NO_LABEL, RECIPE_FILE, Tally, vocabulary_file
+from recmill.datasets.inputs.detection import changed
+from recmill.datasets.inputs.flags import NewRowsFlags
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.schema import (
     FIRST_VALUE,
@@ -41,7 +43,7 @@ from recmill.datasets.own_clicks.values import (
     usable_numbers,
     usable_times,
 )
-from recmill.errors import DataError
+from recmill.errors import ConfigError, DataError
 from recmill.schema import SparseFeature
 
 PARTS = {"hour": 24, "weekday": 7, "is_weekend": 2, "day": 31, "month": 12}
@@ -106,18 +108,11 @@ class Encoder:
     """Turns raw rows into dense values and ids, and counts what it met.
 
     The columns of the features in `without` are not read: these features are 0 and MISSING in every row.
-    `on_bad_value`: what to do about a number or time that cannot be used: an error, or take it as missing and count it.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        directory: Path,
-        without: Collection[str] = (),
-        on_bad_value: Literal["fail", "missing"] = "fail",
-    ) -> None:
+    def __init__(self, recipe: Recipe, directory: Path, without: Collection[str] = ()) -> None:
         self.recipe = recipe
-        self._on_bad_value = on_bad_value
+        self._on_bad_value: Literal["fail", "missing"] = "fail"
         self._without = without
         self.tally = Tally()
         self._directory = directory
@@ -129,6 +124,20 @@ class Encoder:
     def input_section(self, count_fields: Callable[[], int]) -> InputSection:
         """Return how to read text, whatever its number of fields."""
         return self.recipe.log.input
+
+    def adapt(self, new_rows: NewRowsFlags) -> None:
+        """Read numbers and times as these flags say."""
+        log = self.recipe.log
+        log = log.model_copy(update={"input": changed(log.input, new_rows.given())})
+        if new_rows.time_format is not None:
+            if not log.time:
+                raise ConfigError("--time-format: the schema of the training log has no [time]. Remove it.")
+            time = log.time.model_copy(update={"format": new_rows.time_format})
+            if problems := time.contradictions():
+                raise ConfigError(problems[0].replace("time.format", "--time-format"))
+            log = log.model_copy(update={"time": time})
+        self.recipe = self.recipe.model_copy(update={"log": log})
+        self._on_bad_value = new_rows.on_bad_value
 
     def encode(self, rows: RawRows, with_labels: bool = True, may_be_missing: bool = False) -> ClickRows:
         """Return the rows in their order, with NO_LABEL where there is no label."""
