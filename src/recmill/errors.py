@@ -6,7 +6,8 @@ import resource
 from collections.abc import Iterable
 from pathlib import Path
 
-names_flags = False  # messages name flags: the command line sets it. Otherwise they name arguments of functions
+# Messages name flags. Unless the command line sets this, public functions replace these by their arguments.
+names_flags = False
 
 
 class UserError(Exception):

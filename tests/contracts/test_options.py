@@ -22,11 +22,7 @@ PLACE_FLAGS = {"nodes", "procs", "time", "account", "queue", "chain", "image", "
     ("options", "functions", "extra"),
     [
         (train.Options, [train.train], set[str]()),
-        (  # --all chooses the function
-            recommend.Options,
-            [recommend.recommend, recommend.recommend_all],
-            {"is_for_all", *NewRowsFlags.model_fields},
-        ),
+        (recommend.Options, [recommend.recommend, recommend.recommend_all], {"is_for_all"}),  # chooses the function
         (launch.Options, [launch.launch], PLACE_FLAGS),
     ],
     ids=["train", "recommend", "launch"],
@@ -118,16 +114,11 @@ def _values(annotation: Any) -> set[Any]:
     ids=["recommend", "Run.recommend"],
 )
 def test_type_checkers_know_the_keyword_arguments_of(declared: type, function: Callable[..., Any]) -> None:
-    hints = {name: kind for name, kind in function.__annotations__.items() if name in declared.__annotations__}
-    keyword_only = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    own = {
-        name: kind
-        for name, kind in declared.__annotations__.items()
-        if name not in NewRows.__annotations__ or name in hints
-    }
-    found = {name: getattr(kind, "__forward_arg__", kind) for name, kind in own.items()}
-    assert found == hints
-    assert keyword_only - {"frame"} == hints.keys()
+    parameters = inspect.signature(function).parameters.values()
+    keyword_only = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "frame"}
+    assert {
+        name: getattr(kind, "__forward_arg__", kind) for name, kind in declared.__annotations__.items()
+    } == keyword_only
 
 
 def test_only_rank_0_reads_the_files_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:

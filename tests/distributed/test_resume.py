@@ -249,7 +249,7 @@ def test_data_that_is_not_there_is_named_with_a_dataset_beside_it_for_such_a_mod
             (tmp_path / "data" / name / file).touch()
     monkeypatch.chdir(tmp_path)
     for config, mine in (("own/dlrm", "data/mine"), ("own/sasrec", "data/plays")):
-        expected = f"data/own: no such directory, .* config. Name your dataset: --set data.path={mine}; or make it: "
+        expected = f"data/own: no such directory, .* config. Name your dataset: --set data.path={mine}; or prepare it: "
         with pytest.raises(DataError, match=expected):
             train(config, "runs/x")
     (tmp_path / "data/ours").mkdir()

@@ -260,9 +260,9 @@ def test_unknown_items_in_a_file_are_reported_and_get_no_score(
         ),
         (
             {"history": ["10"], "candidates": ["20"]},
-            {"logit": True},
+            {"on_bad_value": "missing"},
             ConfigError,
-            "--logit and --data are for click models",
+            "sequence model, and --on-bad-value is for click models",
         ),
     ],
 )
@@ -557,5 +557,11 @@ def test_frames_of_histories_give_what_files_give(
         opened.recommend(input=Path("n.csv"))
     with pytest.raises(DataError, match="--keep: the frame has no column 'user'; it has id, history, candidates"):
         opened.recommend(input=rows, keep=["user"])
+    with pytest.raises(ConfigError, match=r"--keep id,id: 'id' occurs twice\. Name it once\."):
+        opened.recommend(input=rows, keep=["id", "id"])
+    with pytest.raises(ConfigError, match=r"--separator says how to read a file, and `input` is a frame\. Remove it\."):
+        recommend(run, input=rows, separator=";")
+    assert opened.recommend(input=rows.clear(), keep=["id"]).columns == ["id", "rank", "item", "title", "score"]
+    assert opened.predict(rows.clear(), keep=["id"]).columns == ["id", "item", "score"]
     with pytest.raises(DataError, match="the model needs history, candidates: the frame has no column 'candidates'"):
         opened.predict(rows.drop("candidates"))

@@ -189,9 +189,10 @@ def test_scores_that_are_no_numbers_are_an_error(trained: Path) -> None:
 
 
 def test_new_rows_may_be_written_in_another_way_than_the_training_log(trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "new.csv").write_text("site,tags\ns1,a|b\ns2,\n")
-    (tmp_path / "same.csv").write_bytes('# a note\n"s1";a|b\n"s2";\n'.encode("utf-16"))
-    flags = ["--separator", ";", "--encoding", "utf-16", "--skip-lines", "1", "--columns", "site,tags", "--quotes"]
+    (tmp_path / "new.csv").write_text('site,tags\ns1,a|b\ns2,\ns3,"a|"""\n')
+    (tmp_path / "same.csv").write_bytes('# a note\n"s1";a|b\n"s2";\ns3;"a|\\""\n'.encode("utf-16"))
+    flags = ["--separator", ";", "--encoding", "utf-16", "--skip-lines", "1", "--columns", "site,tags"]
+    flags += ["--quotes", "--escape"]
     words = ["predict", str(trained / "run"), "--input"]
     scores = []
     for name, given in (("new.csv", []), ("same.csv", flags)):
@@ -261,7 +262,7 @@ def test_bad_values_are_errors_or_missing_and_counted(with_numbers: Path, tmp_pa
     for name, rows in (("good", good), ("bad", bad)):
         (tmp_path / f"{name}.csv").write_text("\n".join(["when,price,age", *rows, ""]))
     recmill.predict(with_numbers, tmp_path / "good.csv", tmp_path / "good.parquet")
-    with pytest.raises(DataError, match=r"row 2, .* is not a number.* Or take such .*: --on-bad-value missing\."):
+    with pytest.raises(DataError, match=r"row 2, .* is not a number.* To take such .*: --on-bad-value missing\."):
         recmill.predict(with_numbers, tmp_path / "bad.csv", tmp_path / "bad.parquet")
     words = ["predict", str(with_numbers), "--input", f"{tmp_path}/bad.csv", "--on-bad-value", "missing"]
     done = CliRunner().invoke(commands, [*words, "--output", f"{tmp_path}/bad.parquet"])
@@ -283,7 +284,7 @@ def test_numbers_and_times_of_new_rows_may_be_written_in_another_way(with_number
     other: dict[str, Any] = {}
     for fact, remedy, given in (
         (r"'1\.234,5' is not a number", "use --thousands '.' and --decimal ','.", {"decimal": ",", "thousands": "."}),
-        ("is no time of the format", "or name the format: --time-format", {"time_format": "%d.%m.%Y %Hh"}),
+        ("does not have the format 'iso'", "or name the format: --time-format", {"time_format": "%d.%m.%Y %Hh"}),
     ):
         with pytest.raises(DataError, match=f"{fact}.*{re.escape(remedy)}.* --on-bad-value missing"):
             recmill.predict(with_numbers, tmp_path / "other.csv", tmp_path / "other.parquet", **other)
@@ -292,7 +293,7 @@ def test_numbers_and_times_of_new_rows_may_be_written_in_another_way(with_number
         found = tmp_path / f"{procs}.parquet"
         recmill.predict(with_numbers, tmp_path / "other.csv", found, procs=procs, **other)
         assert found.read_bytes() == (tmp_path / "same.parquet").read_bytes()
-    with pytest.raises(ConfigError, match="--time-format is 'sometimes': give 'iso'"):
+    with pytest.raises(ConfigError, match="--time-format is 'sometimes'. Give 'iso'"):
         recmill.predict(with_numbers, tmp_path / "other.csv", tmp_path / "s.csv", time_format="sometimes")
 
 

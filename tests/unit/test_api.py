@@ -75,6 +75,7 @@ def test_help_lists_the_options_of_every_function() -> None:
         assert "options" not in inspect.signature(getattr(recmill, name)).parameters, name
     for function in (recmill.evaluate, recmill.Run.evaluate):
         assert "bootstrap: int = 0, procs: int = 1" in pydoc.plain(pydoc.render_doc(function))
+    assert "skip_lines: int | None = None" in pydoc.plain(pydoc.render_doc(recmill.predict))
     assert "k_core: int = Ellipsis" in pydoc.plain(pydoc.render_doc(recmill.prepare))
 
 
@@ -110,12 +111,14 @@ def test_a_value_of_a_wrong_type_is_an_error_that_names_the_argument(call: Calla
 
 def test_errors_name_arguments_and_commands_have_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "names_flags", False)
+    (tmp_path / "l.csv").write_text('y,a\n1,"b\n')
     for call, expected in (
         (lambda: recmill.prepare("clicks", tmp_path / "d", input="l.csv"), "Neither `schema` nor `label` is given"),
         (lambda: recmill.evaluate("r", split="tset"), "`split`: should be 'val' or 'test', got 'tset'."),  # type: ignore[call-overload]
         (lambda: recmill.recommend(tmp_path, [1], keep=["a"]), "`keep` names columns of `input`. Give both."),
         (lambda: recmill.evaluate("r", per_user_file=""), "`per_user_file` is empty."),
         (lambda: recmill.recommend(tmp_path / "r", [1]), "`recmill train` was given as `run`."),
+        (lambda: recmill.guess_schema(tmp_path / "l.csv", "y"), "ignore quotes (`quotes=False`)."),
     ):
         with pytest.raises(errors.UserError) as found:
             call()

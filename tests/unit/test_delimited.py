@@ -30,7 +30,7 @@ GOOD = "a,x,1\na,y,2\na,z,3\n"
         ("who,what,when\n" + GOOD + "b,x,99999999999999999999\n", "'99999999999999999999' is not a whole number"),
         (
             "who,what,when\n" + GOOD + ",x,4\n",
-            "column who: '' is empty. Fix the file, or skip such rows: --on-bad-row skip.",
+            "column who: '' is empty. Fix the file, or get it again. To skip such rows: --on-bad-row skip.",
         ),
         (
             "who,what,when\n" + GOOD + 'b,"x\n' + "b,x,1\n" * 200_000,
@@ -119,7 +119,7 @@ def test_times_in_other_formats(tmp_path: Path, values: list[str], form: str | N
 
 
 def test_a_time_in_another_format_than_the_named_one_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"row 2, column when: '1970-01-01' is no time of the format '%d.%m.%Y'"):
+    with pytest.raises(DataError, match=r"row 2, column when: '1970-01-01' does not have the format '%d.%m.%Y'"):
         times_of(tmp_path, ["01.01.1970", "1970-01-01"], time_format="%d.%m.%Y")
 
 

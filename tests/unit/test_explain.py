@@ -132,7 +132,7 @@ def test_drops_are_those_of_scores_of_shuffled_rows(tmp_path: Path) -> None:
 
 def test_options_of_click_models_are_no_options_of_sequence_models(sasrec: dict[str, Any], tmp_path: Path) -> None:
     recmill.train(sasrec, tmp_path / "run", overrides=["train.max_steps=1"])
-    with pytest.raises(ConfigError, match="--group is for click models"):
+    with pytest.raises(ConfigError, match="sequence model, and --group is for click models"):
         recmill.explain(tmp_path / "run", history="1,2", group=["both=a,b"])
 
 

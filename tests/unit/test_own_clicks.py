@@ -107,7 +107,7 @@ def test_a_date_of_another_format_is_named_although_it_is_the_first(prepared: Pr
         0,b,2026-03-16 00:01:26
     """)
     feature = [{"column": "site", "type": "categorical"}]
-    with pytest.raises(DataError, match=r"row 1, column at: '15.03.2026 10:00:00' is no time of the format 'iso'"):
+    with pytest.raises(DataError, match=r"row 1, column at: '15.03.2026 10:00:00' does not have the format 'iso'"):
         prepared(log, time={"column": "at"}, split={"by": "time"}, feature=feature)
 
 
@@ -348,7 +348,7 @@ def test_bad_rows_are_skipped_and_later_errors_have_the_numbers_of_the_file(tmp_
     )
     (tmp_path / "clicks.toml").write_text(f'{schema}type = "numeric"\n')
     given: dict[str, Any] = {"input": str(tmp_path / "log.csv"), "schema_file": str(tmp_path / "clicks.toml")}
-    with pytest.raises(DataError, match=r"row 5: expected 3 .* or skip such rows: --on-bad-row skip"):
+    with pytest.raises(DataError, match=r"row 5: expected 3 .* To skip such rows: --on-bad-row skip"):
         recmill.prepare("clicks", tmp_path / "d", **given)
     with pytest.raises(ConfigError, match="--max-bad-rows needs --on-bad-row skip"):
         recmill.prepare("clicks", tmp_path / "d", **given, max_bad_rows=3)
@@ -431,7 +431,7 @@ def test_kept_columns_and_weights_are_stored_beside_the_rows_of_each_split(prepa
         assert stored.tolist() == own["w"].cast(pl.Float32).to_list()
     for bad in ("-1", "", "inf", "1e40"):
         log = GOOD.replace("1,,a,1", f"1,,a,{bad}", 1)
-        with pytest.raises(DataError, match=r"row 1, column price: .*(weight is missing|is no weight|infinite|larger)"):
+        with pytest.raises(DataError, match=r"row 1, column price: .*(is missing|is not a weight|infinite|larger)"):
             prepared(log, split=BY_FOLD, keep={"weight": "price"}, feature=[SITE])
 
 
@@ -596,7 +596,7 @@ def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
             "feature b: 'log2-squared' would make 3,000,000,003 buckets from -3,000,000,000 on",
         ),
         ("", "", {"label": {"column": "klick"}}, "no column 'klick'; it has click, fold, site, price"),
-        ("", "", {"time": {"column": "price"}, "split": {"by": "time"}}, "'1' is no time of the format 'iso'"),
+        ("", "", {"time": {"column": "price"}, "split": {"by": "time"}}, "'1' does not have the format 'iso'"),
         ("1,,a,1", "1,,a,\xff", {}, "cannot be read"),
     ],
 )
@@ -639,7 +639,7 @@ def test_bad_rows_are_named_and_leave_nothing(
         ({"split": {"by": "column"}}, "split.column and split.by = 'column' go together"),
         ({"split": {"val": 0.6, "test": 0.5}}, "nothing is left to train on"),
         ({"split": {"by": "time"}}, "need [time] with a column"),
-        ({"time": {"column": "price", "format": "isoo"}}, "time.format is 'isoo': give 'iso', 's'"),
+        ({"time": {"column": "price", "format": "isoo"}}, "time.format is 'isoo'. Give 'iso' "),
         ({"split": {**BY_FOLD, "test": ["t", "v"]}}, "split.val and split.test both name 'v'. Name it in one"),
         (
             {"split": {"by": "files", "val": ["log0.csv"], "test": ["log9.csv"]}},
@@ -706,6 +706,8 @@ def test_a_frame_gives_what_its_parquet_file_gives(tmp_path: Path, kind: str) ->
         "arrow": log.to_arrow,
     }
     log.write_parquet(tmp_path / "log.parquet")
+    with pytest.raises(ConfigError, match="--separator says how to read a file, and `input` is a frame"):
+        recmill.guess_schema(frames[kind](), label="clicked", separator=";")
     found = recmill.guess_schema(frames[kind](), label="clicked", output=tmp_path / "frame.toml")
     assert found["columns"] == recmill.guess_schema(tmp_path / "log.parquet", "clicked", tmp_path / "f.toml")["columns"]
     assert (found["input"], found["columns"][1]["guess"]) == ("frame", "categorical")

@@ -143,10 +143,10 @@ def with_row(log: Path, **changes: str) -> None:
     ("step", "changes", "fact"),
     [
         ("read", {"line": "1,2"}, "expected 10 fields, got 2"),
-        ("times", {"at": "today"}, "column at: 'today' is no time"),
+        ("times", {"at": "today"}, "column at: 'today' does not have the format 'iso'"),
         ("count", {"click": "maybe"}, "column click: 'maybe' is not a number"),
         ("learn", {"price": "cheap", **IN_TRAINING}, "column price: 'cheap' is not a number"),
-        ("encode", {"weight": "-1", **IN_TRAINING}, "column weight: '-1' is no weight"),
+        ("encode", {"weight": "-1", **IN_TRAINING}, "column weight: '-1' is not a weight"),
     ],
 )
 def test_the_first_bad_row_is_reported_as_on_one_machine(
@@ -199,7 +199,7 @@ def test_bad_rows_are_skipped_and_the_rest_is_what_a_log_without_them_gives(
     notes = json.loads(found["polars"]["dataset.json"])["notes"]
     assert notes[0] == "13 bad rows skipped"
     assert notes[1] == "skipped: log-1.csv: row 91: expected 10 fields, got 2, the last is '2'"
-    assert notes[3].startswith("skipped: log-1.csv: row 93, column at: 'today' is no time")
+    assert notes[3].startswith("skipped: log-1.csv: row 93, column at: 'today' does not have the format 'iso'")
     assert [name for name in expected if found["polars"][name] != expected[name]] == ["dataset.json"]
 
 

@@ -126,7 +126,11 @@ def test_the_file_of_titles_may_name_its_column_of_items_differently(tmp_path: P
         ({"rating_column": "what"}, "--rating-column needs --min-rating"),
         (
             {"time_column": "what"},
-            "row 1, column what: 'x' is neither a whole number nor an ISO date. Give --time-format, name",
+            "row 1, column what: 'x' is neither a whole number nor an ISO date. Give the right --time-format, name",
+        ),
+        (
+            {"time_column": "what", "time_format": "iso8601"},
+            "--time-format is 'iso8601'. Give 'iso' (2026-03-16T08:05:30), 's', 'ms'",
         ),
         ({"title_column": "title"}, "--title-column needs --titles"),
         (
@@ -134,6 +138,10 @@ def test_the_file_of_titles_may_name_its_column_of_items_differently(tmp_path: P
             "t.csv: no column 'name' in its first row, which has: what, title",
         ),
         ({"titles": "u.csv", "title_column": "title"}, "u.csv: no column 'what'"),
+        (
+            {"titles": "t.csv", "title_column": "title", "title_columns": ["what", "title"]},
+            "Leave --title-columns out, or remove the row.",
+        ),
         ({"titles": "none.csv", "title_column": "title"}, "--titles none.csv: no such file"),
     ],
 )

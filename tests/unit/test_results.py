@@ -158,7 +158,7 @@ def test_results_fit_the_terminal_and_repeat_the_names(capsys: pytest.CaptureFix
 def test_popularity_stands_beside_the_first_runs_and_no_row_of_a_block_is_empty(
     width: int, first_block: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In 30 columns there is no place for popularity beside a run."""
+    """In 30 columns there is no room for popularity beside a run."""
     monkeypatch.setenv("COLUMNS", str(width))
     done: Values = {"full/hr@10": 0.5, "full/ndcg@10": 0.25}
     first = [RunReport(f"run-{n}-with-a-name", "done", values=done, popularity={"full/hr@10": 0.1}) for n in range(2)]

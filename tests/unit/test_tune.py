@@ -147,7 +147,7 @@ def test_a_wrong_space_is_one_error_before_any_work(space: str, text: str, confi
     [
         ({"data.path": "gone"}, "gone: no such directory"),
         ({"model.pooling.C9": "mean"}, "the dataset has no feature 'C9'"),
-        ({"data.train_on_validation": True}, "trials are compared by rows that none may train on"),
+        ({"data.train_on_validation": True}, "trials are compared by their validation, so they must not train on it"),
     ],
 )
 def test_a_config_whose_trials_would_all_fail_or_mislead_is_one_error(

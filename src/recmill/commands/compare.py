@@ -187,7 +187,7 @@ def _add_speed(run: _Run, name: str, totals: np.ndarray, counts: np.ndarray) -> 
 
 
 def _is_noise(a: _Speed, b: _Speed) -> bool:
-    """Return whether a difference is noise. It is relative to the middle of both: a rate is judged as its time is."""
+    """Return whether a difference is noise. Spreads are relative, so a rate and its time give the same answer."""
     return abs(b.mean - a.mean) <= _NOISE_SPREADS * hypot(a.spread, b.spread) * (a.mean + b.mean) / 2
 
 

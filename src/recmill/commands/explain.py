@@ -158,8 +158,9 @@ def _importance(
     with predictor.one_thread():  # for each of several shuffles at the same time
         base = auroc(predictor.logits(rows), rows.labels, weights)
         if base is None:
-            fact = f"the rows of the validation split ({len(rows):,} of them were used) have one class"
-            raise DataError(f"{fact}. Use more: --rows.")
+            raise DataError(
+                f"the {len(rows):,} rows of the validation split that were used have one class. Raise --rows."
+            )
 
         def drop(job: tuple[int, int]) -> float:
             feature, repeat = job
@@ -204,7 +205,7 @@ def _of_history(run: str | Path, options: Options) -> dict[str, Any]:
     if options.history is None:
         raise ConfigError(f"{run}: its model is a sequence model. Say what to explain: --history ITEMS.")
     if of_clicks := [name for name in ("rows", "repeats", "seed", "group") if name in options.changed_keys()]:
-        raise ConfigError(f"{run}: --{of_clicks[0]} is for click models, and its model is a sequence model. Remove it.")
+        raise ConfigError(f"{run}: its model is a sequence model, and --{of_clicks[0]} is for click models. Remove it.")
     recommender = Recommender(run, options.checkpoint, options.fallback, options.verify)
     items = np.array(recommender.items.find(options.history, "--history")) + 1
     if len(items) < 2:

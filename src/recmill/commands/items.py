@@ -37,8 +37,8 @@ def write_items(
     `recmill predict`. An item has the features of the first row in which it occurs.
 
     With `requests`, a file: write the vectors of its rows instead, to .parquet or .jsonl, with the columns in `keep`;
-    return {"requests", "dim", "output"}. `columns`, `separator`, `quotes`, `encoding`, `skip_lines`,
-    `decimal`, `thousands`, `time_format`, `on_bad_value`: as for `predict`.
+    return {"requests", "dim", "output"}. `columns`, `separator`, `quotes`, `escape`, `encoding`,
+    `skip_lines`, `decimal`, `thousands`, `time_format`, `on_bad_value`: as for `predict`.
     """
     given: dict[str, Any] = {"output": str(output), "keep": keep}
     given |= {"requests": None if requests is None else str(requests)}

@@ -14,8 +14,8 @@ from recmill.jobs.schedulers import SCHEDULERS, JobState, job_state, pods_comman
 from recmill.observe.run_dir import RunDirectory
 
 _POLL_SECONDS = 1.0
-_RESUMED = ("lost", "preempted", "interrupted")  # by the same command
-_ENDED = ("done", "failed", *_RESUMED)
+_RESUMABLE = ("lost", "preempted", "interrupted")  # by the same command
+_ENDED = ("done", "failed", *_RESUMABLE)
 _KILLED = "ended by cancel --now. Launch it again to resume from the last checkpoint."
 _LOST = "its processes ended without reporting why, as when a machine fails. Launch it again to resume."
 
@@ -24,7 +24,7 @@ _LOST = "its processes ended without reporting why, as when a machine fails. Lau
 class RunStatus:
     """`state`: queued, running, done, preempted, interrupted, failed, lost, or "new" before the first step.
 
-    `resume`: the command that resumes a run without a job.
+    `resume`: the command that resumes the run, if it can be resumed and has no job.
     """
 
     state: str
@@ -49,7 +49,7 @@ def status(run: str | Path) -> RunStatus:
     state, reason = _combined(str(own.get("state", "new")), str(own.get("reason", "")), found, end, is_gone)
     step = int(own.get("step", 0))
     if record is None or found is None:
-        resume = resuming_command(Path(run)) if state in _RESUMED else ""
+        resume = resuming_command(Path(run)) if state in _RESUMABLE else ""
         return RunStatus(state, step, reason, "", "", "", "", resume)
     return RunStatus(state, step, reason, record.id, record.launcher, found.state, record.submitted_at)
 

@@ -6,27 +6,29 @@ import numbers
 import os
 import re
 import sys
+import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from recmill import errors
-from recmill.config import config_keys, meant_keys
+from recmill.config import Section, config_keys, meant_keys
 from recmill.data.frames import is_frame
 from recmill.errors import ConfigError, UserError
 from recmill.registry import unknown
 
 _ACCEPTED: dict[Any, Any] = {int: numbers.Integral, Path: os.PathLike}
-_FLAGS = {
+_FLAGS = {  # that are not spelled like their arguments
     "overrides": "set", "histories": "history", "ks": "k", "protocols": "protocol", "per_user_file": "per_user"
 }  # fmt: skip
-_FLAG = re.compile(r"\brecmill [a-z-]+ .*?(?=\.?$|\. |\n)|(?<![\w-])--[a-z][a-z-]*")  # or a command, which has flags
+# A suggested command, which keeps its flags, or a flag
+_COMMAND_OR_FLAG = re.compile(r"\brecmill [a-z-]+ .*?(?=\.?$|\. |\n)|(?<![\w-])--[a-z][a-z-]*")
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def checked_keywords(function: CallableT) -> CallableT:
-    """Return the function, or the class with its methods, with a ConfigError for unknown keywords and wrong types."""
+    """Make a function, or a class's methods, raise a ConfigError for unknown keywords and values of wrong types."""
     if inspect.isclass(function):
         for name, method in [*vars(function).items()]:
             if inspect.isfunction(method) and not name.startswith("_"):
@@ -57,8 +59,10 @@ def checked_keywords(function: CallableT) -> CallableT:
 def named_arguments(function: CallableT) -> CallableT:
     """Give a function its full signature, and let its errors name arguments instead of flags."""
     signature = full_signature(function)
-    forms = [(form, name) for name in signature.parameters for form in (name, _FLAGS.get(name, name))]
-    known = {f"--{form.replace('_', '-')}": name for form, name in forms}
+    flags = {name: name.replace("_", "-") for name in signature.parameters}
+    known = {f"--no-{flag}": f"`{name}=False`" for name, flag in flags.items()}
+    known |= {f"--{_FLAGS[name]}": f"`{name}`" for name in flags if name in _FLAGS}
+    known |= {f"--{flag}": f"`{name}`" for name, flag in flags.items()}
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -66,21 +70,18 @@ def named_arguments(function: CallableT) -> CallableT:
             return function(*arguments, **named)
         except UserError as error:
             if not errors.names_flags:
-                error.args = (_FLAG.sub(lambda found: _argument(found, known), str(error)),)
+                text = _COMMAND_OR_FLAG.sub(lambda found: known.get(found[0], found[0]), str(error))
+                error.args = (text,)
             raise
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     return typing.cast(CallableT, call)
 
 
-def _argument(found: re.Match[str], known: dict[str, str]) -> str:
-    return f"`{known[found[0]]}`" if found[0] in known else found[0]
-
-
 def full_signature(function: Callable[..., Any]) -> inspect.Signature:
     """Return a function's signature with the keyword arguments in a TypedDict: `**options: Unpack[Options]`.
 
-    Their defaults are those of the class `Options` beside the TypedDict; without one, `...`: the callee knows them.
+    Their defaults are those of the Section beside the TypedDict that has them; without one, the default is `...`.
     """
     signature = inspect.signature(function)
     parameters = []
@@ -89,9 +90,12 @@ def full_signature(function: Callable[..., Any]) -> inspect.Signature:
             parameters.append(parameter)
             continue
         (declared,) = typing.get_args(parameter.annotation)
-        options = getattr(sys.modules[declared.__module__], "Options", None)
-        for name, annotation in typing.get_type_hints(declared).items():
-            default = options.model_fields[name].get_default(call_default_factory=True) if options else ...
+        hints = typing.get_type_hints(declared)
+        beside = vars(sys.modules[declared.__module__]).values()
+        sections = (kind.model_fields for kind in beside if inspect.isclass(kind) and issubclass(kind, Section))
+        fields = next((found for found in sections if hints.keys() <= found.keys()), {})
+        for name, annotation in hints.items():
+            default = fields[name].get_default(call_default_factory=True) if fields else ...
             parameters.append(
                 parameter.replace(name=name, kind=parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )
@@ -99,11 +103,10 @@ def full_signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _classes(annotation: Any) -> tuple[type, ...]:
-    """Return the classes of an annotation like `int | None`; none if it has other parts, is missing or a bool."""
-    kinds = typing.get_args(annotation) or (annotation,)
-    return (
-        kinds if all(inspect.isclass(kind) for kind in kinds) and not {bool, inspect.Parameter.empty} & {*kinds} else ()
-    )
+    """Return the classes of an annotation like `int | None`, or nothing if values of it are not checked."""
+    kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    is_checked = all(map(inspect.isclass, kinds)) and not {bool, inspect.Parameter.empty} & {*kinds}
+    return kinds if is_checked else ()
 
 
 def keys_instead(name: str, known: list[str]) -> list[str]:

@@ -10,7 +10,13 @@ from recmill.commands.evaluate import EvaluateOptions
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.predict import Predictor
 from recmill.commands.ranker import Ranker
-from recmill.commands.recommend import Named, Recommender, RecommendOptions, check_no_include_seen, check_no_keep
+from recmill.commands.recommend import (
+    Named,
+    Recommender,
+    RecommendOptions,
+    check_no_include_seen,
+    check_no_input_options,
+)
 from recmill.commands.retriever import Retriever
 from recmill.config.options import checked_options
 from recmill.data.frames import Kind, as_polars, converted
@@ -87,7 +93,7 @@ class Run:
         if input is not None:
             rows = self._as_polars(input, "input", "recommend({!r}, input={!r})")
             return converted(self._best_of_frame(rows, keep or [], k, include_seen, on_bad_value), frame)
-        check_no_keep(keep, {})
+        check_no_input_options(keep, {})
         if self._recommender is None:
             raise ConfigError(
                 f"{self.path}: its model is no sequence model, so it has nothing to recommend. "

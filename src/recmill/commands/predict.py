@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 1 << 13
-MISSING_INSTEAD = "Or take such values as missing: --on-bad-value missing."
+MISSING_INSTEAD = "To take such values as missing: --on-bad-value missing."
 
 
 class Options(NewRowsFlags):
@@ -79,8 +79,9 @@ def predict(
     commas between original ids or titles. There is one row of output per candidate, in order, with columns "item" and
     "score".
 
-    `columns`, `separator`, `quotes`, `encoding`, `skip_lines`, `decimal`, `thousands`, `time_format`: how new rows
-    differ from the training log. `on_bad_value`: a number or time that cannot be used is an error, or "missing".
+    `columns`, `separator`, `quotes`, `escape`, `encoding`, `skip_lines`, `decimal`, `thousands`, `time_format`: how
+    new rows differ from the training log. `on_bad_value`: a number or time that cannot be used is an error, or
+    "missing".
     """
     from recmill.commands.scored_files import score_files
 
@@ -174,6 +175,8 @@ class Scorer:
         return encoded
 
     def check_kept(self, keep: Sequence[str]) -> None:
+        if twice := next((name for name in keep if keep.count(name) > 1), None):
+            raise ConfigError(f"--keep {','.join(keep)}: '{twice}' occurs twice. Name it once.")
         if taken := {"score", "logit", *self.made} & set(keep):
             raise ConfigError(f"--keep {taken.pop()}: a column of the output has this name. Rename it in the input.")
 
@@ -200,8 +203,9 @@ def scorer_of(run: str | Path, options: Options) -> tuple[Scorer, list[str]]:
     from recmill.commands.ranker import Ranker
     from recmill.commands.recommend import Recommender
 
-    if options.logit or options.data:
-        raise ConfigError(f"{run}: --logit and --data are for click models, and '{config.model_name}' is none.")
+    if of_clicks := [name for name in ("logit", "data", "on_bad_value") if name in options.changed_keys()]:
+        flag = f"--{of_clicks[0].replace('_', '-')}"
+        raise ConfigError(f"{run}: its model is a sequence model, and {flag} is for click models. Remove it.")
     ranker = Ranker(Recommender(run, options.checkpoint, options.fallback))
     return ranker, ranker.made
 
@@ -219,7 +223,7 @@ class Predictor(Scorer):
         data: str | None = None,
         dataset: Dataset | None = None,
     ) -> None:
-        """`data`: where the dataset of Criteo's logs is; `dataset`: one that is open, if no raw rows are scored."""
+        """`data`: where the dataset of Criteo's logs is; `dataset`: an open one, if no raw rows are scored."""
         assemble.check_which(which)
         self.run, self._config = assemble.open_trained_run(run)
         if assemble.model_module(self._config).KIND != "clicks":
@@ -269,7 +273,7 @@ class Predictor(Scorer):
         return BatchMaker(self._dataset.clicks, *assemble.click_rules(self._config, self._dataset))
 
     def load(self) -> None:
-        """Load now what the first call of `score` would load, if new rows can be encoded at all."""
+        """Load now what the first call of `of_frame` would load, if new rows can be encoded at all."""
         if has_recipe(self.run.path):
             assert self.encoder and self.network and self.maker
 

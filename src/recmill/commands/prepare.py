@@ -54,7 +54,7 @@ class PrepareOptions(TypedDict, total=False):
     max_bad_rows: int | None
     # clicks
     schema: str | Path | None
-    schema_file: str | Path | None  # the same
+    schema_file: str | Path | None  # another name of `schema`
     label: str | None
     # histories, movielens, goodreads
     layout: Literal["rows", "lines", "jsonl"]
@@ -66,7 +66,7 @@ class PrepareOptions(TypedDict, total=False):
     columns: list[str] | None
     separator: str | None
     quotes: bool | None
-    escape: bool
+    escape: bool | None
     encoding: str | None
     skip_lines: int | None
     no_user: bool
@@ -108,9 +108,8 @@ def prepare(
     """Write dataset `name` to `output` and return its description; an identical dataset there is left as it is.
 
     Options are those of `recmill prepare NAME --help`, with underscores: prepare("synthetic-clicks", "d", rows=1000).
-    The signature lists those of all datasets.
-    An interrupted call, repeated, resumes. `input` of "clicks" and "histories" may be a frame of pandas,
-    Polars or Arrow.
+    The signature lists those of all datasets. An interrupted call, repeated, resumes. `input` of "clicks" and
+    "histories" may be a frame of pandas, Polars or Arrow.
     """
     module = cast(DatasetModule, registry.load(registry.DATASETS, name, "dataset"))
     frame = options.get("input") if is_frame(options.get("input")) else None

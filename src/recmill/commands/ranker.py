@@ -117,7 +117,7 @@ class Ranker(Scorer):
                 found[row][is_known] = scores_V[encoded.candidates[row][is_known]]
         lengths = [len(row) for row in found]
         names = pl.Series([name for row in encoded.names for name in row], dtype=pl.String)
-        scores = pl.Series(np.concatenate(found), dtype=pl.Float32).fill_nan(None)
+        scores = pl.Series(np.concatenate([np.empty(0, np.float32), *found]), dtype=pl.Float32).fill_nan(None)
         return pl.DataFrame({"row": np.repeat(np.arange(len(found)), lengths), "item": names, "score": scores})
 
     def write_best(self, options: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from recmill.config.options import checked_options
 from recmill.data.checks import checked_items
 from recmill.data.frames import Kind, as_polars, converted
 from recmill.data.names import Names, Unknown
-from recmill.datasets.inputs.flags import NewRows, NewRowsFlags
+from recmill.datasets.inputs.flags import NewRows, NewRowsFlags, check_no_flags, given_flag
 from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.observe.log import quiet_libraries
@@ -139,8 +139,8 @@ def recommend(
 
     A 'two_tower' recommends for `input`, a file or a frame with a request per row: K rows for each, in order, with the
     columns in `keep`, "rank", "item" and "score". For a sequence model, `input` has a history per row, in column
-    "history": a list, or a text with commas; "title" is there, too. `columns`, `separator`, `quotes`, `encoding`,
-    `skip_lines`, `decimal`, `thousands`, `time_format`, `on_bad_value`: as for `predict`.
+    "history": a list, or a text with commas; "title" is there, too. `columns`, `separator`, `quotes`, `escape`,
+    `encoding`, `skip_lines`, `decimal`, `thousands`, `time_format`, `on_bad_value`: as for `predict`.
     """
     if (history is not None) + (users is not None) + (input is not None) != 1:
         raise ConfigError("Recommend for a history, for users or for the rows of `input`: give exactly one of them.")
@@ -148,7 +148,7 @@ def recommend(
         searcher = _searcher(run, k, include_seen, checkpoint, fallback, verify)
         best = _best_in_memory(searcher, input, k, keep, new_rows)
         return cast(list[Recommendation], best.to_dicts()) if frame is None else converted(best, frame)
-    check_no_keep(keep, new_rows)
+    check_no_input_options(keep, new_rows)
     model = Recommender(run, checkpoint, fallback, verify)
     if users is not None:
         best = model.for_users(users, k, include_seen)
@@ -176,13 +176,13 @@ def recommend_all(
 
     Returns {"output": ..., "users": ..., "rows": ...}. With `input`, a file as for `recommend`: for each of its rows,
     with the columns in `keep`, to .parquet, .csv or .jsonl; returns "requests" instead of "users".
-    `columns`, `separator`, `quotes`, `encoding`, `skip_lines`, `decimal`, `thousands`, `time_format`, `on_bad_value`:
-    as for `predict`.
+    `columns`, `separator`, `quotes`, `escape`, `encoding`, `skip_lines`, `decimal`, `thousands`, `time_format`,
+    `on_bad_value`: as for `predict`.
     """
     if input is not None:
         options = {"input": str(input), "output": str(output), "keep": keep, "k": k, **new_rows}
         return _searcher(run, k, include_seen, checkpoint, fallback, verify).write_best(options)
-    check_no_keep(keep, new_rows)
+    check_no_input_options(keep, new_rows)
     import polars as pl
     from polars.io.plugins import register_io_source
 
@@ -215,11 +215,11 @@ def recommend_all(
     return {"output": str(output), "users": len(names), "rows": num_rows}
 
 
-def check_no_keep(keep: list[str] | None, new_rows: NewRows) -> None:
+def check_no_input_options(keep: list[str] | None, new_rows: NewRows) -> None:
     if keep:
         raise ConfigError("--keep names columns of --input. Give both.")
-    if given := [name for name, value in new_rows.items() if value not in (None, "fail")]:
-        raise ConfigError(f"--{given[0].replace('_', '-')} says how to read --input. Give both.")
+    if flag := given_flag(new_rows):
+        raise ConfigError(f"{flag} says how to read --input. Give both.")
 
 
 def _searcher(
@@ -250,6 +250,7 @@ def _best_in_memory(
     from recmill.commands.ranker import Ranker
 
     if not isinstance(input, str | Path):
+        check_no_flags(new_rows)
         rows = as_polars(input, "input")
         flags = checked_options("recommend", NewRowsFlags, {**new_rows})
         if isinstance(searcher, Ranker):

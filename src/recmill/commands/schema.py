@@ -7,7 +7,7 @@ from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Overwrite, flag, new_path
 from recmill.config.options import checked_options
 from recmill.data.frames import as_polars, is_frame
-from recmill.datasets.inputs.flags import Reading, ReadingFlags
+from recmill.datasets.inputs.flags import Reading, ReadingFlags, check_no_flags
 from recmill.errors import ConfigError
 from recmill.files.atomic import write_text
 
@@ -44,6 +44,8 @@ def guess_schema(
 
     if not is_frame(input) and not isinstance(input, str | Path):
         raise ConfigError(f"`input` is a {type(input).__name__}. Give a path, or a frame of pandas, Polars or Arrow.")
+    if is_frame(input):
+        check_no_flags(reading)
     path = new_path(output, "--output", overwrite) if output is not None else None
     files: list[InputFile]
     files = [FrameFile(as_polars(input, "input"))] if is_frame(input) else found_files(str(input))

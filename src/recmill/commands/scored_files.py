@@ -158,8 +158,6 @@ def _checked_job(scorer: "Scorer", options: "Options", files: list[InputFile], o
 
     section = changed(encoder.input_section(count_fields), flags)
     kept = options.keep or []
-    if twice := next((name for name in kept if kept.count(name) > 1), None):
-        raise ConfigError(f"--keep {','.join(kept)}: '{twice}' occurs twice. Name it once.")
     needed = list(dict.fromkeys([*encoder.feature_columns, *kept]))
     lack = "the model needs columns that are not there"
     check_columns(

@@ -168,16 +168,20 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
 
 
 def _no_data(config: Config, saved: Config | None) -> DataError:
-    """Return the error for a data.path that is not there, with the dataset of the run or one beside the path."""
+    """Return the error for a missing data.path; it names the dataset of the run, or one beside the path."""
     path = Path(config.settings.data.path)
-    kind = "own/sasrec" if assemble.model_module(config).KIND == "histories" else "own/dlrm"
-    beside = [file.parent for file in sorted(path.parent.glob("*/dataset.json")) if own_config(file.parent) == kind]
-    near = registry.nearest(path.name, [dataset.name for dataset in beside])
-    known = [Path(saved.settings.data.path)] if saved else [dataset for dataset in beside if dataset.name in near]
-    yours = [dataset for dataset in known or beside if dataset.is_dir()]
+    if saved:
+        known = [Path(saved.settings.data.path)]
+    else:
+        kind = "own/sasrec" if assemble.model_module(config).KIND == "histories" else "own/dlrm"
+        prepared = (file.parent for file in sorted(path.parent.glob("*/dataset.json")))
+        beside = [dataset for dataset in prepared if own_config(dataset) == kind]
+        near = registry.nearest(path.name, [dataset.name for dataset in beside])
+        known = [dataset for dataset in beside if dataset.name in near] or beside
+    yours = next(filter(Path.is_dir, known), "DIR")
     return DataError(
-        f"{path}: no such directory, and it is the data.path of the config. Name your dataset: --set data.path="
-        f"{yours[0] if yours else 'DIR'}; or make it: recmill prepare NAME --output {path}."
+        f"{path}: no such directory, and it is the data.path of the config. Name your dataset: --set data.path={yours}"
+        f"; or prepare it: recmill prepare NAME --output {path}."
     )
 
 

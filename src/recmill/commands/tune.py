@@ -173,9 +173,10 @@ def _read_space(path: Path, base: Config) -> dict[str, Parameter]:
 
 
 def _check_trial(config: Config) -> None:
-    """Raise an error if a config does not fit its dataset, or if its validation does not show how good a model is."""
+    """Raise an error if a config does not fit its dataset, or trains on the rows by which trials are compared."""
     if config.settings.data.train_on_validation:
-        raise ConfigError("data.train_on_validation: trials are compared by rows that none may train on. Remove it.")
+        fact = "trials are compared by their validation, so they must not train on it"
+        raise ConfigError(f"data.train_on_validation: {fact}. Remove it.")
     assemble.open_matching_dataset(config)
 
 

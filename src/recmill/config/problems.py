@@ -16,7 +16,7 @@ from recmill.config.sections import Section, named_sections, subsection
 SectionT = TypeVar("SectionT", bound=Section)
 _MAX_LINES = 10  # of a report
 _KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
-# What people look for who do not know the key
+# Words that people try, and the keys that they mean
 _RATES = ["optim.dense.lr", "optim.tables.lr"]
 _WORDS = {"data": ["data.path"], "dataset": ["data.path"], "model": ["model.name"], "learning_rate": _RATES}
 
@@ -43,7 +43,7 @@ def validated(
     """Return the section, where keys with a problem have their defaults, and the problems.
 
     `prefix`: the section's name in the config; `siblings`: other keys that the config may have there; `elsewhere`:
-    keys of all sections, which somebody may mean who leaves out the section.
+    the keys of all sections, one of which may be meant if the section was left out.
     """
     try:
         # Through JSON, pydantic is strict about types but accepts a list for a tuple.
@@ -53,7 +53,9 @@ def validated(
     problems: dict[tuple[str, ...], Problem] = {}
     for error in errors:
         problem = _problem(cls, error, prefix, siblings, elsewhere)
-        if error["type"] != "list_type" or problem.keys not in problems:  # of a number or a list, a number was meant
+        if (
+            error["type"] != "list_type" or problem.keys not in problems
+        ):  # of `int | list[int]`, report the error of int
             problems[problem.keys] = problem
     return _without_problems(cls, values, [error["loc"] for error in errors]), list(problems.values())
 

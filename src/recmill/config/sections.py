@@ -537,7 +537,7 @@ class Settings(Section):
         }
         if self.data.train_on_validation:
             problems += [
-                f"data.train_on_validation with {key}: validation does not show how good a run is that trains on it. "
+                f"data.train_on_validation with {key}: validation says nothing about a run that trains on it. "
                 "Remove one of the two."
                 for key, is_set in follows_validation.items()
                 if is_set

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def own_config(dataset: Path) -> str:
-    """Return the shipped config for a prepared dataset of one's own, or an empty text if `dataset` is none."""
+    """Return the name of the shipped config that trains on a prepared dataset, or nothing if `dataset` is not one."""
     if not (dataset / "dataset.json").is_file():
         return ""
     return "own/sasrec" if (dataset / "users.parquet").is_file() else "own/dlrm"

@@ -98,9 +98,9 @@ class Names:
 
 
 def _similar(name: str, known: list[str]) -> list[str]:
-    """Return known names that differ in leading zeros only; else names that contain this one, then nearly equal ones.
+    """Return known names that differ only in leading zeros; without any, names that contain this one or resemble it.
 
-    A number is not contained in one with more digits.
+    A number does not count as a part of one with more digits.
     """
     plain = _without_zeros(name)
     if same := [other for other in known if _without_zeros(other) == plain]:

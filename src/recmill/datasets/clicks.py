@@ -74,7 +74,7 @@ class ClickOptions(Section):
 
 
 def write_day(directory: Path, day: str, num_rows: int | None, blocks: Iterator[ClickRows], id_dtype: type) -> None:
-    """Write the blocks to the three files of a day, with one block in memory at a time. None: of unknown length."""
+    """Write the blocks to the three files of a day, one block in memory at a time. `num_rows`: None if not known."""
     with contextlib.ExitStack() as stack:
         files: list[NpyWriter] = []
         for block in blocks:

@@ -1,7 +1,7 @@
 """FinalMLP: two MLPs over differently gated features, joined by a bilinear form (Mao et al., 2023).
 
-As in FuxiCTR's version: dense features are values times learned vectors. But gates read the vectors that the MLPs read;
-FuxiCTR's have tables of their own.
+As in FuxiCTR's version, dense features are values times learned vectors. Gates read the same vectors as the MLPs; in
+FuxiCTR's version they have tables of their own.
 """
 
 from typing import TYPE_CHECKING

@@ -69,9 +69,9 @@ def print_table(header: Row, rows: Sequence[Row]) -> None:
 
 
 def print_columns(labels: Row, columns: Sequence[Row], references: Sequence[Row] = ()) -> None:
-    """Print the labels and as many columns as the terminal has place for, then again with the next ones.
+    """Print the labels and as many columns as the terminal has room for, then again with the next ones.
 
-    The columns `references` stand right of the first ones, if there is place. Rows without a value are left out.
+    The columns `references` follow the first ones, if there is room. Rows without a value are left out.
     """
     width = shutil.get_terminal_size((10_000, 0)).columns
 

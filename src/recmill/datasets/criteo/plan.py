@@ -109,7 +109,7 @@ class Plan:
         """Whether what is written of a row depends on that row alone, so that it can be written when it is read."""
         rules = self.rules
         is_independent = rules.ids != "contiguous" and rules.dense not in (LOG_MIN, STORED) and rules.shuffle == "none"
-        return is_independent and rules.format == "npy"  # of other formats, each split has its own file
+        return is_independent and rules.format == "npy"  # in other formats, each split has its own file
 
     @property
     def recipe(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from recmill.datasets.inputs.flags import ReadingFlags
 from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import check_columns, columns_of, frames, lacking, num_rows, types_of
 from recmill.datasets.inputs.section import InputSection
-from recmill.datasets.inputs.times import FORMATS, likely_format, parsed_times
+from recmill.datasets.inputs.times import FORMATS, is_format, likely_format, parsed_times
 from recmill.errors import ConfigError, DataError, did_you_mean
 
 __all__ = ["Options", "plan", "plan_frame", "write"]
@@ -47,7 +47,6 @@ class Options(Filters, ReadingFlags):
         None, f"{FORMATS}  [default: ISO dates, seconds with decimals, or whole numbers, which are kept as they are]"
     )
     rating_column: str | None = key(None, "Column of ratings: numbers, for --min-rating.")
-    escape: bool = key(False, 'A quote within a field of a text is written as \\" instead of two quotes.')
     no_user: bool = key(False, "With --layout lines: a line has only items, and is a history of its own.")
     only: list[str] = key([], "Keep only rows with one of these values, like event=purchase,cart. May be repeated.")
     titles: str | None = key(None, "File with titles of items, in one of the formats of --input.")
@@ -66,6 +65,8 @@ class Options(Filters, ReadingFlags):
             raise ValueError("--rating-column needs --min-rating, the least rating to keep.")
         if self.time_format is not None and self.time_column is None:
             raise ValueError("--time-format needs --time-column.")
+        if self.time_format is not None and not is_format(self.time_format):
+            raise ValueError(f"--time-format is {self.time_format!r}. Give {FORMATS}")
         if self.title_column is not None and self.titles is None:
             raise ValueError("--title-column needs --titles, the file that has the column.")
         of_titles = ("title_id_column", "title_columns", "title_separator", "title_encoding")
@@ -121,7 +122,7 @@ def _no_column(name: str, file: InputFile, section: InputSection) -> ConfigError
 
 def _section(file: InputFile, options: Options) -> InputSection:
     kind = "jsonl" if options.layout == "jsonl" else "text" if options.layout == "lines" else "auto"
-    keys: dict[str, Any] = {"kind": kind, "escape": options.escape, **options.given()}
+    keys: dict[str, Any] = {"kind": kind, **options.given()}
     if options.layout == "lines":
         keys.setdefault("separator", _separator_of_lines(file))
     return described(file, **keys)
@@ -216,7 +217,7 @@ def _file_reader(
 ) -> Callable[[], Iterator[pl.DataFrame]]:
     kind = section.kind_of(file)
     if kind == "text":
-        table = delimited.Table(file, section, bad_rows, remedy=f"Fix the file, {delimited.SKIP}")
+        table = delimited.Table(file, section, bad_rows, otherwise=delimited.SKIP)
         if "title" in columns:
             table = delimited.Table(file, section, prefix="--title-")
         return partial(_read_text, table, columns, form)
@@ -268,11 +269,9 @@ def _read_text(table: delimited.Table, columns: dict[str, str], form: str | None
     if "time" in columns:
         form = likely_format(table.first_values(columns["time"])) if form is None else form
         kinds["time"] = "date" if form else "integer"
+    named = columns.items()
     return table.rows(
-        *(
-            delimited.Field(name, column, kinds[name], _option(name, columns), form or "iso")
-            for name, column in columns.items()
-        )
+        *(delimited.Field(n, column, kinds[n], _option(n, columns), form or "iso") for n, column in named)
     )
 
 

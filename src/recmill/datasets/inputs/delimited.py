@@ -35,7 +35,7 @@ _TYPES = {"integer": pl.Int64(), "number": pl.Float64(), "text": pl.String(), "d
 _FACTS = {"integer": "is not a whole number", "number": "is not a number", "text": "is empty", "date": "is not a date"}
 _PARSED = _TYPES | {"date": pl.Int64()}
 NAMED_BAD_ROWS = 10
-SKIP = "or skip such rows: --on-bad-row skip."  # what else to do about bad rows
+SKIP = "To skip such rows: --on-bad-row skip."  # another remedy for a bad row
 _FIRST_ROWS = 1000
 _REPLACED = "\x1f"  # stands for a separator of several bytes
 SEPARATORS = [",", "\t", ";", "|", "::", "\x01", " "]  # in the order in which they are tried
@@ -82,7 +82,7 @@ class Table:
     section: InputSection
     bad_rows: BadRows | None = None
     prefix: str = "--"
-    remedy: str = "Fix the file, or get it again."  # of a row that is bad
+    otherwise: str = ""  # another remedy for a bad row than to correct it
 
     def rows(self, *fields: Field) -> Iterator[pl.DataFrame]:
         """Yield frames of these fields in file order; dates become microseconds since 1970."""
@@ -158,10 +158,9 @@ class Table:
         numbers = sum(_is_good(value, "number") for value in rows[1])
         if is_named or (numbers >= len(rows[1]) / 2 and not any(_is_good(value, "number") for value in rows[0])):
             shown = self.section.separator.join(rows[0])[:80]
-            skip = setting(self.prefix, "skip_lines", 1)
             raise DataError(
                 f"{self.path}: its first row is {shown!r}, which looks like names of columns, but {self.prefix}columns "
-                f"gives them. Leave {self.prefix}columns out, or skip the row ({skip})."
+                f"gives them. Leave {self.prefix}columns out, or {self._skip_first_row}."
             )
 
     def _position(self, columns: list[str], field: Field) -> int:
@@ -183,9 +182,9 @@ class Table:
         return f"{fact} in {where}, which has: {there}. {remedy}"
 
     def wrong_header(self, columns: list[str], wanted: Sequence[str]) -> str:
-        """Return why these are no names of columns, to follow a name that is not among them; empty if they may be.
+        """Return why `columns` cannot be names of columns, as the end of a message about a missing one, or nothing.
 
-        A single number is enough if there is no column of `wanted`, nor one with a similar name.
+        One number is enough if no name is among those `wanted` or similar to one of them.
         """
         if self.section.columns:
             return ""
@@ -194,7 +193,7 @@ class Table:
         if any("\\x" in name for name in columns) and (place := bad_byte(self.path, self.prefix)):
             return f" in its first row: {place}"
         if not self.section.quotes and any(map(_is_quoted, columns)):
-            return f" in its first row, whose names are in quotes. Use {self._quotes('true')}."
+            return f" in its first row, whose names are in quotes. Use {setting(self.prefix, 'quotes', True)}."
         numbers = sum(_is_good(name.strip(), "number") for name in columns)
         is_other = not any(name in columns or did_you_mean(name, columns) for name in wanted)
         if numbers and (is_other or numbers >= len(columns) / 2):
@@ -210,14 +209,18 @@ class Table:
         use = setting(self.prefix, "separator", best)
         return f"with {best!r} it would be {counts[best]} ({use})" if counts[best] > 1 else ""
 
-    def _quotes(self, value: Literal["true", "false"]) -> str:
-        """Return how to say whether fields may be in quotes."""
-        flag = "--quotes" if value == "true" else "--no-quotes"
-        return flag if self.prefix.startswith("--") else f"{self.prefix}quotes = {value}"
-
     @property
     def _no_quotes(self) -> str:
-        return self._quotes("false")
+        return setting(self.prefix, "quotes", False)
+
+    @property
+    def _skip_first_row(self) -> str:
+        """Return how not to read the first row; a file of titles has no flag for that."""
+        return "remove the row" if self.prefix == "--title-" else f"use {setting(self.prefix, 'skip_lines', 1)}"
+
+    @property
+    def _remedy(self) -> str:
+        return f"Fix the file, or get it again. {self.otherwise}".rstrip()
 
     @property
     def _one_byte_separator(self) -> str:
@@ -341,7 +344,7 @@ class Table:
                 return DataError(f"{self.path}: row {number:,}: {bad_byte(self.path, self.prefix)}")
             if number == stray:
                 fact = f"{self.path}: row {number:,}: a quoted field continues after its closing quote"
-                escape = "--escape" if self.prefix.startswith("--") else f"{self.prefix}escape = true"
+                escape = setting(self.prefix, "escape", True)
                 written = "" if self.section.escape else f'If quotes in fields are written as \\", say so ({escape}). '
                 return DataError(f"{fact}. {written}Otherwise double them, or ignore quotes ({self._no_quotes}).")
             if number == done + len(rows) and self._is_open(text):
@@ -351,13 +354,13 @@ class Table:
                 time = next((one for one in positions if one.option == "--time-column"), None)
                 if number == 1 and time and f", column {time.column}: " in problem:  # not one bad row: another column
                     fact = problem.replace(_FACTS["integer"], "is neither a whole number nor an ISO date")
-                    advice = "Give --time-format, name another --time-column, or correct the values."
-                    return DataError(f"{self.path}: row 1{fact}. {advice} {self.remedy}")
+                    remedy = "Give the right --time-format, name another --time-column, or correct the values."
+                    return DataError(f"{self.path}: row 1{fact}. {remedy} {self.otherwise}".rstrip())
                 return DataError(f"{self.path}: row {number:,}{problem}.{self._hint(row, num_columns, number)}")
         span = f"{self.path}: rows {done + 1:,} to {done + len(rows):,}"
         ignore = f" Or ignore quotes ({self._no_quotes})." if self.section.has_quotes and b'"' in text else ""
         return DataError(
-            f"{span}: one of them cannot be read, because of a quote inside a field. {self.remedy}{ignore}"
+            f"{span}: one of them cannot be read, because of a quote inside a field. {self._remedy}{ignore}"
         )
 
     def _hint(self, row: list[str], num_columns: int, number: int) -> str:
@@ -368,12 +371,12 @@ class Table:
         if len(header) == 1 and (hint := self._other_separator(header[0])):
             return f" The first row has 1 field; {hint}."
         if not self.section.quotes and any(value.startswith('"') for value in row):
-            return f" Are its fields in quotes? Use {self._quotes('true')}."
+            return f" Are its fields in quotes? Use {setting(self.prefix, 'quotes', True)}."
         if len(row) == num_columns + 1 and number == 1 and not self.section.columns:
             columns = f"{self.prefix}columns"
-            skip = setting(self.prefix, "skip_lines", 1)
-            return f" Does it begin with an index that has no name? Name all columns ({columns}) and use {skip}."
-        return f" {self.remedy}"
+            remedy = f"Name all columns ({columns}) and {self._skip_first_row}."
+            return f" Does it begin with an index that has no name? {remedy}"
+        return f" {self._remedy}"
 
     def _without_bad_rows(self, text: bytes, num_columns: int, positions: dict[Field, int], done: int) -> pl.DataFrame:
         """Parse the good rows of a block, and count the others. Raise DataError if they may not be skipped."""
@@ -423,7 +426,7 @@ def _is_broken(row: list[str]) -> bool:
 
 
 def _bad_dates(rows: list[list[str]], positions: dict[Field, int]) -> dict[Field, set[str]]:
-    """Return the values of each column of dates that are none."""
+    """Return the values of each column of dates that are not dates."""
     found = {}
     for wanted, position in positions.items():
         if wanted.kind == "date":
@@ -445,7 +448,7 @@ def _problem(
     for wanted, position in positions.items():
         value = row[position]
         if value in bad_dates[wanted] if wanted.kind == "date" else not _is_good(value, wanted.kind):
-            fact = _FACTS[wanted.kind] if wanted.form == "iso" else f"is no time of the format '{wanted.form}'"
+            fact = _FACTS[wanted.kind] if wanted.form == "iso" else f"does not have the format '{wanted.form}'"
             return f", column {wanted.column}: {value[:80]!r} {fact}"
     return None
 

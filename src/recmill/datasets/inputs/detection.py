@@ -17,17 +17,24 @@ _MOST = 0.9  # of the lines have the same number of fields, if the separator is 
 
 
 def described(
-    file: InputFile, separator: str | None = None, quotes: bool | None = None, prefix: str = "--", **keys: Any
+    file: InputFile,
+    separator: str | None = None,
+    quotes: bool | None = None,
+    prefix: str = "--",
+    escape: bool | None = None,
+    **keys: Any,
 ) -> InputSection:
     """Return how to read a file, from the flags that were given; what was not given is found in its first lines."""
-    section = changed(InputSection(), {**keys, **({} if separator is None else {"separator": separator})}, prefix)
+    given = {name: value for name, value in {"separator": separator, "escape": escape}.items() if value is not None}
+    section = changed(InputSection(), {**keys, **given}, prefix)
     if section.kind_of(file) != "text":
         return section
     lines = _first_lines(file, section, prefix)
     if separator is None:
         section = _with_separator(file, section, lines, prefix)
     has_quotes = quotes is not False and not _only_within(lines, section.separator)
-    escape = section.escape or (has_quotes and _has_backslashes(lines, section.separator))
+    if escape is None:
+        escape = has_quotes and _has_backslashes(lines, section.separator)
     return section.model_copy(update={"quotes": has_quotes, "escape": escape})
 
 
@@ -46,7 +53,7 @@ def _only_within(lines: list[str], separator: str) -> bool:
 
 
 def _has_backslashes(lines: list[str], separator: str) -> bool:
-    """Return whether quotes in fields are written as \\": the lines cannot be divided with those, but without them."""
+    """Return whether quotes in fields are written as \\": only without them can the lines be divided into fields."""
     if len(separator) > 1 or not any('\\"' in line for line in lines):
         return False
     without = (line.replace("\\\\", "").replace('\\"', "") + "\n" for line in lines)
@@ -55,8 +62,7 @@ def _has_backslashes(lines: list[str], separator: str) -> bool:
 
 
 def _with_separator(file: InputFile, section: InputSection, lines: list[str], prefix: str) -> InputSection:
-    """Add the separator that divides the first lines, with or without quotes, into equal numbers of fields, the most of
-    them.
+    """Add the separator that divides the first lines into equal numbers of fields; if several do, into the most.
 
     A space is tried last, because texts have spaces, too. Without tabs or commas, the name of the file decides.
     """

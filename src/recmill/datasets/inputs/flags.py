@@ -1,11 +1,11 @@
 """The flags that say how to read a text, which several commands have."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
 from pydantic import NonNegativeInt
 
 from recmill.config.sections import Section, key
-from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.times import FORMATS
 from recmill.errors import ConfigError
 
@@ -16,6 +16,7 @@ class Reading(TypedDict, total=False):
     columns: list[str] | None
     separator: str | None
     quotes: bool | None
+    escape: bool | None
     encoding: str | None
     skip_lines: int | None
 
@@ -29,8 +30,19 @@ class NewRows(Reading, total=False):
     on_bad_value: Literal["fail", "missing"]
 
 
+def given_flag(flags: Mapping[str, object]) -> str:
+    """Return the first flag that was given, or nothing."""
+    return next((f"--{name.replace('_', '-')}" for name, value in flags.items() if value not in (None, "fail")), "")
+
+
+def check_no_flags(flags: Mapping[str, object]) -> None:
+    """Raise an error if flags were given for a frame."""
+    if flag := given_flag({**flags, "on_bad_value": None}):
+        raise ConfigError(f"{flag} says how to read a file, and `input` is a frame. Remove it.")
+
+
 class ReadingFlags(Section):
-    """How to read a text. What is not given is found in its first lines or, for new rows, as in training."""
+    """How to read a text. What is not given is found in the first lines or, for new rows, is as in training."""
 
     columns: list[str] | None = key(None, "The names of a text's columns, if its first row does not name them.")
     separator: str | None = key(
@@ -41,6 +53,11 @@ class ReadingFlags(Section):
         "Whether a field of a text may be in double quotes.  [default: likewise]",
         json_schema_extra={"flags": ["--quotes/--no-quotes"]},
     )
+    escape: bool | None = key(
+        None,
+        'Whether a quote within a field of a text is written as \\" instead of two quotes.  [default: likewise]',
+        json_schema_extra={"flags": ["--escape/--no-escape"]},
+    )
     encoding: str | None = key(
         None, "The encoding of a text: a codec of Python, like latin-1.  [default: utf-8; of new rows: as in training]"
     )
@@ -48,7 +65,7 @@ class ReadingFlags(Section):
 
     def given(self) -> dict[str, Any]:
         """Return the flags that were given, by the names of their keys in [input] of a schema."""
-        values = {name: getattr(self, name, None) for name in InputSection.model_fields if name in _READING}
+        values = {name: getattr(self, name) for name in ReadingFlags.model_fields}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -66,12 +83,13 @@ class NewRowsFlags(ReadingFlags):
         "fail", "A number or time that cannot be used is an error, or is taken as missing and counted."
     )
 
+    def given(self) -> dict[str, Any]:
+        numbers = {"decimal": self.decimal, "thousands": self.thousands}
+        return super().given() | {name: value for name, value in numbers.items() if value is not None}
+
     def check_not_for_values(self) -> None:
         """Raise if a flag about numbers and times is given, for rows that no schema describes."""
         for name in NewRowsFlags.model_fields.keys() - ReadingFlags.model_fields.keys():
             if getattr(self, name) not in (None, "fail"):
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} is for click logs that `prepare clicks` has prepared. Remove it.")
-
-
-_READING = NewRowsFlags.model_fields.keys()

@@ -38,8 +38,9 @@ def frames(
     prefix: str = "input.",
     bad_rows: delimited.BadRows | None = None,
 ) -> Iterator[pl.DataFrame]:
-    """Yield these columns of all rows, in order. Every row of a text is checked to have all fields; those that do not
-    are errors, or skipped and counted in `bad_rows`.
+    """Yield these columns of all rows, in order.
+
+    A row of a text that does not have all fields is an error, or is skipped and counted in `bad_rows`.
     """
     match section.kind_of(file):
         case "parquet":
@@ -57,8 +58,7 @@ def blocks(
     if section.kind_of(file) != "text":
         return frames(file, section, columns)
     fields = [delimited.Field(column, column, "any") for column in columns]
-    remedy = f"Fix the file, {delimited.SKIP}"
-    return delimited.Table(file, section, prefix="input.", remedy=remedy).blocks(fields, plain)
+    return delimited.Table(file, section, prefix="input.", otherwise=delimited.SKIP).blocks(fields, plain)
 
 
 def num_rows(file: InputFile, section: InputSection) -> int:
@@ -79,8 +79,8 @@ def check_columns(
     """Raise an error that names every column that a file lacks, or holds in another type than the first file.
 
     Of columns that are `copied` to one file, no types may differ; others may hold whole numbers or texts. `prefix`
-    begins the settings that errors name, like input.separator or --separator. `type_problems` returns what else is
-    wrong with the types of the columns that a file has.
+    begins the settings that errors name, like input.separator or --separator. `type_problems` returns what is wrong
+    with the types of a file's columns, given its name and these types.
     """
     columns = list(dict.fromkeys(columns))
     problems: list[str] = []
@@ -117,7 +117,7 @@ def check_columns(
 
 
 def wrong_header(file: InputFile, section: InputSection, there: list[str], wanted: Sequence[str], prefix: str) -> str:
-    """Return why `there` are no names of columns, as `Table.wrong_header` does; empty for files with other formats."""
+    """Return why `there` cannot be names of columns, as `Table.wrong_header` does; empty if the file is not a text."""
     is_text = section.kind_of(file) == "text"
     return delimited.Table(file, section, prefix=prefix).wrong_header(there, wanted) if is_text else ""
 

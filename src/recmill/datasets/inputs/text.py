@@ -29,8 +29,12 @@ class LongRow(Exception):  # noqa: N818 - becomes a DataError where the number o
     """The next row is longer than MAX_ROW_BYTES."""
 
 
-def setting(prefix: str, name: str, value: str | int) -> str:
+def setting(prefix: str, name: str, value: str | int | bool) -> str:
     """Return how to set a key of the input: in a schema, whose keys begin with 'input.', or by a flag."""
+    if isinstance(value, bool):  # a file of titles has no flags of its own for these
+        return (
+            f"--{'' if value else 'no-'}{name}" if prefix.startswith("--") else f"{prefix}{name} = {str(value).lower()}"
+        )
     return f"{prefix}{name.replace('_', '-')} {value!r}" if prefix.startswith("--") else f"{prefix}{name} = {value!r}"
 
 

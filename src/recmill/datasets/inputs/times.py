@@ -7,10 +7,14 @@ from collections.abc import Iterable
 import polars as pl
 
 FORMATS = "'iso' (2026-03-16T08:05:30), 's', 'ms' or 'us' since 1970, or a format like '%d.%m.%Y'."
-_UNITS = {"s": 1_000_000, "ms": 1000, "us": 1}
+_UNITS = {"s": 1_000_000, "ms": 1000, "us": 1}  # in microseconds
 _PARTS_OF_DAYS = ("%H", "%I", "%M", "%S", "%T", "%R", "%X", "%c", "%r", "%s", "%+")
 _ISO = r"^(?:\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?(?:Z|[+-]\d\d(?::?\d\d)?)?)?|\d{8}T\d{6}Z?)$"
 _ZONE = r"[T ].*[Z+-]"
+
+
+def is_format(text: str) -> bool:
+    return text == "iso" or text in _UNITS or "%" in text
 
 
 def parsed_times(values: pl.Series, form: str) -> pl.Series:
@@ -44,7 +48,7 @@ def _iso(values: pl.Series) -> pl.Series:
 
 
 def likely_format(values: Iterable[str]) -> str:
-    """Return the format of the first value that is a time; empty if it is a whole number, or none is a time."""
+    """Return the format of the first value that is a time; empty if that is a whole number, or no value is a time."""
     for value in map(str.strip, values):
         if re.fullmatch(r"[+-]?\d+", value):
             return ""

@@ -29,7 +29,7 @@ _AMOUNTS = re.compile(
     re.I,
 )
 _GAPS = 0.01  # a larger share of missing numbers gets a flag of its own
-_MOST = 0.9
+_HAVE_UNIT = 0.9  # of the values, if a column holds numbers with a unit
 _OWN_ID = 0.95  # a larger share of different values is the row's own id
 _FEW = 10  # whole numbers with no more different values are names, whatever they are called
 _KNOWS_LABEL = 0.99
@@ -78,7 +78,7 @@ class Guess:
 
 @dataclass
 class LabelGuess:
-    """What is a click. `others`: values of which that is not known, the rarest first."""
+    """What is a click. `others`: values that may or may not mean a click, the rarest first."""
 
     section: LabelSection
     others: list[str]
@@ -209,7 +209,7 @@ def _quoted(value: str) -> str:
 
 
 def _with_number_style(section: InputSection, sample: pl.DataFrame) -> tuple[InputSection, list[str]]:
-    """Add how numbers are written, if some are like 4,32 or 1.234,50 or 1,234.50; name the columns that are so."""
+    """Add how numbers are written, if some are like 4,32 or 1.234,50 or 1,234.50; return the columns of these."""
     texts = [column for column in sample.get_columns() if column.dtype == pl.String]
     filled = {column.name: column.filter(~column.is_in([*section.missing, *_MISSING])) for column in texts}
     for decimal, thousands, evidence in ((",", ".", r",|\.\d{3}\."), (".", ",", r",\d{3}[,.]")):
@@ -314,8 +314,10 @@ def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> 
         return Guess(name, _LISTS, [plain])
     numbers = filled.str.strip_chars().cast(pl.Float64, strict=False)
     if numbers.null_count():
-        if filled.str.contains(_WITH_UNIT).sum() > _MOST * len(filled):
-            why = f"text, {distinct:,} different values, which look like numbers with a unit, like {filled[0][:20]!r}"
+        if filled.str.contains(_WITH_UNIT).sum() > _HAVE_UNIT * len(filled):
+            why = (
+                f"text, {distinct:,} different values, which look like numbers with a unit, such as {filled[0][:20]!r}"
+            )
             return Guess(name, f"{why}; to use them as numbers, remove the unit from the file", [plain])
         if inner := _inner_separator(filled, distinct):
             return Guess(name, f"several values, separated by {inner!r}", [{**plain, "separator": inner}])

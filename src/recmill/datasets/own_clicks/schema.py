@@ -16,7 +16,7 @@ from recmill.config.load import read_toml
 from recmill.config.problems import Problem, report, validated
 from recmill.config.sections import Section, key
 from recmill.datasets.inputs.section import InputSection
-from recmill.datasets.inputs.times import FORMATS
+from recmill.datasets.inputs.times import FORMATS, is_format
 from recmill.errors import ConfigError, UserError, did_you_mean, did_you_mean_path
 from recmill.registry import unknown
 from recmill.schema import Role
@@ -26,7 +26,6 @@ _CONDITION = re.compile(r"(>=|<=|>|<|==|!=)\s*(-?\d+(?:\.\d+)?)", re.ASCII)
 _NOT_IN_NAMES = re.compile(r"[./\x00-\x1f]")
 _MAX_NAME_BYTES = 200  # they are part of names of files
 LOG_SQUARED = "log2-squared"
-TIME_UNITS = {"s": 1_000_000, "ms": 1000, "us": 1}  # in microseconds
 _BUCKETS = re.compile(r"quantiles:(\d{1,5})", re.ASCII)
 
 
@@ -50,9 +49,7 @@ class TimeSection(Section):
     format: str = key("iso", FORMATS)
 
     def contradictions(self) -> list[str]:
-        if self.format in TIME_UNITS or self.format == "iso" or "%" in self.format:
-            return []
-        return [f"time.format is '{self.format}': give 'iso', 's', 'ms', 'us', or a format like '%d.%m.%Y'."]
+        return [] if is_format(self.format) else [f"time.format is '{self.format}'. Give {FORMATS}"]
 
 
 class SplitSection(Section):
@@ -337,13 +334,13 @@ def _contradictions(schema: ClicksSchema) -> Iterator[str]:
     names = [*schema.dense_names, *(feature.name for feature in schema.tables)]
     for name, times in sorted(Counter(names).items()):
         facts = {
-            "has a dot, a slash or a control character": name != feature_name(name),
-            "occurs twice": times > 1,
-            f"is longer than {_MAX_NAME_BYTES} bytes": len(name.encode()) > _MAX_NAME_BYTES,
             "is empty": not name,
+            f"is longer than {_MAX_NAME_BYTES} bytes": len(name.encode()) > _MAX_NAME_BYTES,
+            "occurs twice": times > 1,
+            "has a dot, a slash or a control character": name != feature_name(name),
         }
-        if found := [fact for fact, is_so in facts.items() if is_so]:
-            yield f"feature '{name[:80]}': the name {found[-1]}. Give it another 'name'."
+        if fact := next((fact for fact, is_so in facts.items() if is_so), ""):
+            yield f"feature '{name[:80]}': the name {fact}. Give it another 'name'."
     if not schema.feature:
         yield "it has no feature. Add a [[feature]] for each column to use."
     elif not schema.tables:

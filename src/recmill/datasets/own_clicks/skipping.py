@@ -14,7 +14,7 @@ from recmill.errors import DataError
 
 def good_blocks(file: InputFile, log: ClicksSchema, bad_rows: BadRows) -> Iterator[RawRows]:
     """Yield the good rows of a file, in order, with their numbers in it; count the others in `bad_rows`."""
-    last = 0  # row that was read
+    last = 0  # number of the last row that was read
     for frame in frames(file, log.input, log.columns(), bad_rows=bad_rows):
         if not frame.height:
             continue

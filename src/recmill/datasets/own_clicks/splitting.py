@@ -19,7 +19,7 @@ NUM_KINDS = len(SPLITS) + 2
 
 
 def check_split(split: SplitSection, files: list[str]) -> None:
-    """Raise an error if the section names times that are none, or files that are not among `files`."""
+    """Raise an error if the section gives times that cannot be read, or files that are not among `files`."""
     if split.val_from:
         _given_starts(split)
     for key in ("val", "test") if split.by == "files" else ():

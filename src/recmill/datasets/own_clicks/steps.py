@@ -126,7 +126,7 @@ def _plan(options: Options, find: Callable[[], list[InputFile]]) -> Plan:
         raise ConfigError(f"{fact}. Give --schema, or --label COLUMN to guess a schema.")
     if options.spark_master is not None and options.engine != "spark":
         raise ConfigError("--spark-master needs --engine spark.")
-    if options.max_bad_rows != 1000 and options.on_bad_row == "fail":
+    if "max_bad_rows" in options.changed_keys() and options.on_bad_row == "fail":
         raise ConfigError("--max-bad-rows needs --on-bad-row skip.")
     log_schema = None
     if options.schema_file:
@@ -349,9 +349,9 @@ class Blocks:
                 with (self._scratch / f"{name}.codes").open("rb") as opened:  # np.load would take 0.5 ms more
                     stored = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint32)
                 codes = {c: (values[c], own) for c, own in zip(coded, stored.reshape(-1, rows), strict=True)}
-            numbers = self._scratch / f"{name}.npy"  # if rows were skipped
-            own = np.load(numbers) if numbers.exists() else range(first, first + rows)
-            yield before, RawRows(frame, file, own, codes, f"{SKIP[0].upper()}{SKIP[1:]}")
+            path = self._scratch / f"{name}.npy"  # is there if rows may be skipped
+            numbers = np.load(path) if path.exists() else range(first, first + rows)
+            yield before, RawRows(frame, file, numbers, codes, SKIP)
             before += rows
 
     def with_progress(self, what: str) -> Iterator[Block]:

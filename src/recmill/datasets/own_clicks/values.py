@@ -51,7 +51,7 @@ class RawRows:
     file: str
     numbers: range | np.ndarray
     codes: dict[str, tuple[Values, np.ndarray]] = field(default_factory=dict)
-    otherwise: str = ""  # what to do about a value that cannot be used, but to correct it
+    otherwise: str = ""  # another remedy for a value that cannot be used than to correct it
     prefix: str = "input."  # of the settings that errors name: '--' for new rows; '' if there are none, as for frames
 
     def __len__(self) -> int:
@@ -177,7 +177,7 @@ def _remedy(value: str, text: InputSection, prefix: str) -> str:
 
 
 def usable_numbers(rows: RawRows, column: str, missing: list[str], text: InputSection) -> tuple[np.ndarray, np.ndarray]:
-    """Return the column as float64, NaN where there is no value or a bad one, and where there is a bad one."""
+    """Return the column as float64, NaN where a value is missing or bad, and which values are bad."""
     values = rows.column(column)
     if values.dtype.is_numeric():
         found = values.cast(pl.Float64)
@@ -195,9 +195,9 @@ def usable_numbers(rows: RawRows, column: str, missing: list[str], text: InputSe
 
 
 def plain_numbers(texts: pl.Series, text: InputSection) -> pl.Series:
-    """Return numbers as texts like 1234.5, null where they are in another form than `text` says.
+    """Return numbers as texts like 1234.5, with null where they are not written as `text` says.
 
-    With decimal commas, 1.234 is in another form: it may be 1234.
+    With decimal commas, 1.234 becomes null: it may mean 1234.
     """
     if text.thousands:
         if text.thousands == " ":
@@ -216,7 +216,7 @@ def grouped(thousands: str, decimal: str) -> str:
 
 
 def type_problems(log: ClicksSchema, file: str, types: dict[str, pl.DataType]) -> Iterator[str]:
-    """Yield an error for each column of a file that has a type of which the schema cannot make what it asks for."""
+    """Yield an error for each column of a file whose type does not fit its use in the schema."""
     no_rows = RawRows(pl.DataFrame(schema=types), file, range(0))
 
     def as_numbers(rows: RawRows, column: str, missing: list[str]) -> np.ndarray:
@@ -248,7 +248,7 @@ def weights(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     if (is_bad := ~(found >= 0)).any():
         row = int(is_bad.argmax())
         value = rows.column(column)[row]
-        fact = "the weight is missing" if value is None else f"{value!r} is no weight"
+        fact = "the weight is missing" if value is None else f"{value!r} is not a weight"
         raise rows.bad_value(row, column, fact, "Give a number from 0 to 3.4e38.")
     return found.astype(np.float32)
 
@@ -260,7 +260,7 @@ def times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
 
 
 def usable_times(rows: RawRows, schema: ClicksSchema) -> pl.Series:
-    """Return what `times` does, null where there is no time or a bad one."""
+    """Return what `times` does, with null where a time is missing or bad."""
     assert schema.time
     values = rows.column(schema.time.column)
     if isinstance(values.dtype, pl.Date | pl.Datetime):
@@ -275,7 +275,7 @@ def _times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     if parsed.null_count():
         values = rows.column(column)
         row = int(parsed.is_null().arg_true()[0])
-        fact = f"{values[row]!r} is no time of the format '{form}'" if values[row] else "no time"
+        fact = f"{values[row]!r} does not have the format '{form}'" if values[row] else "the time is missing"
         iso = " ('iso' is like 2026-03-16 or 2026-03-16T08:05:30)" if form == "iso" else ""
         others = {"input.": ", or change time.format of the schema", "--": ", or name the format: --time-format"}
         raise rows.bad_value(row, column, fact, f"Correct it{others.get(rows.prefix, '')}{iso}.")
