@@ -12,7 +12,7 @@ from recmill import cli, registry
 from recmill.commands import adopt, audit, download, evaluate, jobs, launch, open_run, prepare, recommend, split, train
 from recmill.commands.options import dataset_checks
 from recmill.config import Section
-from recmill.datasets.inputs.flags import Reading, ReadingFlags
+from recmill.datasets.inputs.flags import NewRows, NewRowsFlags, Reading, ReadingFlags
 from recmill.jobs.place import Place
 
 PLACE_FLAGS = {"nodes", "procs", "time", "account", "queue", "chain", "image", "mounts"}  # launch's **place_options
@@ -71,6 +71,7 @@ def test_commands_about_jobs_take_what_their_functions_take(name: str) -> None:
         (evaluate.EvaluateOptions, evaluate.Options),
         (split.SplitOptions, split.Options),
         (Reading, ReadingFlags),
+        (NewRows, NewRowsFlags),
     ],
     ids=lambda value: value.__name__,
 )

@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 import recmill
 from recmill.cli import commands
 from recmill.commands import predict
+from recmill.datasets.inputs.flags import NewRowsFlags
 from recmill.errors import CheckpointError, ConfigError, DataError
 
 from ..conftest import RunCli
@@ -183,7 +185,7 @@ def test_scores_that_are_no_numbers_are_an_error(trained: Path) -> None:
     predictor = predict.Predictor(trained / "run")
     predictor.network.state_dict()["logit.bias"].fill_(float("nan"))
     with pytest.raises(CheckpointError, match="its model gives scores that are not finite numbers"):
-        predictor.of_frame(pl.DataFrame({"site": ["s1"], "tags": ["a"]}), [])
+        predictor.of_frame(pl.DataFrame({"site": ["s1"], "tags": ["a"]}), [], NewRowsFlags())
 
 
 def test_new_rows_may_be_written_in_another_way_than_the_training_log(trained: Path, tmp_path: Path) -> None:
@@ -275,16 +277,41 @@ def test_bad_values_are_errors_or_missing_and_counted(with_numbers: Path, tmp_pa
     assert (tmp_path / "two.parquet").read_bytes() == (tmp_path / "bad.parquet").read_bytes()
 
 
-def test_a_run_that_is_open_takes_bad_values_as_missing(with_numbers: Path, caplog: pytest.LogCaptureFixture) -> None:
-    bad = pl.DataFrame({"when": ["2026-03-01 01:30", "soon"], "price": ["expensive", "1.5"], "age": ["3", "3"]})
-    missing = bad.with_columns(price=pl.Series([None, "1.5"]), when=pl.Series(["2026-03-01 01:30", None]))
+def test_numbers_and_times_of_new_rows_may_be_written_in_another_way(with_numbers: Path, tmp_path: Path) -> None:
+    (tmp_path / "same.csv").write_text("when,price,age\n2026-04-01T02:00:00,1234.5,3\n")
+    (tmp_path / "other.csv").write_text('when,price,age\n01.04.2026 02h,"1.234,5",3\n')
+    recmill.predict(with_numbers, tmp_path / "same.csv", tmp_path / "same.parquet")
+    other: dict[str, Any] = {}
+    for fact, remedy, given in (
+        (r"'1\.234,5' is not a number", "use --thousands '.' and --decimal ','.", {"decimal": ",", "thousands": "."}),
+        ("does not have the format 'iso'", "or name the format: --time-format", {"time_format": "%d.%m.%Y %Hh"}),
+    ):
+        with pytest.raises(DataError, match=f"{fact}.*{re.escape(remedy)}.* --on-bad-value missing"):
+            recmill.predict(with_numbers, tmp_path / "other.csv", tmp_path / "other.parquet", **other)
+        other |= given
+    for procs in (1, 2):
+        found = tmp_path / f"{procs}.parquet"
+        recmill.predict(with_numbers, tmp_path / "other.csv", found, procs=procs, **other)
+        assert found.read_bytes() == (tmp_path / "same.parquet").read_bytes()
+    with pytest.raises(ConfigError, match=r"--time-format is 'sometimes'\. Give 'iso'"):
+        recmill.predict(with_numbers, tmp_path / "other.csv", tmp_path / "s.csv", time_format="sometimes")
+
+
+def test_scores_of_frames_take_bad_values_as_missing_and_warn(
+    with_numbers: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = recmill.open_run(with_numbers)
-    with pytest.raises(DataError, match=r"the frame: row 1, column price: .* To take such values as missing: .*on.bad"):
-        run.predict(bad)
-    assert run.predict(bad, on_bad_value="missing").equals(run.predict(missing, on_bad_value="missing"))
-    assert "price: bad values, taken as missing: 1" in caplog.messages
-    with pytest.raises(ConfigError, match="on_bad_value='skip': use 'fail' or 'missing'"):
-        run.predict(bad, on_bad_value="skip")  # type: ignore[arg-type]
+    frame = pl.DataFrame({"when": ["2026-04-01T02:00:00"] * 2, "price": ["1.5", "dear"], "age": [3, 3]})
+    with pytest.raises(DataError, match=r"the frame: row 2, column price: 'dear' .*Convert .* --on-bad-value missing"):
+        run.predict(frame)
+    missing = run.predict(frame.with_columns(price=pl.Series([1.5, None])))
+    caplog.clear()
+    assert run.predict(frame, on_bad_value="missing").equals(missing)
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    fact = "price: 50.0 % of the values are missing, compared with 0.0 % in training. Check how this column is filled."
+    assert warnings == [fact]
+    with pytest.raises(DataError):
+        run.predict(frame)  # the call before changed nothing
 
 
 def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import STREAM, Fallback, Which, flag, new_parquet, new_path
 from recmill.commands.retriever import RequestOptions, RequestVectors, Retriever
 from recmill.config.options import checked_options
-from recmill.datasets.inputs.flags import NewRowsFlags, Reading
+from recmill.datasets.inputs.flags import NewRows, NewRowsFlags
 from recmill.errors import ConfigError
 from recmill.files.atomic import new_file
 
@@ -29,7 +29,7 @@ def write_items(
     keep: list[str] | None = None,
     checkpoint: Literal["newest", "best"] | None = None,
     fallback: bool = False,
-    **reading: Unpack[Reading],
+    **new_rows: Unpack[NewRows],
 ) -> dict[str, Any]:
     """Write the vectors of all items of the run's dataset to a Parquet file; return {"items", "dim", "output"}.
 
@@ -37,12 +37,12 @@ def write_items(
     `recmill predict`. An item has the features of the first row in which it occurs.
 
     With `requests`, a file: write the vectors of its rows instead, to .parquet or .jsonl, with the columns in `keep`;
-    return {"requests", "dim", "output"}. `columns`, `separator`, `quotes`, `escape`, `encoding`, `skip_lines`: as for
-    `predict`.
+    return {"requests", "dim", "output"}. `columns`, `separator`, `quotes`, `escape`, `encoding`,
+    `skip_lines`, `decimal`, `thousands`, `time_format`, `on_bad_value`: as for `predict`.
     """
     given: dict[str, Any] = {"output": str(output), "keep": keep}
     given |= {"requests": None if requests is None else str(requests)}
-    given |= {"checkpoint": checkpoint, "fallback": fallback, **reading}
+    given |= {"checkpoint": checkpoint, "fallback": fallback, **new_rows}
     options = checked_options("items", Options, given)
     if options.requests is None and options.keep:
         raise ConfigError("--keep names columns of --requests. Give both.")

@@ -18,8 +18,10 @@ from recmill.commands.recommend import (
     check_no_input_options,
 )
 from recmill.commands.retriever import Retriever
+from recmill.config.options import checked_options
 from recmill.data.frames import Kind, as_polars, converted
 from recmill.data.names import Unknown
+from recmill.datasets.inputs.flags import NewRowsFlags
 from recmill.errors import ConfigError
 from recmill.metrics.own import Values
 
@@ -69,6 +71,7 @@ class Run:
         k: int = 10,
         include_seen: bool = False,
         unknown: Unknown = "error",
+        on_bad_value: Literal["fail", "missing"] = "fail",
         frame: Kind = "polars",
     ) -> "AnyFrame":
         """Return a frame with the K items that the model ranks first: rank (from 1), item, title and score.
@@ -81,7 +84,7 @@ class Run:
         Or `input`: a frame with a history per row, in column "history", or for a 'two_tower' a request per row. The
         result has K rows for each, in order, with the columns in `keep`, rank, item, score and, after histories, title.
         Items of these histories that the dataset does not have are left out, with a warning. The first call for a
-        'two_tower' reads the items of the dataset.
+        'two_tower' reads the items of the dataset. `on_bad_value`: as for `predict`.
         """
         if (histories is not None) + (users is not None) + (input is not None) != 1:
             raise ConfigError(
@@ -89,7 +92,7 @@ class Run:
             )
         if input is not None:
             rows = self._as_polars(input, "input", "recommend({!r}, input={!r})")
-            return converted(self._best_of_frame(rows, keep or [], k, include_seen), frame)
+            return converted(self._best_of_frame(rows, keep or [], k, include_seen, on_bad_value), frame)
         check_no_input_options(keep, {})
         if self._recommender is None:
             raise ConfigError(
@@ -114,15 +117,18 @@ class Run:
             raise ConfigError(f"`{what}` is a path, not a frame. For files: recmill.{call}.")
         return as_polars(given, what)
 
-    def _best_of_frame(self, rows: "pl.DataFrame", keep: list[str], k: int, include_seen: bool) -> "pl.DataFrame":
+    def _best_of_frame(
+        self, rows: "pl.DataFrame", keep: list[str], k: int, include_seen: bool, on_bad_value: str
+    ) -> "pl.DataFrame":
         """Return the K best items of each row."""
+        flags = checked_options("recommend", NewRowsFlags, {"on_bad_value": on_bad_value})
         if self._recommender:
             self._recommender.check_k(k)
-            return Ranker(self._recommender, k, include_seen).of_frame(rows, keep)
+            return Ranker(self._recommender, k, include_seen).of_frame(rows, keep, flags)
         check_no_include_seen(include_seen)
         assert self._predictor
         self._retriever = self._retriever or Retriever.of(self._predictor)
-        return self._retriever.best_of_frame(rows, k, keep)
+        return self._retriever.best_of_frame(rows, k, keep, flags)
 
     def predict(
         self,
@@ -135,17 +141,17 @@ class Run:
         """Return a frame with the columns in `keep`, the click probability of each row, "score", and its "logit".
 
         `rows`: a frame of pandas, Polars or Arrow with the columns that the features are made of. With
-        `frame="pandas"`, the scores of a pandas frame have its index. `on_bad_value`: a number or time that cannot be
-        used is an error, or is taken as missing. Bad values and shares that differ much from training are logged.
+        `frame="pandas"`, the scores of a pandas frame have its index. Values that are missing, unseen or clipped much
+        more often than in training are a warning, as for `recmill predict`. `on_bad_value`: a number or time that
+        cannot be used is an error, or "missing".
 
         With a sequence model, `rows` has columns "history" and "candidates". The result has one row per candidate, in
         order, with the columns in `keep`, "item" and "score".
         """
         new = self._as_polars(rows, "rows", "predict({!r}, {!r}, output)")
+        flags = checked_options("predict", NewRowsFlags, {"on_bad_value": on_bad_value})
         scorer = self._predictor or Ranker(cast(Recommender, self._recommender))
-        if on_bad_value not in ("fail", "missing"):
-            raise ConfigError(f"on_bad_value={on_bad_value!r}: use 'fail' or 'missing'.")
-        scores: Any = converted(scorer.of_frame(new, keep or [], on_bad_value), frame)
+        scores: Any = converted(scorer.of_frame(new, keep or [], flags), frame)
         if frame == "pandas" and self._predictor and hasattr(rows, "index"):
             scores.index = rows.index
         return cast("AnyFrame", scores)

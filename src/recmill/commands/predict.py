@@ -17,7 +17,7 @@ from recmill.config.options import checked_options
 from recmill.data.frames import is_frame
 from recmill.data.opening import open_dataset
 from recmill.data.recipes import Tally, has_recipe, kept_dataset
-from recmill.datasets.inputs.flags import NewRowsFlags, Reading
+from recmill.datasets.inputs.flags import NewRows, NewRowsFlags
 from recmill.errors import CheckpointError, ConfigError, DataError
 from recmill.metrics.binary import corrected_logits, sigmoid
 from recmill.observe.log import quiet_libraries
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from recmill.data.click_rows import ClickRows
     from recmill.datasets.inputs.section import InputSection
-    from recmill.datasets.own_clicks.encoding import OnBadValue
     from recmill.datasets.own_clicks.values import RawRows
     from recmill.observe.run_dir import RunDirectory
     from recmill.world import World
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 1 << 13
+MISSING_INSTEAD = "To take such values as missing: --on-bad-value missing."
 
 
 class Options(NewRowsFlags):
@@ -45,9 +45,6 @@ class Options(NewRowsFlags):
     format: Literal["csv", "jsonl"] | None = flag(None, "The format of stdin and stdout.  [default: csv]")
     keep: list[str] | None = flag(None, "Columns of --input to copy, separated by commas.")
     logit: bool = flag(False, "Write the logit, too, in column 'logit'.")
-    on_bad_value: Literal["fail", "missing"] = flag(
-        "fail", "A number or time that cannot be used is an error, or is taken as missing and counted."
-    )
     data: str | None = flag(None, "The dataset of a run on Criteo's logs, if it has moved.", metavar="DIRECTORY")
     overwrite: Overwrite = False
     procs: Procs = 1
@@ -64,13 +61,12 @@ def predict(
     format: Literal["csv", "jsonl"] | None = None,
     keep: list[str] | None = None,
     logit: bool = False,
-    on_bad_value: Literal["fail", "missing"] = "fail",
     data: str | Path | None = None,
     overwrite: bool = False,
     procs: int = 1,
     checkpoint: Literal["newest", "best"] | None = None,
     fallback: bool = False,
-    **reading: Unpack[Reading],
+    **new_rows: Unpack[NewRows],
 ) -> dict[str, Any]:
     """Score new rows: write one row to `output` for each row of `input`, in order, with the click probability.
 
@@ -83,8 +79,9 @@ def predict(
     commas between original ids or titles. There is one row of output per candidate, in order, with columns "item" and
     "score".
 
-    `columns`, `separator`, `quotes`, `escape`, `encoding`, `skip_lines`: how a text of new rows differs from the
-    training log.
+    `columns`, `separator`, `quotes`, `escape`, `encoding`, `skip_lines`, `decimal`, `thousands`, `time_format`: how
+    new rows differ from the training log. `on_bad_value`: a number or time that cannot be used is an error, or
+    "missing".
     """
     from recmill.commands.scored_files import score_files
 
@@ -94,9 +91,8 @@ def predict(
     given |= {
         "data": None if data is None else str(data),
         "procs": procs,
-        "on_bad_value": on_bad_value,
         "overwrite": overwrite,
-        **reading,
+        **new_rows,
     }
     options = checked_options("predict", Options, {**given, "checkpoint": checkpoint, "fallback": fallback})
     return score_files(*scorer_of(run, options), options)
@@ -122,18 +118,8 @@ class RowEncoder(Protocol):
     feature_columns: list[str]
 
     def input_section(self, count_fields: Callable[[], int]) -> "InputSection": ...
+    def adapt(self, new_rows: NewRowsFlags) -> None: ...
     def encode(self, rows: "RawRows", with_labels: bool = True, may_be_missing: bool = False) -> "ClickRows": ...
-
-
-def with_rule(encoder: RowEncoder, on_bad_value: "OnBadValue") -> RowEncoder:
-    """Return the encoder with this rule for numbers and times that cannot be used."""
-    from recmill.datasets.own_clicks.encoding import Encoder
-
-    if isinstance(encoder, Encoder):
-        encoder.on_bad_value = on_bad_value
-    elif on_bad_value == "missing":
-        raise ConfigError("--on-bad-value missing is for logs that `prepare clicks` has prepared. Remove it.")
-    return encoder
 
 
 class Scorer:
@@ -141,7 +127,6 @@ class Scorer:
 
     rows_per_row = 1  # of the output, for a row of the input
     reads_labels = False  # of files that have them
-    otherwise = ""  # another remedy for a bad value than to correct it
     run: "RunDirectory"
     network: Any
 
@@ -149,10 +134,11 @@ class Scorer:
     def encoder(self) -> RowEncoder:
         raise NotImplementedError
 
-    def new_encoder(self) -> RowEncoder:
-        """Return an encoder with a tally of its own, for one of several threads."""
+    def new_encoder(self, new_rows: NewRowsFlags) -> RowEncoder:
+        """Return an encoder of such rows with a tally of its own, for one of several threads."""
         encoder = copy.copy(self.encoder)
         encoder.tally = Tally()
+        encoder.adapt(new_rows)
         return encoder
 
     def scored(self, kept: "pl.DataFrame", encoded: "ClickRows") -> "pl.DataFrame":
@@ -164,32 +150,29 @@ class Scorer:
         """The columns of `scored` behind those to keep."""
         raise NotImplementedError
 
-    def of_frame(
-        self, frame: "pl.DataFrame", keep: Sequence[str], on_bad_value: "OnBadValue" = "fail"
-    ) -> "pl.DataFrame":
+    def of_frame(self, frame: "pl.DataFrame", keep: Sequence[str], new_rows: NewRowsFlags) -> "pl.DataFrame":
         """Return `scored` for the rows of a frame."""
-        encoded = self.encoded(frame, keep, on_bad_value)
+        encoded = self.encoded(frame, keep, new_rows)
         with self.one_thread():
             return self.scored(frame.select(keep), encoded)
 
-    def encoded(self, frame: "pl.DataFrame", keep: Sequence[str], on_bad_value: "OnBadValue" = "fail") -> Any:
-        """Return the encoded rows of a frame, with warnings as for files; raise if a column is missing."""
-        from recmill.commands.scored_files import bad_values, shares
+    def encoded(self, frame: "pl.DataFrame", keep: Sequence[str], new_rows: NewRowsFlags) -> Any:
+        """Return the rows of a frame, of which the columns to keep are there. Log the warnings of `score_files`."""
+        from recmill.commands.scored_files import shares
         from recmill.datasets.inputs.reading import lacking
         from recmill.datasets.own_clicks.values import RawRows
 
-        encoder = with_rule(self.new_encoder(), on_bad_value)
+        encoder = self.new_encoder(new_rows)
         needed = encoder.feature_columns
         for columns, who in ((needed, f"the model needs {', '.join(needed)}"), (keep, "--keep")):
             if missing := [column for column in columns if column not in frame.columns]:
                 raise DataError(f"{who}: the frame has {lacking(missing, frame.columns)}")
         self.check_kept(keep)
-        rows = RawRows(frame.select(needed), "the frame", range(1, frame.height + 1), otherwise=self.otherwise)
-        found = encoder.encode(rows, with_labels=False)
-        for feature, count in bad_values(encoder.tally).items():
-            log.warning("%s: bad values, taken as missing: %d", feature, count)
+        numbers = range(1, frame.height + 1)
+        rows = RawRows(frame.select(needed), "the frame", numbers, otherwise=MISSING_INSTEAD, prefix="")
+        encoded = encoder.encode(rows, with_labels=False)
         shares(encoder.tally, self)
-        return found
+        return encoded
 
     def check_kept(self, keep: Sequence[str]) -> None:
         if twice := next((name for name in keep if keep.count(name) > 1), None):
@@ -216,8 +199,7 @@ def scorer_of(run: str | Path, options: Options) -> tuple[Scorer, list[str]]:
     _, config = assemble.open_trained_run(run)
     if assemble.model_module(config).KIND == "clicks":
         made = ["score", "logit"] if options.logit else ["score"]
-        how = options.on_bad_value
-        return Predictor(run, options.checkpoint, options.fallback, options.data, on_bad_value=how), made
+        return Predictor(run, options.checkpoint, options.fallback, options.data), made
     from recmill.commands.ranker import Ranker
     from recmill.commands.recommend import Recommender
 
@@ -232,7 +214,6 @@ class Predictor(Scorer):
     """A run's click model on CPU, unsharded, with the recipe of its rows."""
 
     reads_labels = True
-    otherwise = "To take such values as missing: --on-bad-value missing."
 
     def __init__(
         self,
@@ -241,7 +222,6 @@ class Predictor(Scorer):
         fallback: bool = False,
         data: str | None = None,
         dataset: Dataset | None = None,
-        on_bad_value: "OnBadValue" = "fail",
     ) -> None:
         """`data`: where the dataset of Criteo's logs is; `dataset`: an open one, if no raw rows are scored."""
         assemble.check_which(which)
@@ -252,7 +232,6 @@ class Predictor(Scorer):
             )
         self._which, self._fallback, self._data = which, fallback, data
         self._open_dataset = dataset
-        self._on_bad_value: OnBadValue = on_bad_value
 
     @property
     def made(self) -> list[str]:
@@ -274,11 +253,11 @@ class Predictor(Scorer):
         if self._dataset.description.name == "criteo":
             from recmill.datasets.criteo.encoding import CriteoEncoder
 
-            return with_rule(CriteoEncoder(self._dataset), self._on_bad_value)
+            return CriteoEncoder(self._dataset)
         from recmill.datasets.own_clicks.encoding import Encoder, load_recipe
 
         path = self._dataset.path
-        return with_rule(Encoder(load_recipe(path), path), self._on_bad_value)
+        return Encoder(load_recipe(path), path)
 
     @cached_property
     def network(self) -> Any:

@@ -14,6 +14,7 @@ from recmill.commands.retriever import RequestOptions
 from recmill.config.options import checked_options
 from recmill.data.names import Names
 from recmill.data.recipes import Tally
+from recmill.datasets.inputs.flags import NewRowsFlags
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.values import RawRows, texts
 from recmill.errors import DataError
@@ -48,6 +49,9 @@ class HistoryEncoder:
     def input_section(self, count_fields: Callable[[], int]) -> InputSection:
         """Return how to read text: with tabs, if they make several fields of its first row."""
         return InputSection(separator="\t" if count_fields() > 1 else ",")
+
+    def adapt(self, new_rows: NewRowsFlags) -> None:
+        new_rows.check_not_for_values()
 
     def encode(self, rows: RawRows, with_labels: bool = True, may_be_missing: bool = False) -> Histories:
         self.tally.rows += len(rows)

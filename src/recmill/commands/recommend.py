@@ -15,10 +15,11 @@ import numpy as np
 from recmill.commands import assemble
 from recmill.commands.keywords import checked_keywords
 from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag, new_parquet
+from recmill.config.options import checked_options
 from recmill.data.checks import checked_items
 from recmill.data.frames import Kind, as_polars, converted
 from recmill.data.names import Names, Unknown
-from recmill.datasets.inputs.flags import NewRowsFlags, Reading, check_no_flags, given_flag
+from recmill.datasets.inputs.flags import NewRows, NewRowsFlags, check_no_flags, given_flag
 from recmill.errors import CheckpointError, ConfigError, ResourceError
 from recmill.files.atomic import new_file
 from recmill.observe.log import quiet_libraries
@@ -85,9 +86,10 @@ class RecommendOptions(_Options, total=False):
 
     unknown: Unknown
     input: "AnyFrame | None"
+    on_bad_value: Literal["fail", "missing"]
 
 
-class LoadingOptions(_Options, Reading, total=False):
+class LoadingOptions(_Options, NewRows, total=False):
     """The keyword arguments of `recommend`, which also loads the model and reads files."""
 
     input: "str | Path | AnyFrame | None"
@@ -126,7 +128,7 @@ def recommend(
     fallback: bool = False,
     verify: bool | None = None,
     frame: Kind | None = None,
-    **reading: Unpack[Reading],
+    **new_rows: Unpack[NewRows],
 ) -> "list[Recommendation] | AnyFrame":
     """Return [{"item": original id, "title": ..., "score": ...}, ...], best first, without items of the history.
 
@@ -138,15 +140,15 @@ def recommend(
     A 'two_tower' recommends for `input`, a file or a frame with a request per row: K rows for each, in order, with the
     columns in `keep`, "rank", "item" and "score". For a sequence model, `input` has a history per row, in column
     "history": a list, or a text with commas; "title" is there, too. `columns`, `separator`, `quotes`, `escape`,
-    `encoding`, `skip_lines`: how to read a text, as for `predict`.
+    `encoding`, `skip_lines`, `decimal`, `thousands`, `time_format`, `on_bad_value`: as for `predict`.
     """
     if (history is not None) + (users is not None) + (input is not None) != 1:
         raise ConfigError("Recommend for a history, for users or for the rows of `input`: give exactly one of them.")
     if input is not None:
         searcher = _searcher(run, k, include_seen, checkpoint, fallback, verify)
-        best = _best_in_memory(searcher, input, k, keep, reading)
+        best = _best_in_memory(searcher, input, k, keep, new_rows)
         return cast(list[Recommendation], best.to_dicts()) if frame is None else converted(best, frame)
-    check_no_input_options(keep, reading)
+    check_no_input_options(keep, new_rows)
     model = Recommender(run, checkpoint, fallback, verify)
     if users is not None:
         best = model.for_users(users, k, include_seen)
@@ -168,18 +170,19 @@ def recommend_all(
     checkpoint: Literal["newest", "best"] | None = None,
     fallback: bool = False,
     verify: bool | None = None,
-    **reading: Unpack[Reading],
+    **new_rows: Unpack[NewRows],
 ) -> dict[str, Any]:
     """Recommend for every user of the dataset, to a Parquet file with columns user, rank, item, title, score.
 
     Returns {"output": ..., "users": ..., "rows": ...}. With `input`, a file as for `recommend`: for each of its rows,
     with the columns in `keep`, to .parquet, .csv or .jsonl; returns "requests" instead of "users".
-    `columns`, `separator`, `quotes`, `escape`, `encoding`, `skip_lines`: how to read a text, as for `predict`.
+    `columns`, `separator`, `quotes`, `escape`, `encoding`, `skip_lines`, `decimal`, `thousands`, `time_format`,
+    `on_bad_value`: as for `predict`.
     """
     if input is not None:
-        options = {"input": str(input), "output": str(output), "keep": keep, "k": k, **reading}
+        options = {"input": str(input), "output": str(output), "keep": keep, "k": k, **new_rows}
         return _searcher(run, k, include_seen, checkpoint, fallback, verify).write_best(options)
-    check_no_input_options(keep, reading)
+    check_no_input_options(keep, new_rows)
     import polars as pl
     from polars.io.plugins import register_io_source
 
@@ -212,10 +215,10 @@ def recommend_all(
     return {"output": str(output), "users": len(names), "rows": num_rows}
 
 
-def check_no_input_options(keep: list[str] | None, reading: Reading) -> None:
+def check_no_input_options(keep: list[str] | None, new_rows: NewRows) -> None:
     if keep:
         raise ConfigError("--keep names columns of --input. Give both.")
-    if flag := given_flag(reading):
+    if flag := given_flag(new_rows):
         raise ConfigError(f"{flag} says how to read --input. Give both.")
 
 
@@ -240,21 +243,22 @@ def check_no_include_seen(include_seen: bool) -> None:
 
 
 def _best_in_memory(
-    searcher: "Retriever | Ranker", input: "str | Path | AnyFrame", k: int, keep: list[str] | None, reading: Reading
+    searcher: "Retriever | Ranker", input: "str | Path | AnyFrame", k: int, keep: list[str] | None, new_rows: NewRows
 ) -> "pl.DataFrame":
     import polars as pl
 
     from recmill.commands.ranker import Ranker
 
     if not isinstance(input, str | Path):
-        check_no_flags(reading)
+        check_no_flags(new_rows)
         rows = as_polars(input, "input")
+        flags = checked_options("recommend", NewRowsFlags, {**new_rows})
         if isinstance(searcher, Ranker):
-            return searcher.of_frame(rows, keep or [])
-        return searcher.best_of_frame(rows, k, keep or [])
+            return searcher.of_frame(rows, keep or [], flags)
+        return searcher.best_of_frame(rows, k, keep or [], flags)
     with tempfile.TemporaryDirectory(prefix="recmill-recommend-") as directory:
         output = str(Path(directory) / "best.parquet")
-        searcher.write_best({"input": str(input), "output": output, "keep": keep, "k": k, **reading})
+        searcher.write_best({"input": str(input), "output": output, "keep": keep, "k": k, **new_rows})
         return pl.read_parquet(output, glob=False)
 
 

@@ -15,6 +15,7 @@ from recmill.commands.options import STREAM, dataset_checks, flag, new_path
 from recmill.commands.predict import Options, Predictor, RowEncoder
 from recmill.config.options import checked_options
 from recmill.data.recipes import has_recipe, kept_dataset, vocabulary_file
+from recmill.datasets.inputs.flags import NewRowsFlags
 from recmill.errors import ConfigError
 from recmill.models import two_tower
 from recmill.observe.log import quiet_libraries
@@ -38,7 +39,6 @@ class Retriever(Predictor):
     """A run's two towers on CPU, with the vectors of all items of its dataset."""
 
     reads_labels = False
-    otherwise = ""
 
     def __init__(
         self, run: str | Path, which: str | None = None, fallback: bool = False, verify: bool | None = None
@@ -150,10 +150,12 @@ class Retriever(Predictor):
     def scored(self, kept: "pl.DataFrame", encoded: "ClickRows") -> "pl.DataFrame":
         return self.best(kept, encoded, self.rows_per_row)
 
-    def best_of_frame(self, frame: "pl.DataFrame", k: int, keep: Sequence[str]) -> "pl.DataFrame":
+    def best_of_frame(
+        self, frame: "pl.DataFrame", k: int, keep: Sequence[str], new_rows: NewRowsFlags
+    ) -> "pl.DataFrame":
         """Return what `best` does for the rows of a frame."""
         self.check_k(k)
-        encoded = self.encoded(frame, keep)
+        encoded = self.encoded(frame, keep, new_rows)
         with self.one_thread():
             return self.best(frame.select(keep), encoded, k)
 

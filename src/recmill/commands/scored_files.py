@@ -18,10 +18,12 @@ import polars as pl
 
 from recmill.checkpoints.format import committed
 from recmill.commands.options import STREAM, new_path
+from recmill.commands.predict import MISSING_INSTEAD
 from recmill.data.recipes import NO_LABEL, Tally
 from recmill.datasets.compressed import InputFile, file_state
 from recmill.datasets.inputs.detection import changed
 from recmill.datasets.inputs.files import found_files
+from recmill.datasets.inputs.flags import NewRowsFlags
 from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import check_columns, columns_of, num_rows, types_of
 from recmill.datasets.inputs.section import InputSection
@@ -68,6 +70,7 @@ class Job:
     made: list[str]
     procs: int
     part_rows: int
+    new_rows: NewRowsFlags
 
     def blocks(self) -> Iterator[tuple[int, RawRows]]:
         """Yield all rows in order, in numbered parts that are the same in every process."""
@@ -89,11 +92,12 @@ class Job:
         return {name: converted_type(self.files[0], name, there[name]) for name in self.kept}
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "section": self.section.model_dump()}
+        return {**asdict(self), "section": self.section.model_dump(), "new_rows": self.new_rows.model_dump()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Job":
-        return cls(**{**values, "section": InputSection(**values["section"])})
+        made = {"section": InputSection(**values["section"]), "new_rows": NewRowsFlags(**values["new_rows"])}
+        return cls(**{**values, **made})
 
 
 def score_files(scorer: "Scorer", made: list[str], options: "Options") -> dict[str, Any]:
@@ -118,7 +122,7 @@ def score_files(scorer: "Scorer", made: list[str], options: "Options") -> dict[s
             raise ConfigError(
                 f"--output {output.name}: end it with .parquet, .csv or .jsonl, which says the format to write."
             )
-        assert scorer.encoder  # what is wrong with the run is reported before stdin is read
+        scorer.new_encoder(options)  # what is wrong with the run is reported before stdin is read
         given = options.input if options.input != STREAM else str(_spooled(spool / f"stdin{suffix}"))
         try:
             job = _checked_job(scorer, options, found_files(given), output, made)
@@ -167,8 +171,9 @@ def _checked_job(scorer: "Scorer", options: "Options", files: list[InputFile], o
     label = encoder.label_column
     has_labels = scorer.reads_labels and all(label in columns_of(file, section, _PREFIX) for file in files)
     columns = [*needed, *([label] if has_labels and label not in needed else [])]
+    new_rows = NewRowsFlags(**options.model_dump(include={*NewRowsFlags.model_fields}))
     part_rows = max(1, _PART_ROWS // scorer.rows_per_row)
-    job = Job(list(map(str, files)), section, columns, kept, has_labels, made, options.procs, part_rows)
+    job = Job(list(map(str, files)), section, columns, kept, has_labels, made, options.procs, part_rows, new_rows)
     types = job.kept_types()
     if nested := [name for name, kind in types.items() if kind.is_nested() and output.suffix == ".csv"]:
         raise ConfigError(
@@ -192,7 +197,7 @@ def _score(scorer: "Scorer", options: "Options", job: Job, inputs: dict[str, Any
         written = sum(work.part(f"score-{number}", dict)["written"] for number in range(parts))
         tally, metrics = _write(job, work, parts, output)
     result: dict[str, Any] = {"rows": tally.rows, "written": written, "output": str(output)}
-    result["bad_values"] = bad_values(tally)
+    result["bad_values"] = {feature: bad for feature, counts in tally.counts.items() if (bad := counts.get(_BAD))}
     result["features"] = shares(tally, scorer)
     return result | ({"metrics": metrics} if job.has_labels else {})
 
@@ -206,7 +211,7 @@ def score_parts(scorer: "Scorer", job: Job, work: Work, rank: int = 0, size: int
         for number, rows in job.blocks():
             count = number + 1
             if number % size == rank:
-                yield number, replace(rows, otherwise=scorer.otherwise)
+                yield number, replace(rows, otherwise=MISSING_INSTEAD, prefix=_PREFIX)
 
     def score(block: tuple[int, RawRows]) -> int:
         number, rows = block
@@ -228,7 +233,7 @@ def _part_file(work: Work, number: int) -> Path:
 
 def _score_part(scorer: "Scorer", job: Job, rows: RawRows, file: Path) -> dict[str, Any]:
     """Write the scores of some rows to a file, and return what was counted in them."""
-    encoder = scorer.new_encoder()
+    encoder = scorer.new_encoder(job.new_rows)
     encoded = encoder.encode(rows, job.has_labels, may_be_missing=True)
     scored = scorer.scored(rows.frame.select(job.kept), encoded)
     labels = [pl.Series(_LABEL, encoded.labels)] if job.has_labels else []
@@ -281,12 +286,6 @@ def _values(metrics: BinaryMetrics) -> Values:
     return metrics.compute(World(0, 1, 0, 1, torch.device("cpu")))
 
 
-def bad_values(tally: Tally) -> dict[str, int]:
-    """Remove from the tally how many values of each feature were taken as missing, and return it."""
-    found = {feature: counts.pop(_BAD, 0) for feature, counts in tally.counts.items()}
-    return {feature: count for feature, count in found.items() if count}
-
-
 def shares(tally: Tally, scorer: "Scorer") -> list[dict[str, Any]]:
     """Return for each feature the shares of missing, unseen and clipped values, here and in the training rows.
 
@@ -297,6 +296,8 @@ def shares(tally: Tally, scorer: "Scorer") -> list[dict[str, Any]]:
     for feature, counts in tally.counts.items():
         before = encoder.trained_tally.get(feature, {})
         for kind, count in counts.items():
+            if kind == _BAD:
+                continue
             here = count / max(tally.rows, 1)
             then = before.get(kind, 0) / encoder.trained_rows if encoder.trained_rows else None
             found.append({"feature": feature, "kind": kind, "here": here, "training": then})

@@ -13,6 +13,7 @@ from recmill.datasets.click_log import LogBlock, parse_text
 from recmill.datasets.criteo.ids import ids_of
 from recmill.datasets.criteo.options import CRITEO, LOG_MIN, rules_in
 from recmill.datasets.criteo.plan import vocabulary_file
+from recmill.datasets.inputs.flags import NewRowsFlags
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.values import RawRows
 from recmill.datasets.vocabularies import RARE, LookupRound, lookup_rounds
@@ -41,6 +42,9 @@ class CriteoEncoder:
         """Return how to read text with this many fields per row: Kaggle's test.txt has no labels."""
         columns = CRITEO.fields if count_fields() == len(CRITEO.fields) else self.feature_columns
         return InputSection(separator="\t", columns=columns, quotes=False)
+
+    def adapt(self, new_rows: NewRowsFlags) -> None:
+        new_rows.check_not_for_values()
 
     def encode(self, rows: RawRows, with_labels: bool = True, may_be_missing: bool = False) -> ClickRows:
         """Return the rows in their order, with NO_LABEL where there is no label."""

@@ -1,10 +1,12 @@
 """The flags that say how to read a text, which several commands have."""
 
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
 
 from pydantic import NonNegativeInt
 
 from recmill.config.sections import Section, key
+from recmill.datasets.inputs.times import FORMATS
 from recmill.errors import ConfigError
 
 
@@ -19,14 +21,23 @@ class Reading(TypedDict, total=False):
     skip_lines: int | None
 
 
-def given_flag(reading: Reading) -> str:
+class NewRows(Reading, total=False):
+    """`NewRowsFlags` as keyword arguments, for type checkers."""
+
+    decimal: Literal[".", ","] | None
+    thousands: Literal["", ".", ",", " ", "'"] | None
+    time_format: str | None
+    on_bad_value: Literal["fail", "missing"]
+
+
+def given_flag(flags: Mapping[str, object]) -> str:
     """Return the first flag that was given, or nothing."""
-    return next((f"--{name.replace('_', '-')}" for name, value in reading.items() if value is not None), "")
+    return next((f"--{name.replace('_', '-')}" for name, value in flags.items() if value not in (None, "fail")), "")
 
 
-def check_no_flags(reading: Reading) -> None:
+def check_no_flags(flags: Mapping[str, object]) -> None:
     """Raise an error if flags were given for a frame."""
-    if flag := given_flag(reading):
+    if flag := given_flag({**flags, "on_bad_value": None}):
         raise ConfigError(f"{flag} says how to read a file, and `input` is a frame. Remove it.")
 
 
@@ -55,7 +66,7 @@ class ReadingFlags(Section):
 
 
 class NewRowsFlags(ReadingFlags):
-    """How to read new rows. What is not given is as in training, if the run knows it."""
+    """How new rows differ from the training log."""
 
     separator: str | None = key(
         None, "Between the fields of a text.  [default: as in training, or found in its first 1,000 lines]"
@@ -63,3 +74,24 @@ class NewRowsFlags(ReadingFlags):
     encoding: str | None = key(
         None, "The encoding of a text: a codec of Python, like latin-1.  [default: as in training, or utf-8]"
     )
+    decimal: Literal[".", ","] | None = key(
+        None, "Before the decimals of a number in a text.  [default: as in training]"
+    )
+    thousands: Literal["", ".", ",", " ", "'"] | None = key(
+        None, "Between the thousands of a number in a text.  [default: as in training]"
+    )
+    time_format: str | None = key(None, f"{FORMATS}  [default: as in training]")
+    on_bad_value: Literal["fail", "missing"] = key(
+        "fail", "A number or time that cannot be used is an error, or is taken as missing and counted."
+    )
+
+    def given(self) -> dict[str, Any]:
+        numbers = {"decimal": self.decimal, "thousands": self.thousands}
+        return super().given() | {name: value for name, value in numbers.items() if value is not None}
+
+    def check_not_for_values(self) -> None:
+        """Raise if a flag about numbers and times is given, for rows that no schema describes."""
+        for name in ("decimal", "thousands", "time_format", "on_bad_value"):
+            if getattr(self, name) not in (None, "fail"):
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} is for click logs that `prepare clicks` has prepared. Remove it.")

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from recmill.data.click_rows import ClickRows
 from recmill.data.recipes import NO_LABEL, RECIPE_FILE, Tally, vocabulary_file
+from recmill.datasets.inputs.detection import changed
+from recmill.datasets.inputs.flags import NewRowsFlags
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.own_clicks.schema import (
     FIRST_VALUE,
@@ -41,11 +43,10 @@ from recmill.datasets.own_clicks.values import (
     usable_numbers,
     usable_times,
 )
-from recmill.errors import DataError
+from recmill.errors import ConfigError, DataError
 from recmill.schema import SparseFeature
 
 PARTS = {"hour": 24, "weekday": 7, "is_weekend": 2, "day": 31, "month": 12}
-OnBadValue = Literal["fail", "missing"]  # a number or time that cannot be used is an error, or missing and counted
 _JOINT = "\x1f"  # between the values of a cross
 _DAY = 86_400_000_000
 
@@ -109,10 +110,9 @@ class Encoder:
     The columns of the features in `without` are not read: these features are 0 and MISSING in every row.
     """
 
-    on_bad_value: OnBadValue = "fail"
-
     def __init__(self, recipe: Recipe, directory: Path, without: Collection[str] = ()) -> None:
         self.recipe = recipe
+        self._on_bad_value: Literal["fail", "missing"] = "fail"
         self._without = without
         self.tally = Tally()
         self._directory = directory
@@ -124,6 +124,20 @@ class Encoder:
     def input_section(self, count_fields: Callable[[], int]) -> InputSection:
         """Return how to read text, whatever its number of fields."""
         return self.recipe.log.input
+
+    def adapt(self, new_rows: NewRowsFlags) -> None:
+        """Read numbers and times as these flags say."""
+        log = self.recipe.log
+        log = log.model_copy(update={"input": changed(log.input, new_rows.given())})
+        if new_rows.time_format is not None:
+            if not log.time:
+                raise ConfigError("--time-format: the schema of the training log has no [time]. Remove it.")
+            time = log.time.model_copy(update={"format": new_rows.time_format})
+            if problems := time.contradictions():
+                raise ConfigError(problems[0].replace("time.format", "--time-format"))
+            log = log.model_copy(update={"time": time})
+        self.recipe = self.recipe.model_copy(update={"log": log})
+        self._on_bad_value = new_rows.on_bad_value
 
     def encode(self, rows: RawRows, with_labels: bool = True, may_be_missing: bool = False) -> ClickRows:
         """Return the rows in their order, with NO_LABEL where there is no label."""
@@ -183,7 +197,7 @@ class Encoder:
 
     def _given_numbers(self, rows: RawRows, feature: NumericFeature | BucketFeature) -> np.ndarray:
         arguments = rows, feature.column, self.recipe.log.missing_texts(feature), self.recipe.log.input
-        if self.on_bad_value == "fail":
+        if self._on_bad_value == "fail":
             return numbers(*arguments)
         found, is_bad = usable_numbers(*arguments)
         self.tally.add(feature.name, bad=is_bad)
@@ -213,7 +227,7 @@ class Encoder:
     def _time_ids(self, rows: RawRows, feature: TimeFeature) -> np.ndarray:
         is_seen = np.zeros(PARTS[feature.part], bool)
         is_seen[self.recipe.learned[feature.name].seen] = True
-        if self.on_bad_value == "fail":
+        if self._on_bad_value == "fail":
             of_times = parts_of(rows, self.recipe.log, feature)
             self.tally.add(feature.name, unseen=~is_seen[of_times])
             return 1 + of_times[:, None]

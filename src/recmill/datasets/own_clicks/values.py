@@ -52,6 +52,7 @@ class RawRows:
     numbers: range | np.ndarray
     codes: dict[str, tuple[Values, np.ndarray]] = field(default_factory=dict)
     otherwise: str = ""  # another remedy for a value that cannot be used than to correct it
+    prefix: str = "input."  # of the settings that errors name: '--' for new rows; '' if there are none, as for frames
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -146,7 +147,7 @@ def numbers(rows: RawRows, column: str, missing: list[str], text: InputSection) 
     value = rows.column(column)[row]
     if not isinstance(value, str) or _is_large(value):
         raise rows.bad_value(row, column, f"{value} is larger than {_LARGEST:.2g}", "Correct it.")
-    raise rows.bad_value(row, column, f"{value[:80]!r} is not a number", _remedy(value, text))
+    raise rows.bad_value(row, column, f"{value[:80]!r} is not a number", _remedy(value, text, rows.prefix))
 
 
 def _is_large(value: str) -> bool:
@@ -155,16 +156,23 @@ def _is_large(value: str) -> bool:
     return False
 
 
-def _remedy(value: str, text: InputSection) -> str:
+def _remedy(value: str, text: InputSection, prefix: str) -> str:
     """Return what to do about a text that is not a number."""
     value = value.strip()
-    keys = "input.thousands = '.' and input.decimal = ','" if text.decimal == "." else "input.thousands = '.'"
+    if not prefix:
+        return "Convert the column as for training."
+    decimal, thousands, where = "input.decimal = ','", "input.thousands = '{}'", " in the schema"
+    if prefix == "--":
+        decimal, thousands, where = "--decimal ','", "--thousands '{}'", ""
     if text.decimal == "." and re.fullmatch(r"-?\d+,\d+", value):
-        return "Use input.decimal = ',' in the schema."
+        return f"Use {decimal}{where}."
     if re.fullmatch(r"-?\d{1,3}(,\d{3})+\.\d+", value) and text.decimal == ".":
-        return "Use input.thousands = ',' in the schema."
+        return f"Use {thousands.format(',')}{where}."
     if re.fullmatch(r"-?\d{1,3}(\.\d{3})+(,\d+)?", value):
-        return f"If '.' separates thousands, use {keys} in the schema."
+        also = f" and {decimal}" if text.decimal == "." else ""
+        return f"If '.' separates thousands, use {thousands.format('.')}{also}{where}."
+    if prefix == "--":
+        return "Write it as in training."
     return "Correct it, or change the schema: name it in input.missing, or use another type of feature."
 
 
@@ -269,7 +277,8 @@ def _times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
         row = int(parsed.is_null().arg_true()[0])
         fact = f"{values[row]!r} does not have the format '{form}'" if values[row] else "the time is missing"
         iso = " ('iso' is like 2026-03-16 or 2026-03-16T08:05:30)" if form == "iso" else ""
-        raise rows.bad_value(row, column, fact, f"Correct it, or change time.format of the schema{iso}.")
+        others = {"input.": ", or change time.format of the schema", "--": ", or name the format: --time-format"}
+        raise rows.bad_value(row, column, fact, f"Correct it{others.get(rows.prefix, '')}{iso}.")
     return parsed.to_numpy()
 
 
