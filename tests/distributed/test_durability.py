@@ -157,7 +157,7 @@ def test_a_new_run_starts_from_what_fits_of_an_old_one(
     train(dlrm, tmp_path / "new", overrides=[*wider[1:], *rates, "train.max_steps=2"], **options)  # its own, now
     assert "resuming from step 1" in (tmp_path / "new" / "log.txt").read_text()
     assert run_report(tmp_path / "new").started_from == f"{tmp_path / 'old'}, step 6", "a resumed run knows it as well"
-    with pytest.raises(ConfigError, match=r"old has started without --init-from, so it cannot start from \S+/new"):
+    with pytest.raises(ConfigError, match=r"old was started without --init-from, so it cannot start from \S+/new"):
         train(dlrm, tmp_path / "old", overrides=["train.max_steps=6"], init_from=tmp_path / "new")
     with pytest.raises(UserError, match="nowhere"):
         train(dlrm, tmp_path / "old", overrides=["train.max_steps=6"], init_from=tmp_path / "nowhere")

@@ -178,7 +178,7 @@ def _check_start(directory: RunDirectory, given: Path) -> None:
         return
     begun = f"from {run}" if run else "without --init-from"
     raise ConfigError(
-        f"{directory.path} has started {begun}, so it cannot start from {given}. Choose another --run; or give the "
+        f"{directory.path} was started {begun}, so it cannot start from {given}. Choose another --run; or give the "
         "same --init-from as before, or none, to resume this one."
     )
 
