@@ -71,12 +71,13 @@ def test_every_name_is_listed_declared_for_type_checkers_and_annotated() -> None
 
 
 def test_help_lists_the_options_of_every_function() -> None:
-    for name in {*recmill.__all__} - {"Run"}:
+    for name in {*recmill.__all__} - {"Run", "prepare"}:
         assert "options" not in inspect.signature(getattr(recmill, name)).parameters, name
     for function in (recmill.evaluate, recmill.Run.evaluate):
         assert "bootstrap: int = 0, procs: int = 1" in pydoc.plain(pydoc.render_doc(function))
     assert "skip_lines: int | None = None" in pydoc.plain(pydoc.render_doc(recmill.predict))
-    assert "k_core: int = Ellipsis" in pydoc.plain(pydoc.render_doc(recmill.prepare))
+    shown = pydoc.plain(pydoc.render_doc(recmill.prepare))
+    assert "overwrite: bool = False, **options:" in shown and "Ellipsis" not in shown
 
 
 def test_importing_and_listing_names_imports_nothing_else() -> None:
