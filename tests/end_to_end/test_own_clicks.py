@@ -284,7 +284,7 @@ def test_a_run_that_is_open_takes_bad_values_as_missing(with_numbers: Path, capl
     assert run.predict(bad, on_bad_value="missing").equals(run.predict(missing, on_bad_value="missing"))
     assert "price: bad values, taken as missing: 1" in caplog.messages
     with pytest.raises(ConfigError, match="on_bad_value='skip': use 'fail' or 'missing'"):
-        run.predict(bad, on_bad_value="skip")  # type: ignore[arg-type]
+        run.predict(bad, on_bad_value="skip")  # type: ignore[call-overload]
 
 
 def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
