@@ -37,7 +37,7 @@ def _parameters(function: Callable[..., Any]) -> Iterator[str]:
     for parameter in declared:
         if parameter.name == "self":
             continue
-        if parameter.default is ...:  # an option of `prepare`: each dataset has its own
+        if parameter.kind is parameter.VAR_KEYWORD:  # options of `prepare`: each dataset has its own
             yield "**options"
             return
         if parameter.kind is parameter.KEYWORD_ONLY and not is_marked:

@@ -42,6 +42,9 @@ if TYPE_CHECKING:  # this part is checked by mypy and never run
         run = recmill.open_run("r")
         assert_type(run.recommend([1, 2]), pl.DataFrame)
         assert_type(run.recommend(users=[1], frame="arrow"), pa.Table)
+        assert_type(run.predict(pl.DataFrame()), pl.DataFrame)
+        assert_type(run.predict(pd.DataFrame(), keep=["a"], on_bad_value="missing", frame="pandas"), pd.DataFrame)
+        assert_type(run.predict(pa.table({}), frame="arrow"), pa.Table)
         assert_type(run.evaluate(), Values)
         assert_type(run.evaluate(per_user=True), pl.DataFrame)
         assert_type(run.history(frame="pandas"), pd.DataFrame)
@@ -71,12 +74,13 @@ def test_every_name_is_listed_declared_for_type_checkers_and_annotated() -> None
 
 
 def test_help_lists_the_options_of_every_function() -> None:
-    for name in {*recmill.__all__} - {"Run"}:
+    for name in {*recmill.__all__} - {"Run", "prepare"}:
         assert "options" not in inspect.signature(getattr(recmill, name)).parameters, name
     for function in (recmill.evaluate, recmill.Run.evaluate):
         assert "bootstrap: int = 0, procs: int = 1" in pydoc.plain(pydoc.render_doc(function))
     assert "skip_lines: int | None = None" in pydoc.plain(pydoc.render_doc(recmill.predict))
-    assert "k_core: int = Ellipsis" in pydoc.plain(pydoc.render_doc(recmill.prepare))
+    shown = pydoc.plain(pydoc.render_doc(recmill.prepare))
+    assert "overwrite: bool = False, **options:" in shown and "Ellipsis" not in shown
 
 
 def test_importing_and_listing_names_imports_nothing_else() -> None:

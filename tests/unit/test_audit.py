@@ -450,6 +450,7 @@ def test_the_command_prints_tables_findings_and_a_verdict(tmp_path: Path, run_cl
     assert "rows: 900 in all; train 600, val 150, test 150\n" in done.stdout
     assert f"day_0  train  300   {days[0].labels.mean():.2%}" in done.stdout
     assert done.stdout.endswith("audit: no failures\n")
+    assert done.stdout == f"{audit(clean)}\n"
     days[2].copy_rows(slice(0, 30), days[0], slice(100, 130))
     overlapping = write(tmp_path / "overlapping", days)
     done = run_cli("audit", overlapping)

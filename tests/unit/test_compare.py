@@ -197,4 +197,7 @@ def test_a_comparison_fits_the_terminal_and_old_runs_leave_out_what_they_lack(
     done = run_cli("compare", a, b, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["metrics"] == []
+    monkeypatch.undo()
+    assert run_cli("compare", tmp_path / a, tmp_path / b).stdout == f"{recmill.compare(tmp_path / a, tmp_path / b)}\n"
+    monkeypatch.chdir(tmp_path)
     assert run_cli("compare", a, "nothing").returncode == 4

@@ -406,6 +406,7 @@ def test_the_command_prints_and_exits_by_whether_it_fits(run_cli: RunCli, tmp_pa
     assert run_cli("plan").returncode == 2
     done = run_cli("plan", str(config), "--rows", "1000,2000", "--price-per-hour", "3")
     assert "cost: not known, because the number of steps is not. Give --samples." in done.stdout
+    assert done.stdout == f"{plan(config, rows='1000,2000', price_per_hour=3.0)}\n"
     done = run_cli("plan", str(config), "--rows", "100000000,200", "--memory-gb", "2", "--json")
     assert done.returncode == 5
     found = json.loads(done.stdout)

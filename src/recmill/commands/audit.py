@@ -20,6 +20,7 @@ from recmill.data.seen import BitSet, SeenRows, row_hashes
 from recmill.datasets.vocabularies import RARE
 from recmill.errors import ConfigError
 from recmill.metrics.auc import auroc_alone
+from recmill.observe.printed import print_audit, printed_text
 from recmill.observe.progress import Progress
 from recmill.schema import UNLABELLED, ClicksDescription, Dataset, SparseFeature
 
@@ -90,6 +91,9 @@ class AuditReport:
     @property
     def num_failures(self) -> int:
         return sum(finding.kind == "failure" for finding in self.findings)
+
+    def __str__(self) -> str:
+        return printed_text(print_audit, self)
 
 
 class AuditOptions(TypedDict, total=False):

@@ -19,7 +19,8 @@ from recmill.config.compare import flat
 from recmill.environment import is_recorded
 from recmill.errors import UserError
 from recmill.files.reading import read_json, read_small
-from recmill.observe.printed import distinct
+from recmill.observe.printed import distinct, printed_text
+from recmill.observe.printed_runs import print_comparison
 from recmill.observe.recorder import PARTS, PAUSES
 from recmill.observe.recordings import BINS, read_recordings
 from recmill.observe.run_dir import RunDirectory
@@ -64,6 +65,9 @@ class Comparison:
     first_difference: int | None  # the first common step at which the losses differ
     last_common_step: int | None  # at which both reported a loss
     warning: str = ""  # why metrics or losses cannot be compared
+
+    def __str__(self) -> str:
+        return printed_text(print_comparison, self)
 
 
 @checked_keywords

@@ -57,7 +57,7 @@ def checked_keywords(function: CallableT) -> CallableT:
 
 
 def named_arguments(function: CallableT) -> CallableT:
-    """Give a function its full signature, and let its errors name arguments instead of flags."""
+    """Give a function its full signature, if defaults are known, and let its errors name arguments instead of flags."""
     signature = full_signature(function)
     flags = {name: name.replace("_", "-") for name in signature.parameters}
     known = {f"--no-{flag}": f"`{name}=False`" for name, flag in flags.items()}
@@ -74,7 +74,8 @@ def named_arguments(function: CallableT) -> CallableT:
                 error.args = (text,)
             raise
 
-    call.__signature__ = signature  # type: ignore[attr-defined]
+    if all(parameter.default is not ... for parameter in signature.parameters.values()):
+        call.__signature__ = signature  # type: ignore[attr-defined]
     return typing.cast(CallableT, call)
 
 

@@ -130,6 +130,33 @@ class Run:
         self._retriever = self._retriever or Retriever.of(self._predictor)
         return self._retriever.best_of_frame(rows, k, keep, flags)
 
+    @overload
+    def predict(
+        self,
+        rows: "AnyFrame",
+        *,
+        keep: list[str] | None = None,
+        on_bad_value: Literal["fail", "missing"] = "fail",
+        frame: Literal["polars"] = "polars",
+    ) -> "pl.DataFrame": ...
+    @overload
+    def predict(
+        self,
+        rows: "AnyFrame",
+        *,
+        keep: list[str] | None = None,
+        on_bad_value: Literal["fail", "missing"] = "fail",
+        frame: Literal["pandas"],
+    ) -> "pd.DataFrame": ...
+    @overload
+    def predict(
+        self,
+        rows: "AnyFrame",
+        *,
+        keep: list[str] | None = None,
+        on_bad_value: Literal["fail", "missing"] = "fail",
+        frame: Literal["arrow"],
+    ) -> "pa.Table": ...
     def predict(
         self,
         rows: "AnyFrame",

@@ -17,6 +17,8 @@ from recmill.config.sections import Section
 from recmill.environment import config_variables
 from recmill.errors import ConfigError, ResourceError, did_you_mean_path
 from recmill.observe.log import quiet_libraries
+from recmill.observe.printed import printed_text
+from recmill.observe.printed_plan import print_plan
 from recmill.observe.progress import spinner
 from recmill.observe.verdict import Hints
 from recmill.planning.devices import Site, read_device
@@ -111,6 +113,9 @@ class PlanReport:
         own["scaling"] = [asdict(scale) | {"step": scale.step.as_dict()} for scale in self.scaling]
         own |= {"tables": [*map(asdict, self.tables)], "ranks": [*map(asdict, self.ranks)]}
         return vars(self) | own
+
+    def __str__(self) -> str:
+        return printed_text(print_plan, self, False)
 
 
 @checked_keywords

@@ -107,8 +107,8 @@ def prepare(
     """Write dataset `name` to `output` and return its description; an identical dataset there is left as it is.
 
     Options are those of `recmill prepare NAME --help`, with underscores: prepare("synthetic-clicks", "d", rows=1000).
-    The signature lists those of all datasets. An interrupted call, repeated, resumes. `input` of "clicks" and
-    "histories", and `titles` of the latter, may be frames of pandas, Polars or Arrow.
+    An interrupted call, repeated, resumes. `input` of "clicks" and "histories", and `titles` of the latter, may be
+    frames of pandas, Polars or Arrow.
     """
     module = cast(DatasetModule, registry.load(registry.DATASETS, name, "dataset"))
     frames = {option: value for option, value in options.items() if is_frame(value)}

@@ -1,11 +1,13 @@
 """What commands print: plain aligned columns, for people and for tools like awk."""
 
+import io
 import re
 import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 from recmill.observe.progress import human_bytes
@@ -25,6 +27,15 @@ def escaped(text: str, keep: str = "") -> str:
     Ids, titles, column names and paths may contain them.
     """
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+
+
+def printed_text(print_it: Callable[..., None], *arguments: Any) -> str:
+    """Return what a function prints, in lines that fit the terminal if there is one."""
+    text = io.StringIO()
+    text.isatty = sys.stdout.isatty  # type: ignore[method-assign]
+    with redirect_stdout(text):
+        print_it(*arguments)
+    return text.getvalue().removesuffix("\n")
 
 
 def print_line(text: str = "", indent: int = 0) -> None:
