@@ -293,7 +293,7 @@ def test_numbers_and_times_of_new_rows_may_be_written_in_another_way(with_number
         found = tmp_path / f"{procs}.parquet"
         recmill.predict(with_numbers, tmp_path / "other.csv", found, procs=procs, **other)
         assert found.read_bytes() == (tmp_path / "same.parquet").read_bytes()
-    with pytest.raises(ConfigError, match="--time-format is 'sometimes'. Give 'iso'"):
+    with pytest.raises(ConfigError, match=r"--time-format is 'sometimes'\. Give 'iso'"):
         recmill.predict(with_numbers, tmp_path / "other.csv", tmp_path / "s.csv", time_format="sometimes")
 
 
@@ -343,7 +343,7 @@ def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tm
     source.write_text("site,tags\ns1,a\ns2\n")
     refused(DataError, "row 2: expected 2 fields, got 1")
     source.write_text("site\ns1\n")
-    refused(DataError, "no column 'tags'; it has site")
+    refused(DataError, "no column 'tags'; it has site\nRename or add what is missing")
     source.write_text("site,tags,click\ns1,a,maybe\n")
     refused(DataError, "row 1, column click: label 'maybe' is neither 0 nor 1")
     source.write_text("site,tags\n")

@@ -40,7 +40,7 @@ from recmill.metrics.binary import BinaryMetrics, Values
 from recmill.observe.progress import Progress
 
 if TYPE_CHECKING:
-    from recmill.commands.predict import Options, Scorer
+    from recmill.commands.predict import Options, RowEncoder, Scorer
 
 log = logging.getLogger(__name__)
 
@@ -160,9 +160,8 @@ def _checked_job(scorer: "Scorer", options: "Options", files: list[InputFile], o
     kept = options.keep or []
     needed = list(dict.fromkeys([*encoder.feature_columns, *kept]))
     lack = "the model needs columns that are not there"
-    check_columns(
-        files, section, encoder.feature_columns, lack, "Add them: scores are computed from them.", prefix=_PREFIX
-    )
+    remedy = "Rename or add what is missing: scores are computed from it."
+    check_columns(files, section, encoder.feature_columns, lack, remedy, prefix=_PREFIX)
     copied = kept if output.suffix == ".parquet" else []
     check_columns(
         files, section, kept, "--keep does not fit the files", "Correct --keep, or the files.", copied, _PREFIX
@@ -198,7 +197,7 @@ def _score(scorer: "Scorer", options: "Options", job: Job, inputs: dict[str, Any
         tally, metrics = _write(job, work, parts, output)
     bad = {feature: counts[_BAD] for feature, counts in tally.counts.items()}
     result: dict[str, Any] = {"rows": tally.rows, "written": written, "output": str(output)}
-    result["features"] = shares(tally, scorer)
+    result["features"] = scorer.shares(tally)
     result |= {"bad_values": {feature: count for feature, count in bad.items() if count}}
     return result | ({"metrics": metrics} if job.has_labels else {})
 
@@ -287,12 +286,11 @@ def _values(metrics: BinaryMetrics) -> Values:
     return metrics.compute(World(0, 1, 0, 1, torch.device("cpu")))
 
 
-def shares(tally: Tally, scorer: "Scorer") -> list[dict[str, Any]]:
+def shares(tally: Tally, encoder: "RowEncoder") -> list[dict[str, Any]]:
     """Return for each feature the shares of missing, unseen and clipped values, here and in the training rows.
 
     Log a warning for each share that has become much larger.
     """
-    encoder = scorer.encoder
     found = []
     for feature, counts in tally.counts.items():
         before = encoder.trained_tally.get(feature, {})
