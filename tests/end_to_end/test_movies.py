@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 import pytest
 import tomli_w
+from polars.testing import assert_frame_equal
 
 import recmill
 from recmill import prepare, recommend, recommend_all
@@ -218,6 +219,10 @@ def test_histories_in_a_file_get_the_items_of_recommend(
     words = ["recommend", run, "--input", tmp_path / "new.parquet", "--output", output, "--keep", "user", "--k", "7"]
     assert "for 23 requests" in run_cli(*map(str, words)).stdout
     recommend_all(run, tmp_path / "all.parquet", k=7)
+    for name, read in (("all.csv", partial(pl.read_csv, infer_schema=False)), ("all.jsonl", pl.read_ndjson)):
+        recommend_all(run, tmp_path / name, k=7)
+        same = read(tmp_path / name).cast(pl.read_parquet(tmp_path / "all.parquet").schema)
+        assert_frame_equal(same, pl.read_parquet(tmp_path / "all.parquet"))
     assert pl.read_parquet(output).equals(pl.read_parquet(tmp_path / "all.parquet")), "fewer if fewer are left"
     assert (
         recommend(run, input=tmp_path / "new.parquet", k=30, include_seen=True, frame="polars").height == 30 * NUM_USERS
@@ -391,7 +396,7 @@ def test_the_table_shows_users_ranks_and_titles(run: Path, run_cli: RunCli) -> N
         ([], 2, ["exactly one of --history, --users, --all and --input"]),
         (["--all"], 2, ["--all and --input write to a file"]),
         (["--users", "100", "--output", "x.parquet"], 2, ["--all and --input write to a file"]),
-        (["--all", "--output", "x.csv"], 2, ["--output x.csv: it is written as Parquet. End its name with .parquet"]),
+        (["--all", "--output", "x.txt"], 2, ["--output x.txt: end it with .parquet, .csv or .jsonl"]),
         (["--all", "--output", "x.parquet", "--k", "31"], 2, ["--k 31: there are 30 items"]),
     ],
 )

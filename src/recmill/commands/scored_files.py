@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from recmill.checkpoints.format import committed
-from recmill.commands.options import STREAM, new_path
+from recmill.commands.options import STREAM, new_table
 from recmill.commands.predict import MISSING_INSTEAD
 from recmill.data.recipes import NO_LABEL, Tally
 from recmill.datasets.compressed import InputFile, file_state
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SUFFIXES = (".parquet", ".csv", ".jsonl", ".ndjson")
 _PART_ROWS = 1 << 16
 _LABEL = "label of the row"  # a column of the parts that is not written
 _PREFIX = "--"  # of the settings that errors name
@@ -117,11 +116,7 @@ def score_files(scorer: "Scorer", made: list[str], options: "Options") -> dict[s
         if options.output == STREAM:
             output = spool / f"stdout{suffix}"
         else:
-            output = new_path(options.output, "--output", options.overwrite)
-        if output.suffix not in _SUFFIXES:
-            raise ConfigError(
-                f"--output {output.name}: end it with .parquet, .csv or .jsonl, which says the format to write."
-            )
+            output = new_table(options.output, "--output", options.overwrite)
         scorer.new_encoder(options)  # what is wrong with the run is reported before stdin is read
         given = options.input if options.input != STREAM else str(_spooled(spool / f"stdin{suffix}"))
         try:
