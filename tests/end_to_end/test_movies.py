@@ -1,6 +1,7 @@
 """`evaluate` and `recommend` on a few films, with the names that people have for them."""
 
 import json
+import logging
 import os
 import resource
 import shutil
@@ -13,6 +14,7 @@ import numpy as np
 import polars as pl
 import pytest
 import tomli_w
+from polars.testing import assert_frame_equal
 
 import recmill
 from recmill import prepare, recommend, recommend_all
@@ -217,6 +219,10 @@ def test_histories_in_a_file_get_the_items_of_recommend(
     words = ["recommend", run, "--input", tmp_path / "new.parquet", "--output", output, "--keep", "user", "--k", "7"]
     assert "for 23 requests" in run_cli(*map(str, words)).stdout
     recommend_all(run, tmp_path / "all.parquet", k=7)
+    for name, read in (("all.csv", partial(pl.read_csv, infer_schema=False)), ("all.jsonl", pl.read_ndjson)):
+        recommend_all(run, tmp_path / name, k=7)
+        same = read(tmp_path / name).cast(pl.read_parquet(tmp_path / "all.parquet").schema)
+        assert_frame_equal(same, pl.read_parquet(tmp_path / "all.parquet"))
     assert pl.read_parquet(output).equals(pl.read_parquet(tmp_path / "all.parquet")), "fewer if fewer are left"
     assert (
         recommend(run, input=tmp_path / "new.parquet", k=30, include_seen=True, frame="polars").height == 30 * NUM_USERS
@@ -237,13 +243,21 @@ def test_unknown_items_in_a_file_are_reported_and_get_no_score(
     assert shares == pytest.approx(
         {
             ("history", "missing"): 2 / 3,
-            ("history", "unseen"): 2 / 3,
+            ("history", "unseen"): 1 / 3,
             ("candidates", "missing"): 0,
             ("candidates", "unseen"): 1 / 3,
         }
     )
-    assert any("candidates: 33.3 % of the values are unseen" in message for message in caplog.messages)
+    some = "of 3 rows have some items that the dataset does not have, which"
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [
+        "history: 2 of 3 rows have no item of the dataset: nothing is scored for them",
+        f"history: 1 {some} are left out",
+        f"candidates: 1 {some} get no score",
+    ]
+    caplog.clear()
     written = recommend_all(run, tmp_path / "best.jsonl", input=tmp_path / "new.tsv", k=3)
+    assert "history: 2 of 3 rows have no item of the dataset: nothing is recommended for them" in caplog.messages
     assert (written["requests"], written["rows"]) == (3, 3), "none after a history without a known item"
 
 
@@ -382,7 +396,7 @@ def test_the_table_shows_users_ranks_and_titles(run: Path, run_cli: RunCli) -> N
         ([], 2, ["exactly one of --history, --users, --all and --input"]),
         (["--all"], 2, ["--all and --input write to a file"]),
         (["--users", "100", "--output", "x.parquet"], 2, ["--all and --input write to a file"]),
-        (["--all", "--output", "x.csv"], 2, ["--output x.csv: it is written as Parquet. End its name with .parquet"]),
+        (["--all", "--output", "x.txt"], 2, ["--output x.txt: end it with .parquet, .csv or .jsonl"]),
         (["--all", "--output", "x.parquet", "--k", "31"], 2, ["--k 31: there are 30 items"]),
     ],
 )
@@ -528,12 +542,13 @@ def test_frames_of_histories_give_what_files_give(
         {"id": range(len(histories)), "history": histories, "candidates": [[30, 9999]] * len(histories)}
     )
     rows.write_parquet(tmp_path / "new.parquet")
+    fact = "have some items that the dataset does not have"
     opened = recmill.open_run(run)
     best = recommend(run, input=tmp_path / "new.parquet", keep=["id"], k=7, frame="polars")
     assert best["id"].unique().to_list() == [*range(NUM_USERS - 1), NUM_USERS], "none if none is left or known"
     caplog.clear()
     assert opened.recommend(input=rows, keep=["id"], k=7).equals(best)
-    assert any("history: 8.0 % of the values are unseen" in text for text in caplog.messages)
+    assert f"history: 1 of {len(histories)} rows {fact}, which are left out" in caplog.messages
     assert recommend(run, input=rows.to_pandas(), k=7) == best.drop("id").to_dicts()
     recmill.predict(run, tmp_path / "new.parquet", tmp_path / "scores.parquet", keep=["id"])
     scores = opened.predict(rows, keep=["id"], frame="pandas")

@@ -346,7 +346,7 @@ def test_what_cannot_be_scored_is_one_error_and_leaves_no_file(trained: Path, tm
     source.write_text("site,tags\ns1,a\ns2\n")
     refused(DataError, "row 2: expected 2 fields, got 1")
     source.write_text("site\ns1\n")
-    refused(DataError, "no column 'tags'; it has site")
+    refused(DataError, "no column 'tags'; it has site\nRename or add what is missing")
     source.write_text("site,tags,click\ns1,a,maybe\n")
     refused(DataError, "row 1, column click: label 'maybe' is neither 0 nor 1")
     source.write_text("site,tags\n")

@@ -128,6 +128,9 @@ def test_the_file_of_titles_may_name_its_column_of_items_differently(tmp_path: P
     message = r"titles\..*: no column 'what'.*: id, title\. Name another column \(--title-id-column\)"
     with pytest.raises(DataError, match=message):
         prepare("histories", tmp_path / "e", input=raw, **options)
+    (tmp_path / "near.csv").write_text("what_id,title\nx,Alien\n")
+    with pytest.raises(DataError, match=r"Did you mean 'what_id'\? Name another column \(--title-id-column\)"):
+        prepare("histories", tmp_path / "e", input=raw, **options | {"titles": tmp_path / "near.csv"})
     pl.read_csv(tmp_path / "titles.csv").write_parquet(tmp_path / "titles.parquet")
     with pytest.raises(DataError, match=message):
         prepare("histories", tmp_path / "e", input=raw, **options | {"titles": tmp_path / "titles.parquet"})

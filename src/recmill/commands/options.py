@@ -57,6 +57,14 @@ def new_path(path: str | Path, flag: str, overwrite: bool | None = None) -> Path
     return output
 
 
+def new_table(path: str | Path, flag: str, overwrite: bool | None = None) -> Path:
+    """Return `new_path` of a file whose name says which format to write."""
+    output = new_path(path, flag, overwrite)
+    if output.suffix not in (".parquet", ".csv", ".jsonl", ".ndjson"):
+        raise ConfigError(f"{flag} {output.name}: end it with .parquet, .csv or .jsonl, the format to write.")
+    return output
+
+
 def new_parquet(path: str | Path, flag: str) -> Path:
     """Return `new_path` of a file that can only be Parquet."""
     output = new_path(path, flag)

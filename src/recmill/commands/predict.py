@@ -141,6 +141,12 @@ class Scorer:
         encoder.adapt(new_rows)
         return encoder
 
+    def shares(self, tally: Tally) -> list[dict[str, Any]]:
+        """Return for each feature the shares of missing, unseen and clipped values, and log warnings about them."""
+        from recmill.commands.scored_files import shares
+
+        return shares(tally, self.encoder)
+
     def scored(self, kept: "pl.DataFrame", encoded: "ClickRows") -> "pl.DataFrame":
         """Return the columns to keep with the columns of the output."""
         raise NotImplementedError
@@ -158,7 +164,6 @@ class Scorer:
 
     def encoded(self, frame: "pl.DataFrame", keep: Sequence[str], new_rows: NewRowsFlags) -> Any:
         """Return the rows of a frame, of which the columns to keep are there. Log the warnings of `score_files`."""
-        from recmill.commands.scored_files import shares
         from recmill.datasets.inputs.reading import lacking
         from recmill.datasets.own_clicks.values import RawRows
 
@@ -171,7 +176,7 @@ class Scorer:
         numbers = range(1, frame.height + 1)
         rows = RawRows(frame.select(needed), "the frame", numbers, otherwise=MISSING_INSTEAD, prefix="")
         encoded = encoder.encode(rows, with_labels=False)
-        shares(encoder.tally, self)
+        self.shares(encoder.tally)
         return encoded
 
     def check_kept(self, keep: Sequence[str]) -> None:

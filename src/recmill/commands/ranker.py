@@ -1,5 +1,7 @@
 """Files of histories: scores of given candidates, or the best items, by a run's sequence model."""
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     import polars as pl
     from torch import nn
 
+log = logging.getLogger(__name__)
+
 HISTORY, CANDIDATES = "history", "candidates"
 
 
@@ -38,11 +42,11 @@ class Histories:
 class HistoryEncoder:
     """Turns names of items into their numbers, and counts those that the dataset does not have."""
 
-    trained_rows, label_column = 1, ""
+    trained_rows, label_column = 0, ""
 
     def __init__(self, items: Names, columns: list[str]) -> None:
         self._items = items
-        self.trained_tally: dict[str, dict[str, int]] = {}  # nothing was unseen in training
+        self.trained_tally: dict[str, dict[str, int]] = {}
         self.feature_columns = columns
         self.tally = Tally()
 
@@ -71,7 +75,7 @@ class HistoryEncoder:
         self.tally.add(
             column,
             missing=np.array([row.all() for row in is_unknown]),
-            unseen=np.array([row.any() for row in is_unknown]),
+            unseen=np.array([row.any() and not row.all() for row in is_unknown]),
         )
         return names, items
 
@@ -119,6 +123,19 @@ class Ranker(Scorer):
         names = pl.Series([name for row in encoded.names for name in row], dtype=pl.String)
         scores = pl.Series(np.concatenate([np.empty(0, np.float32), *found]), dtype=pl.Float32).fill_nan(None)
         return pl.DataFrame({"row": np.repeat(np.arange(len(found)), lengths), "item": names, "score": scores})
+
+    def shares(self, tally: Tally) -> list[dict[str, Any]]:
+        result = "recommended" if self._k else "scored"
+        texts = {
+            (HISTORY, "missing"): f"have no item of the dataset: nothing is {result} for them",
+            (CANDIDATES, "missing"): "have no item of the dataset: they get no score",
+            (HISTORY, "unseen"): "have some items that the dataset does not have, which are left out",
+            (CANDIDATES, "unseen"): "have some items that the dataset does not have, which get no score",
+        }
+        for (column, kind), text in texts.items():
+            if count := tally.counts.get(column, Counter())[kind]:
+                log.warning("%s: %s of %s rows %s", column, f"{count:,}", f"{tally.rows:,}", text)
+        return super().shares(tally)
 
     def write_best(self, options: dict[str, Any]) -> dict[str, Any]:
         """Write the K best items for the rows of a file."""

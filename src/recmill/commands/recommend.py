@@ -14,7 +14,7 @@ import numpy as np
 
 from recmill.commands import assemble
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag, new_parquet
+from recmill.commands.options import Fallback, Verify, Which, dataset_checks, flag, new_table
 from recmill.config.options import checked_options
 from recmill.data.checks import checked_items
 from recmill.data.frames import Kind, as_polars, converted
@@ -54,7 +54,8 @@ class Options(NewRowsFlags):
     )
     keep: list[str] | None = flag(None, "Columns of --input to copy, separated by commas.")
     output: str | None = flag(
-        None, "File to write. --all: user, rank, item, title, score (Parquet). --input: rank, item, score."
+        None,
+        "File to write: .parquet, .csv or .jsonl. --all: user, rank, item, title, score. --input: no user.",
     )
     k: int = flag(10, "How many items.")
     include_seen: bool = flag(False, "Include items that are in the history already.")
@@ -172,10 +173,10 @@ def recommend_all(
     verify: bool | None = None,
     **new_rows: Unpack[NewRows],
 ) -> dict[str, Any]:
-    """Recommend for every user of the dataset, to a Parquet file with columns user, rank, item, title, score.
+    """Recommend for every user of the dataset, to .parquet, .csv or .jsonl: user, rank, item, title, score.
 
     Returns {"output": ..., "users": ..., "rows": ...}. With `input`, a file as for `recommend`: for each of its rows,
-    with the columns in `keep`, to .parquet, .csv or .jsonl; returns "requests" instead of "users".
+    with the columns in `keep`; returns "requests" instead of "users".
     `columns`, `separator`, `quotes`, `escape`, `encoding`, `skip_lines`, `decimal`, `thousands`, `time_format`,
     `on_bad_value`: as for `predict`.
     """
@@ -186,7 +187,7 @@ def recommend_all(
     import polars as pl
     from polars.io.plugins import register_io_source
 
-    output = new_parquet(output, "--output")
+    output = new_table(output, "--output")
     model = Recommender(run, checkpoint, fallback, verify)
     model.check_k(k)
     names = model.users.originals
@@ -205,7 +206,13 @@ def recommend_all(
     schema = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "title": pl.String, "score": pl.Float32}
     with new_file(output) as partial:
         try:
-            register_io_source(frames, schema=schema).sink_parquet(partial)
+            rows = register_io_source(frames, schema=schema)
+            if output.suffix == ".parquet":
+                rows.sink_parquet(partial)
+            elif output.suffix == ".csv":
+                rows.sink_csv(partial)
+            else:
+                rows.sink_ndjson(partial)
         except pl.exceptions.ComputeError as error:
             raise ResourceError(
                 f"{output}: could not be written ({error}). Is the disk full? Free some space and run it again."

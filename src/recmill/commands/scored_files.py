@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from recmill.checkpoints.format import committed
-from recmill.commands.options import STREAM, new_path
+from recmill.commands.options import STREAM, new_table
 from recmill.commands.predict import MISSING_INSTEAD
 from recmill.data.recipes import NO_LABEL, Tally
 from recmill.datasets.compressed import InputFile, file_state
@@ -40,11 +40,10 @@ from recmill.metrics.binary import BinaryMetrics, Values
 from recmill.observe.progress import Progress
 
 if TYPE_CHECKING:
-    from recmill.commands.predict import Options, Scorer
+    from recmill.commands.predict import Options, RowEncoder, Scorer
 
 log = logging.getLogger(__name__)
 
-_SUFFIXES = (".parquet", ".csv", ".jsonl", ".ndjson")
 _PART_ROWS = 1 << 16
 _LABEL = "label of the row"  # a column of the parts that is not written
 _PREFIX = "--"  # of the settings that errors name
@@ -117,11 +116,7 @@ def score_files(scorer: "Scorer", made: list[str], options: "Options") -> dict[s
         if options.output == STREAM:
             output = spool / f"stdout{suffix}"
         else:
-            output = new_path(options.output, "--output", options.overwrite)
-        if output.suffix not in _SUFFIXES:
-            raise ConfigError(
-                f"--output {output.name}: end it with .parquet, .csv or .jsonl, which says the format to write."
-            )
+            output = new_table(options.output, "--output", options.overwrite)
         scorer.new_encoder(options)  # what is wrong with the run is reported before stdin is read
         given = options.input if options.input != STREAM else str(_spooled(spool / f"stdin{suffix}"))
         try:
@@ -160,9 +155,8 @@ def _checked_job(scorer: "Scorer", options: "Options", files: list[InputFile], o
     kept = options.keep or []
     needed = list(dict.fromkeys([*encoder.feature_columns, *kept]))
     lack = "the model needs columns that are not there"
-    check_columns(
-        files, section, encoder.feature_columns, lack, "Add them: scores are computed from them.", prefix=_PREFIX
-    )
+    remedy = "Rename or add what is missing: scores are computed from it."
+    check_columns(files, section, encoder.feature_columns, lack, remedy, prefix=_PREFIX)
     copied = kept if output.suffix == ".parquet" else []
     check_columns(
         files, section, kept, "--keep does not fit the files", "Correct --keep, or the files.", copied, _PREFIX
@@ -198,7 +192,7 @@ def _score(scorer: "Scorer", options: "Options", job: Job, inputs: dict[str, Any
         tally, metrics = _write(job, work, parts, output)
     result: dict[str, Any] = {"rows": tally.rows, "written": written, "output": str(output)}
     result["bad_values"] = {feature: bad for feature, counts in tally.counts.items() if (bad := counts.get(_BAD))}
-    result["features"] = shares(tally, scorer)
+    result["features"] = scorer.shares(tally)
     return result | ({"metrics": metrics} if job.has_labels else {})
 
 
@@ -286,12 +280,11 @@ def _values(metrics: BinaryMetrics) -> Values:
     return metrics.compute(World(0, 1, 0, 1, torch.device("cpu")))
 
 
-def shares(tally: Tally, scorer: "Scorer") -> list[dict[str, Any]]:
+def shares(tally: Tally, encoder: "RowEncoder") -> list[dict[str, Any]]:
     """Return for each feature the shares of missing, unseen and clipped values, here and in the training rows.
 
     Log a warning for each share that has become much larger.
     """
-    encoder = scorer.encoder
     found = []
     for feature, counts in tally.counts.items():
         before = encoder.trained_tally.get(feature, {})

@@ -176,8 +176,8 @@ class Table:
         if hint := self.wrong_header(columns, [column]):
             return f"no column '{column}'{hint}"
         fact = f"two columns '{column}'" if column in columns else f"no column '{column}'"
-        near = did_you_mean(column, columns).strip() if column not in columns else ""
-        remedy = near or f"Name another column ({field.option}), or choose another file."
+        near = did_you_mean(column, columns) if column not in columns else ""
+        remedy = f"{near}Name another column ({field.option}), or choose another file."
         where = f"{self.prefix}columns" if self.section.columns else "its first row"
         return f"{fact} in {where}, which has: {there}. {remedy}"
 

@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 
 from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.inputs.text import setting
 from recmill.datasets.inputs.times import parsed_times
 from recmill.datasets.own_clicks.schema import (
     BucketFeature,
@@ -161,16 +162,15 @@ def _remedy(value: str, text: InputSection, prefix: str) -> str:
     value = value.strip()
     if not prefix:
         return "Convert the column as for training."
-    decimal, thousands, where = "input.decimal = ','", "input.thousands = '{}'", " in the schema"
-    if prefix == "--":
-        decimal, thousands, where = "--decimal ','", "--thousands '{}'", ""
+    where = "" if prefix == "--" else " in the schema"
+    decimal = setting(prefix, "decimal", ",")
     if text.decimal == "." and re.fullmatch(r"-?\d+,\d+", value):
         return f"Use {decimal}{where}."
     if re.fullmatch(r"-?\d{1,3}(,\d{3})+\.\d+", value) and text.decimal == ".":
-        return f"Use {thousands.format(',')}{where}."
+        return f"Use {setting(prefix, 'thousands', ',')}{where}."
     if re.fullmatch(r"-?\d{1,3}(\.\d{3})+(,\d+)?", value):
         also = f" and {decimal}" if text.decimal == "." else ""
-        return f"If '.' separates thousands, use {thousands.format('.')}{also}{where}."
+        return f"If '.' separates thousands, use {setting(prefix, 'thousands', '.')}{also}{where}."
     if prefix == "--":
         return "Write it as in training."
     return "Correct it, or change the schema: name it in input.missing, or use another type of feature."
