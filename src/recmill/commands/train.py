@@ -144,7 +144,8 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
         facts = "\n  ".join([f"{directory.path} was started with another config:", *changed])
         raise ConfigError(
             f"{facts}\nTo train with these settings: another --run; to start it from this run's weights: --init-from "
-            f"{directory.path} as well.\nTo resume this run, use its own config.toml."
+            f"{directory.path} as well.\nTo resume this run, use its own config.toml. "
+            "Keys that may change are listed at the end of docs/configs.md."
         )
     if saved is not None and (most := checked.settings.train.max_steps):
         step = directory.saved_step()
