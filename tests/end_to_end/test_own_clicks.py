@@ -314,6 +314,25 @@ def test_scores_of_frames_take_bad_values_as_missing_and_warn(
         run.predict(frame)  # the call before changed nothing
 
 
+def test_a_run_starts_only_from_one_whose_ids_stand_for_the_same_values(trained: Path, tmp_path: Path) -> None:
+    for name in ("1.csv", "2.csv", "3.csv"):
+        shutil.copy(trained / name, tmp_path)
+    options: dict[str, Any] = {"input": f"{tmp_path}/?.csv", "schema": str(trained / "clicks.toml")}
+    header, *rows = (trained / "1.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "1.csv").write_text("".join([header, *rows, *rows]))  # the same ids with other counts
+    recmill.prepare("clicks", tmp_path / "same", **options)
+    (tmp_path / "1.csv").write_text("".join([header, *rows]).replace("s1,", "new,"))
+    recmill.prepare("clicks", tmp_path / "other", **options)
+    start: dict[str, Any] = {"init_from": trained / "run", "overrides": ["train.max_steps=1"]}
+    config = recmill.config.load_config(trained / "run" / "config.toml").as_dict()
+    config["data"]["path"] = str(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"the ids of site stand for other values in \S+other than in that run"):
+        recmill.train(config, tmp_path / "run", **start)
+    assert not (tmp_path / "run").exists()
+    config["data"]["path"] = str(tmp_path / "same")
+    recmill.train(config, tmp_path / "run", **start)
+
+
 def test_new_values_get_scores_and_are_reported(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
     new = pl.DataFrame({"tags": [["a", "x"], [], None], "extra": [1, 2, 3], "site": ["s1", "s77", None]})
     labelled = new.with_columns(click=pl.Series([1.0, None, 0.0]))

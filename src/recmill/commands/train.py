@@ -23,7 +23,7 @@ from recmill.config.options import given_path
 from recmill.config.sections import Section, Settings, ShardingSection, TrainSection
 from recmill.config.suggested import own_config
 from recmill.data.opening import Checks
-from recmill.data.recipes import keep_recipe
+from recmill.data.recipes import features_with_other_ids, keep_recipe
 from recmill.environment import (
     config_variables,
     job_id,
@@ -113,7 +113,7 @@ def train(
     if init_from is not None:
         other, which = assemble.open_start(init_from)
         init_from = f"{other.path.absolute()}@{which}"
-        _check_start(directory, other.path.absolute())
+        _check_start(directory, other.path.absolute(), dataset)
     if is_finished:
         log.info("%s is finished: nothing to do", directory.path)
         results = {split: values for split, values in directory.read_results().items() if split != "timing"}
@@ -169,10 +169,17 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
     return CheckedRun(checked, directory, dataset, is_finished)
 
 
-def _check_start(directory: RunDirectory, given: Path) -> None:
-    """Raise unless the run is new, or started from the run `given`."""
+def _check_start(directory: RunDirectory, given: Path, dataset: Dataset) -> None:
+    """Raise unless the run started from the run `given`, or is new and ids stand for the same values in both."""
+    if not committed(directory.checkpoints):
+        if features := features_with_other_ids(given, dataset):
+            raise ConfigError(
+                f"--init-from {given}: the ids of {', '.join(features)} stand for other values in {dataset.path} than "
+                "in that run. Prepare both logs with ids = 'hash', or train on the old and the new rows together."
+            )
+        return
     started = directory.started_from()
-    if started is None or not committed(directory.checkpoints):
+    if started is None:
         return
     run = str(started.get("run", ""))
     if run and Path(run).resolve() == given.resolve():

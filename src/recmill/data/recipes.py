@@ -72,3 +72,20 @@ def kept_dataset(run: Path) -> Dataset:
                 "Copy it from the prepared dataset again."
             )
     return Dataset(path, description, fingerprint=xxhash.xxh3_128_hexdigest(text))
+
+
+def features_with_other_ids(run: Path, dataset: Dataset) -> list[str]:
+    """Return the features whose values have other ids in the dataset than in the one that the run was trained on."""
+    if not has_recipe(run):
+        return []
+    import polars as pl
+
+    before = kept_dataset(run)
+    old, new = before.description.files, dataset.description.files
+    found = []
+    for name in _files_of_recipe(before.description)[1:]:
+        if name in new and old[name].xxh3 != new[name].xxh3:  # counts may differ, too
+            ids = [pl.read_parquet(part.path / name, columns=["value", "id"], glob=False) for part in (before, dataset)]
+            if not ids[0].equals(ids[1]):
+                found.append(name.removeprefix("vocabulary_").removesuffix(".parquet"))
+    return found
