@@ -95,6 +95,7 @@ def _with_key(error: click.NoSuchOption, command: click.Command) -> click.UsageE
 
     flags = {parameter.name: parameter for parameter in command.params if parameter.name}
     name = error.option_name.lstrip("-").replace("-", "_")
+    known = [*flags, *(form.lstrip("-") for parameter in command.params for form in parameter.opts)]
     arguments = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
     hint = ""
     if error.ctx and any(name == argument.name for argument in arguments):
@@ -104,7 +105,7 @@ def _with_key(error: click.NoSuchOption, command: click.Command) -> click.UsageE
         hint = (
             "Did you mean '--procs N'? It is the number of processes on a machine; each uses one GPU, if there are any."
         )
-    elif "overrides" in flags and (keys := keys_instead(name, [*flags])):
+    elif "overrides" in flags and (keys := keys_instead(name, known)):
         hint = f"Did you mean {' or '.join(f'--set {key}=VALUE' for key in keys)}?"
     return click.UsageError(f"No such option '{error.option_name}'. {hint}", error.ctx) if hint else error
 

@@ -108,6 +108,19 @@ def test_validation_that_has_not_improved_for_half_the_run_is_reported_once() ->
     assert found[1][0].startswith("validation has not improved since step 20 (0.7000), for 50% of the run.")
 
 
+def test_a_normalised_entropy_above_1_is_reported_unless_it_falls_before_the_end() -> None:
+    def found(*entropies: float) -> list[int]:
+        advice, steps = ValidationAdvice(RunSteps(100, 10)), (20, 60, 100)
+        given = [[*advice.after(Position(step=s), 0.5, None, e)] for s, e in zip(steps, entropies, strict=True)]
+        assert all("has a normalised entropy of" in line for lines in given for line in lines)
+        return [step for step, lines in zip(steps, given, strict=True) if lines]
+
+    assert found(1.2, 1.1, 0.97) == []
+    assert found(1.2, 1.1, 1.05) == [100]
+    assert found(1.1, 1.2, 1.05) == [60]
+    assert found(0.99, 1.0, 0.97) == [60]
+
+
 def test_only_keys_that_are_not_set_are_suggested() -> None:
     def found(patience: int, keeps_best: bool) -> list[str]:
         advice = ValidationAdvice(RunSteps(100, 10, patience=patience), keeps_best=keeps_best)

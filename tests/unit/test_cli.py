@@ -124,6 +124,7 @@ def test_flags_for_unusual_texts_come_last_in_the_help_with_the_default_of_the_c
 ) -> None:
     text = CliRunner().invoke(cli.commands, [*command.split(), "--help"]).output
     assert text.index("--input") < text.index("--columns NAMES") < text.index("--separator")
+    assert "--decimal" not in text[: text.index("--input")]
     assert "--help" in text[text.index("--skip-lines") :] and "--output" not in text[text.index("--skip-lines") :]
     assert default in " ".join(text[text.index("--separator") :].split("--quotes")[0].split())
     assert "of new rows" not in text
@@ -269,5 +270,6 @@ def test_a_flag_that_is_a_key_of_the_config_is_named_with_set() -> None:
     assert "Did you mean --set optim.dense.lr=VALUE or --set optim.tables.lr=VALUE?" in printed("--lr")
     assert "No such option '--data'. Did you mean --set data.path=VALUE?" in printed("--data")
     assert "--procs" in printed("--proc")
+    assert "No such option '--sets'. Did you mean '--set'?" in printed("--sets")
     assert printed("--set", "data.path").endswith("Error: --set takes KEY=VALUE: --set data.path=4\n")
     assert "unexpected extra argument (4)" in printed("--set", "data.path=3")

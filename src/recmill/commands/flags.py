@@ -23,10 +23,10 @@ class Command(click.Command):
 
 
 def flags(options: Any) -> list[click.Option]:
-    """Return the flags of the fields, those of `ReadingFlags` last: they are rarely needed."""
-    from recmill.datasets.inputs.flags import ReadingFlags
+    """Return the flags of the fields, those of `NewRowsFlags` last: they are rarely needed."""
+    from recmill.datasets.inputs.flags import NewRowsFlags
 
-    fields = sorted(options.model_fields.items(), key=lambda field: field[0] in ReadingFlags.model_fields)
+    fields = sorted(options.model_fields.items(), key=lambda field: field[0] in NewRowsFlags.model_fields)
     return [_option(field.alias or name, field) for name, field in fields]
 
 

@@ -285,7 +285,7 @@ class Recommender:
                 f"{self.run.path}: '{self._config.model_name}' is no sequence model, so it has nothing to recommend. "
                 "Train one: recmill train own/sasrec --set data.path=DIR --run RUN."
             )
-        log.info("recommending with the model of %s", self.run.path)
+        log.info("using the model of %s", self.run.path)
         self._dataset = assemble.open_matching_dataset(self._config, dataset_checks(verify))
         self._which = which
         self._fallback = fallback

@@ -98,7 +98,9 @@ def run_report(path: str | Path) -> RunReport:
     facts: dict[str, Any] = {"reason": str(status.get("reason") or ""), "seconds": number(status.get("seconds"))}
     facts |= _progress(run)
     if started := run.started_from():
-        facts["started_from"] = f"{started.get('run')}, step {started.get('step')}"
+        start = Path(str(started.get("run")))
+        start = start.relative_to(Path.cwd()) if start.is_relative_to(Path.cwd()) else start
+        facts["started_from"] = f"{start}, step {started.get('step')}"
     if run.config_file.is_file():  # a run that failed very early has none
         name, settings = read_settings(run.config_file)
         facts |= {"model": name, "dataset": settings.data.path}

@@ -1,5 +1,6 @@
 """Warnings about settings and results that suggest a mistake: one line each, with the value and the remedy."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -75,6 +76,7 @@ class ValidationAdvice:
         self._keeps_best = keeps_best
         self._earlier = earlier or {}
         self._given: set[str] = set()
+        self._entropy = math.inf  # of the validation before
 
     def after(
         self, at: Position, value: float | None, popularity: float | None, entropy: float | None = None
@@ -94,7 +96,9 @@ class ValidationAdvice:
                 f"validation at step {at.step:,} reached {value:.4f}, less than ranking by popularity, which reaches "
                 f"{popularity:.4f}. Train longer (train.num_epochs), or change optim.dense.lr and optim.tables.lr.",
             )
-        if entropy is not None and entropy >= 1 and at.step >= _EARLY * self._steps.total:
+        is_falling = entropy is not None and entropy < self._entropy < math.inf and at.step < self._steps.total
+        self._entropy = math.inf if entropy is None else entropy
+        if entropy is not None and entropy >= 1 and at.step >= _EARLY * self._steps.total and not is_falling:
             yield from self._once(
                 "entropy",
                 f"validation at step {at.step:,} has a normalised entropy of {entropy:.4g}: predicting the mean click "
