@@ -234,9 +234,12 @@ def _flag_cases() -> Iterator[Case]:
                 flag = option.opts[-1]
                 for value in _odd_values(option):
                     names = (flag.lstrip("-").split("-")[0], flag, value or flag)
-                    asks_data = flag.endswith(("-column", "--history", "--users"))  # for what is not in it
+                    asks_data = flag.endswith(("-column", "--history", "--users", *_OF_FILES))  # for what is not in it
                     own = (3,) if asks_data else (4,) if flag == "--step" else ()
                     yield Case(world, (*arguments, flag, value), names, codes=(0, 2, 5, *own))
+
+
+_OF_FILES = ("--input", "--titles", "--columns", "-columns", "--separator", "-separator", "--skip-lines")
 
 
 def _odd_values(option: click.Option) -> list[str]:

@@ -367,6 +367,7 @@ GOOD = "click,site\n" + "0,a\n1,b\n" * 20
         ("log.csv", GOOD.encode(), 'encoding = "utf-9"', 2, "input.encoding is 'utf-9': no such codec"),
         ("log.csv", GOOD.encode(), 'separator = ""', 2, "input.separator is ''"),
         ("log.csv", GOOD.encode(), 'columns = ["a", "a"]', 2, "a name occurs twice"),
+        ("log.csv", GOOD.encode(), 'columns = ["a", ""]', 2, "a name is empty"),
         ("log.csv", b"", "", 3, "log.csv: no rows. Get the file again"),
         ("other.csv", GOOD.encode(), "", 3, "log.*: no such file"),
     ],

@@ -11,6 +11,8 @@ import polars as pl
 import pytest
 
 from recmill import prepare
+from recmill.data.opening import open_dataset
+from recmill.data.recipes import features_with_other_ids
 from recmill.errors import ConfigError, DataError, UserError
 
 from ..histories_raw import COLUMNS, KEEP_ALL, histories_of
@@ -395,3 +397,15 @@ def test_wrong_names_of_columns_are_reported_together(tmp_path: Path, kind: str)
     is_file = kind != "frame"
     remedy = "Correct the options." if is_file else "Name other columns (--user-column, --item-column)."
     assert str(caught.value).endswith(f"\n{remedy}")
+
+
+def test_datasets_with_other_items_of_the_same_number_are_told_apart(tmp_path: Path) -> None:
+    rows = "user,item\n" + "".join(f"u{user},{item}\n" for user in range(3) for item in "xyz")
+    for name, text in {"june": rows, "again": rows, "july": rows.replace("z", "new")}.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+        options: dict[str, Any] = {"user_column": "user", "item_column": "item", **KEEP_ALL}
+        prepare("histories", tmp_path / name, input=str(tmp_path / f"{name}.csv"), **options)
+    for name, expected in {"again": [], "july": ["items"]}.items():
+        dataset = open_dataset(tmp_path / name)
+        assert features_with_other_ids(tmp_path / "run", tmp_path / "june", dataset) == expected
+        assert features_with_other_ids(tmp_path / "run", tmp_path / "moved", dataset) == []

@@ -23,10 +23,9 @@ class Command(click.Command):
 
 
 def flags(options: Any) -> list[click.Option]:
-    """Return the flags of the fields, those of `NewRowsFlags` last: they are rarely needed."""
-    from recmill.datasets.inputs.flags import NewRowsFlags
-
-    fields = sorted(options.model_fields.items(), key=lambda field: field[0] in NewRowsFlags.model_fields)
+    """Return the flags of the fields, those of the class itself before those of its bases, which are rarely needed."""
+    own = vars(options).get("__annotations__", {})
+    fields = sorted(options.model_fields.items(), key=lambda field: field[0] not in own)
     return [_option(field.alias or name, field) for name, field in fields]
 
 

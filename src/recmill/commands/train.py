@@ -172,10 +172,11 @@ def check_run(config: Config, run: str | Path, checks: Checks) -> CheckedRun:
 def _check_start(directory: RunDirectory, given: Path, dataset: Dataset) -> None:
     """Raise unless the run started from the run `given`, or is new and ids stand for the same values in both."""
     if not committed(directory.checkpoints):
-        if features := features_with_other_ids(given, dataset):
+        trained_on = Path(load_config(RunDirectory(given).config_file).settings.data.path)
+        if features := features_with_other_ids(given, trained_on, dataset):
             raise ConfigError(
                 f"--init-from {given}: the ids of {', '.join(features)} stand for other values in {dataset.path} than "
-                "in that run. Prepare both logs with ids = 'hash', or train on the old and the new rows together."
+                "in that run. Train on the old and the new rows together, or prepare click logs with ids = 'hash'."
             )
         return
     started = directory.started_from()

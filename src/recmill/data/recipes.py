@@ -17,6 +17,7 @@ from recmill.schema import DESCRIPTION_FILE, Dataset, Description, from_json
 NO_LABEL = -1
 RECIPE_FILE = "recipe.json"
 _KEPT = "recipe"  # a directory of the run
+_ITEMS = "items.parquet"  # of histories
 
 
 @dataclass
@@ -74,18 +75,25 @@ def kept_dataset(run: Path) -> Dataset:
     return Dataset(path, description, fingerprint=xxhash.xxh3_128_hexdigest(text))
 
 
-def features_with_other_ids(run: Path, dataset: Dataset) -> list[str]:
-    """Return the features whose values have other ids in the dataset than in the one that the run was trained on."""
-    if not has_recipe(run):
-        return []
+def features_with_other_ids(run: Path, trained_on: Path, dataset: Dataset) -> list[str]:
+    """Return the features whose values have other ids in the dataset than in the one that the run was trained on.
+
+    The items of histories are compared if the directory `trained_on` is still there. Tables of other sizes are not
+    compared: loading finds them.
+    """
     import polars as pl
 
-    before = kept_dataset(run)
-    old, new = before.description.files, dataset.description.files
+    new = dataset.description.files
+    pairs = []
+    if has_recipe(run):
+        before = kept_dataset(run)
+        names = [name for name in _files_of_recipe(before.description)[1:] if name in new]
+        pairs = [(before.path / name, name, ["value", "id"]) for name in names]  # counts may differ
+    elif _ITEMS in new and (trained_on / _ITEMS).is_file():
+        pairs = [(trained_on / _ITEMS, _ITEMS, ["original_id"])]
     found = []
-    for name in _files_of_recipe(before.description)[1:]:
-        if name in new and old[name].xxh3 != new[name].xxh3:  # counts may differ, too
-            ids = [pl.read_parquet(part.path / name, columns=["value", "id"], glob=False) for part in (before, dataset)]
-            if not ids[0].equals(ids[1]):
-                found.append(name.removeprefix("vocabulary_").removesuffix(".parquet"))
+    for old, name, columns in pairs:
+        ids = [pl.read_parquet(file, columns=columns, glob=False) for file in (old, dataset.path / name)]
+        if ids[0].height == ids[1].height and not ids[0].equals(ids[1]):
+            found.append(name.removeprefix("vocabulary_").removesuffix(".parquet"))
     return found

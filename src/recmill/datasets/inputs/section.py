@@ -34,6 +34,8 @@ class InputSection(Section):
             problems.append(f"input.separator is {self.separator!r}: give one or more characters, but no quote.")
         if len(set(self.columns)) < len(self.columns):
             problems.append(f"input.columns {self.columns}: a name occurs twice. Give each column its own.")
+        if not all(self.columns):
+            problems.append(f"input.columns {self.columns}: a name is empty. Give each column a name.")
         if self.thousands == self.decimal:
             problems.append(f"input.thousands and input.decimal are both {self.decimal!r}. Give them different ones.")
         try:
