@@ -23,8 +23,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "contracts": {"commands", "config", "data", "datasets", "protocols", "registry", "schema"},
     "data": {"batch", "errors", "files", "hardware", "metrics", "observe", "rng", "schema"},
     "datasets": {
-        "config", "data", "errors", "failpoints", "files", "hardware", "metrics", "observe", "recmill", "registry",
-        "rng", "schema",
+        "config", "data", "errors", "failpoints", "files", "hardware", "kernels", "metrics", "observe", "recmill",
+        "registry", "rng", "schema",
     },
     "environment": {"errors"},
     "errors": set(),

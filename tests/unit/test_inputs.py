@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from recmill.cli import commands
 from recmill.datasets.inputs import text
-from recmill.datasets.inputs.fields import Fields
+from recmill.datasets.inputs.fields import Fields, series
 from recmill.datasets.inputs.files import distinct_names, found_files
 from recmill.datasets.inputs.reading import blocks, check_columns, frames
 from recmill.datasets.inputs.section import InputSection
@@ -90,8 +90,9 @@ def test_fields_of_a_plain_text_are_those_of_its_frames(
         rows = expected[done : done + block.height]
         assert block.others.equals(rows.select("b"))
         for place, column in enumerate(block.columns):
-            assert block.gather(place)(np.arange(block.height)).to_list() == rows[column].to_list()
-            hashes = zip(*block.hashes[:, place].tolist(), strict=True)
+            assert series(block.gather(place)(np.arange(block.height))).to_list() == rows[column].to_list()
+            ones, others = block.hashes_of(place)
+            hashes = zip(ones.tolist(), [0] * block.height if others is None else others.tolist(), strict=True)
             for key, value in zip(hashes, rows[column], strict=True):
                 assert found[column].setdefault(key, value) == value
         done += block.height

@@ -3,7 +3,7 @@
 import numpy as np
 
 from recmill.datasets.click_log import LogBlock
-from recmill.datasets.parallel import compiled
+from recmill.datasets.compiled import compiled
 from recmill.datasets.vocabularies import MISSING
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from recmill.datasets.click_log import LogBlock, ParsedLog
-from recmill.datasets.parallel import compiled
+from recmill.datasets.compiled import compiled
 from recmill.datasets.writing import NpyWriter
 
 MISSING, RARE, FIRST_ID = 0, 1, 2  # contiguous ids: no id, an id outside of the vocabulary, the first of the vocabulary

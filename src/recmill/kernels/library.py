@@ -58,8 +58,10 @@ _ROWS = _Recipe(
     "-std=c++17 -O2 -ffp-contract=off -pthread -shared -fPIC",
     needs_trial=False,
 )
+_PARSER = _Recipe("parser", ("parser.cpp",), (), "-std=c++17 -O3 -shared -fPIC", needs_trial=False)
 _MAX_SECONDS = 60.0  # for everything, also for waiting until another process has compiled; it takes 3 s
 _POLL_SECONDS = 0.1
+_SLOW = "Texts are parsed by Polars, and click logs are prepared several times as slowly"
 _LOADING = threading.Lock()
 
 # One letter per parameter of a kernel.
@@ -75,6 +77,15 @@ _PARAMETERS = {
     "encoder_block_backward": "pppppppp",
     "drop_elements": "piifpp",
     "catalogue_loss": "pppppiiifpppp",
+}
+_PARSER_FUNCTIONS = {  # what they return, and their parameters
+    "lines": ("i", "piip"),
+    "divide": ("i", "piipiiippp"),
+    "join": ("i", "pppiip"),
+    "new_coder": ("p", ""),
+    "delete_coder": ("", "p"),
+    "number": ("i", "pppipp"),
+    "add_up": ("", "ppi"),
 }
 
 
@@ -143,6 +154,43 @@ def load_rows_library() -> ctypes.CDLL:
             "tables.store = 'cached_ssd' and tables.dynamic need code that cannot be compiled here: "
             f"{error.problem}. {error.remedy}."
         ) from error
+
+
+class ParserLibrary:
+    """The compiled parser.cpp."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._functions = {name: getattr(library, f"parser_{name}") for name in _PARSER_FUNCTIONS}
+        for name, (returned, parameters) in _PARSER_FUNCTIONS.items():
+            self._functions[name].argtypes = [_TYPES[letter] for letter in parameters]
+            self._functions[name].restype = _TYPES.get(returned)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function by name. Arrays are passed by address; they must be contiguous."""
+        return self._functions[name](*map(_array_address, arguments))
+
+
+def _array_address(value: Any) -> Any:
+    if not hasattr(value, "ctypes"):
+        return value
+    assert value.flags.c_contiguous
+    return value.ctypes.data
+
+
+def load_parser() -> ParserLibrary | None:
+    """Return the parser of texts, or None, with a warning, where it cannot be compiled."""
+    with _LOADING:
+        return _load_parser_or_warn()
+
+
+@cache
+def _load_parser_or_warn() -> ParserLibrary | None:
+    try:
+        return _load(_PARSER, ParserLibrary)
+    except _UnusableError as error:
+        log.warning("our own parser of texts cannot be used here: %s. %s. %s.", error.problem, _SLOW, error.remedy)
+        return None
 
 
 def _load(recipe: _Recipe, load: Callable[[Path], _Library]) -> _Library:

@@ -9,7 +9,8 @@ import io
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +26,10 @@ from recmill.errors import DataError, did_you_mean
 from recmill.observe.progress import Progress
 
 if TYPE_CHECKING:
-    from recmill.datasets.inputs.fields import Fields
+    from recmill.datasets.inputs.fields import Buffers, Fields
+
+    Parsed = tuple[bytes, pl.DataFrame | Fields | None]
+    Each = Callable[[Callable[[bytes | Exception], Parsed], Iterable[bytes | Exception]], Iterable[Parsed]]
 
 log = logging.getLogger(__name__)
 
@@ -88,29 +92,39 @@ class Table:
         """Yield frames of these fields in file order; dates become microseconds since 1970."""
         return (block for block in self.blocks(fields) if isinstance(block, pl.DataFrame))
 
-    def blocks(self, fields: Sequence[Field], plain: Collection[str] = ()) -> "Iterator[pl.DataFrame | Fields]":
-        """Yield blocks of these fields in file order, as `Fields` of the columns `plain` up to the first quote."""
+    def blocks(
+        self, fields: Sequence[Field], plain: Collection[str] = (), each: "Each" = map
+    ) -> "Iterator[pl.DataFrame | Fields]":
+        """Yield blocks of these fields in file order, as `Fields` of the columns `plain` up to the first quote.
+
+        `each` applies a function to each text; it may do so ahead, in threads.
+        """
         columns, texts = self._opened()
         positions = {field: self._position(columns, field) for field in fields}
         total = int(self.path.stat().st_size * expansion(self.path))
         done = num_good = 0
+        is_plain = bool(plain)
+        buffers: Buffers = deque()
+
+        def parsed(text: bytes | Exception) -> "Parsed":
+            if isinstance(text, Exception):
+                raise text
+            found = self._divided(text, len(columns), positions, plain, buffers) if is_plain else None
+            return text, found or self._parse(text, len(columns), positions)
+
         with Progress(f"reading {self.path.name}", total, "bytes") as progress:
             try:
-                for text in texts:
-                    if plain and (found := self._divided(text, len(columns), positions, plain)):
-                        yield found
-                        done += found.height
-                        num_good += found.height
-                        progress.advance(len(text))
-                        continue
-                    plain = ()
-                    frame = self._parse(text, len(columns), positions)
-                    num_rows = frame.height if frame is not None else len(self._split(text))
-                    if frame is None:
-                        frame = self._without_bad_rows(text, len(columns), positions, done)
-                    yield frame
+                for text, found in each(parsed, _with_error(texts)):
+                    is_frame = found is None or isinstance(found, pl.DataFrame)
+                    if not is_plain and not is_frame:  # parsed ahead
+                        found = self._parse(text, len(columns), positions)
+                    is_plain = is_plain and not is_frame
+                    num_rows = found.height if found is not None else len(self._split(text))
+                    if found is None:
+                        found = self._without_bad_rows(text, len(columns), positions, done)
+                    yield found
                     done += num_rows
-                    num_good += frame.height
+                    num_good += found.height
                     progress.advance(len(text))
             except LongRow:
                 fact = f"{self.path}: row {done + 1:,} has more than {MAX_ROW_BYTES:,} bytes"
@@ -281,21 +295,22 @@ class Table:
         return frame if is_good else None
 
     def _divided(
-        self, text: bytes, num_columns: int, positions: dict[Field, int], names: Collection[str]
+        self,
+        text: bytes,
+        num_columns: int,
+        positions: dict[Field, int],
+        names: Collection[str],
+        buffers: "Buffers",
     ) -> "Fields | None":
         """Return None if the text has a bad row, or anything but plain fields."""
-        from recmill.datasets.inputs.fields import divided  # Numba takes 0.3 s to import, and few commands need it
+        from recmill.datasets.inputs.fields import divided  # few commands need the parser
 
+        if num_columns == 1 or self.section.escape:
+            return None
         text = text.replace(b"\r\n", b"\n") if b"\r" in text else text
-        not_plain = [b"\0", b"\r", *([b'"'] if self.section.has_quotes else [])]
-        if num_columns == 1 or self.section.escape or any(letter in text for letter in not_plain):
-            return None
-        try:
-            text.isascii() or text.decode()
-        except UnicodeDecodeError:
-            return None
         wanted = {field.name: position for field, position in positions.items() if field.name in names}
-        fields = divided(text, self._one_byte_separator, wanted, num_columns)
+        quote = '"' if self.section.has_quotes else ""
+        fields = divided(text, self._one_byte_separator, wanted, num_columns, quote, buffers)
         rest = {field: position for field, position in positions.items() if field.name not in wanted}
         if fields is None or not rest:
             return fields
@@ -401,6 +416,14 @@ class Table:
         if frame is None:
             raise self._bad_row(text, num_columns, positions, done)
         return frame
+
+
+def _with_error(texts: Iterator[bytes]) -> Iterator[bytes | Exception]:
+    """Yield the texts, and the error that ends them: they may be read ahead, and a row before it may be bad, too."""
+    try:
+        yield from texts
+    except (LongRow, DataError) as error:
+        yield error
 
 
 def row_with_stray_quote(lines: Iterable[str], separator: str) -> int:

@@ -1,98 +1,104 @@
 """The fields of a plain text: found and hashed in one pass, so that only different values become texts of Polars."""
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from recmill.datasets.parallel import compiled
+from recmill.kernels.library import ParserLibrary, load_parser
+
+
+Buffers = deque[Any]  # arrays of uint64 that can be used again: the pages of new ones take longer than the work on them
 
 
 @dataclass(frozen=True)
 class Fields:
     """The fields of some columns of a block of rows, and a frame of other columns."""
 
-    text: np.ndarray  # uint8
+    text: bytes
     separator: int
     columns: Sequence[str]
     starts: np.ndarray  # uint32 [column, row]
     hashes: np.ndarray  # uint64 [2, column, row]: two hashes, which tell values apart
+    has_long: np.ndarray  # uint8 [column]: whether there are second hashes; otherwise, the first ones suffice
+    parser: ParserLibrary
+    buffers: "Buffers"
     others: pl.DataFrame = field(default_factory=pl.DataFrame)
 
     @property
     def height(self) -> int:
         return self.starts.shape[1]
 
-    def gather(self, column: int) -> Callable[[np.ndarray], pl.Series]:
-        """Return a function that returns the values of a column in these rows; empty fields have none."""
+    def gather(self, column: int) -> Callable[[np.ndarray], bytes]:
+        """Return a function that returns the values of a column in these rows, each followed by a line end."""
 
-        def gathered(rows: np.ndarray) -> pl.Series:
-            joined = _joined(self.text, self.starts[column], rows, self.separator)
-            values: list[str | None] = [value or None for value in joined.tobytes().decode().split("\n")[:-1]]
-            return pl.Series(values, dtype=pl.String)
+        def gathered(rows: np.ndarray) -> bytes:
+            given = self.text, self.starts[column], rows, len(rows), self.separator
+            joined = np.empty(self.parser.call("join", *given, None), np.uint8)
+            self.parser.call("join", *given, joined)
+            return joined.tobytes()
 
         return gathered
 
+    def hashes_of(self, column: int) -> tuple[np.ndarray, np.ndarray | None]:
+        return self.hashes[0, column], self.hashes[1, column] if self.has_long[column] else None
 
-def divided(text: bytes, separator: str, wanted: dict[str, int], num_columns: int) -> Fields | None:
-    """Return the fields of the columns at these positions; None if a row does not have so many columns."""
-    letters = np.frombuffer(text, np.uint8)
-    shape = len(wanted), np.count_nonzero(letters == ord("\n"))
-    fields = Fields(letters, ord(separator), [*wanted], np.empty(shape, np.uint32), np.empty((2, *shape), np.uint64))
+    def free(self) -> None:
+        """Let other fields use the memory of these, which are not used any more."""
+        self.buffers.append(self.hashes.base)
+
+
+def series(lines: bytes) -> pl.Series:
+    """Return the values that are each followed by a line end; empty ones become null."""
+    values = pl.Series([lines.decode()]).str.split("\n").explode().head(-1)
+    return values.set(values == "", None)
+
+
+def divided(
+    text: bytes, separator: str, wanted: dict[str, int], num_columns: int, quote: str, buffers: Buffers
+) -> Fields | None:
+    """Return the fields of the columns at these positions, or None.
+
+    None: a row does not have so many columns, the text is not UTF-8 or holds `quote`, carriage returns or NUL bytes, or
+    there is no compiler.
+    """
+    parser = load_parser()
+    if parser is None:
+        return None
+    is_ascii = np.zeros(1, np.int64)
+    num_rows = parser.call("lines", text, len(text), ord(quote) if quote else 0, is_ascii)
+    if num_rows < 0 or not (is_ascii[0] or _is_utf8(text)):
+        return None
+    starts, hashes = _arrays(buffers, len(wanted), num_rows)
+    has_long = np.zeros(len(wanted), np.uint8)
     places = np.full(num_columns, -1)
     places[[*wanted.values()]] = np.arange(len(wanted))
-    return fields if _divide(letters, fields.separator, places, fields.starts, fields.hashes) else None
+    where = text, len(text), ord(separator), places, num_columns, *starts.shape
+    if not parser.call("divide", *where, starts, hashes, has_long):
+        return None
+    return Fields(text, ord(separator), [*wanted], starts, hashes, has_long, parser, buffers)
 
 
-@compiled
-def _divide(text, separator, places, starts, hashes):
-    """Find and hash the fields of the columns whose place in `places` is not negative.
+def _arrays(buffers: Buffers, num_columns: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return arrays for starts and hashes, in a buffer that is free, or in a new one."""
+    size = num_columns * num_rows
+    words = 2 * size + -(-size // 2)
+    buffer = np.empty(0, np.uint64)
+    with contextlib.suppress(IndexError):
+        buffer = buffers.pop()
+    if len(buffer) < words:
+        buffer = np.empty(words + words // 8, np.uint64)
+    starts, hashes = buffer[2 * size : words].view(np.uint32)[:size], buffer[: 2 * size]
+    return starts.reshape(num_columns, num_rows), hashes.reshape(2, num_columns, num_rows)
 
-    Return False if a row does not have as many fields as `places`.
-    """
-    last = len(places) - 1
-    row = column = start = 0
-    one = other = np.uint64(14695981039346656037)
-    for index in range(len(text)):
-        letter = text[index]
-        if letter != separator and letter != 10:
-            one = (one ^ letter) * np.uint64(1099511628211)  # FNV-1a
-            other = (other ^ letter) * np.uint64(0x9E3779B97F4A7C15)
-            continue
-        place = places[column]
-        if place >= 0:
-            starts[place, row] = start
-            hashes[0, place, row] = one
-            hashes[1, place, row] = other
-        if (letter == 10) != (column == last):
-            return False
-        column += 1
-        if letter == 10:
-            row += 1
-            column = 0
-        start = index + 1
-        one = other = np.uint64(14695981039346656037)
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
     return True
-
-
-@compiled
-def _joined(text, starts, rows, separator):
-    """Return the fields that begin there, each followed by a line end."""
-    size = 0
-    for row in rows:
-        at = starts[row]
-        while text[at] != separator and text[at] != 10:
-            at += 1
-        size += at - starts[row] + 1
-    joined = np.empty(size, np.uint8)
-    end = 0
-    for row in rows:
-        at = starts[row]
-        while text[at] != separator and text[at] != 10:
-            joined[end] = text[at]
-            end += 1
-            at += 1
-        joined[end] = 10
-        end += 1
-    return joined

@@ -52,13 +52,16 @@ def frames(
 
 
 def blocks(
-    file: InputFile, section: InputSection, columns: list[str], plain: list[str]
+    file: InputFile, section: InputSection, columns: list[str], plain: list[str], each: "delimited.Each" = map
 ) -> "Iterator[pl.DataFrame | Fields]":
-    """Yield these columns of all rows, in order; of a text, those in `plain` as `Fields` up to its first quote."""
+    """Yield these columns of all rows, in order; of a text, those in `plain` as `Fields` up to its first quote.
+
+    `each` applies a function to each block of a text; it may do so ahead, in threads.
+    """
     if section.kind_of(file) != "text":
         return frames(file, section, columns)
     fields = [delimited.Field(column, column, "any") for column in columns]
-    return delimited.Table(file, section, prefix="input.", otherwise=delimited.SKIP).blocks(fields, plain)
+    return delimited.Table(file, section, prefix="input.", otherwise=delimited.SKIP).blocks(fields, plain, each)
 
 
 def num_rows(file: InputFile, section: InputSection) -> int:

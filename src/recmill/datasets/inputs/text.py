@@ -52,7 +52,7 @@ def row_blocks(file: InputFile, section: InputSection, prefix: str, quotes: bool
             text = text.partition(b"\n")[2]
             skip -= 1
         end = text.rfind(b"\n") + 1
-        if quotes and text.count(b'"', 0, end) % 2:  # the last quote opens a field with line ends
+        if quotes and b'"' in text and text.count(b'"', 0, end) % 2:  # the last quote opens a field with line ends
             end = text.rfind(b"\n", 0, text.rfind(b'"', 0, end)) + 1
         rest = text[end:]
         if end and not skip:

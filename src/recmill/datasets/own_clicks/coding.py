@@ -1,13 +1,17 @@
 """Number the values of a column while its file is read, so that later steps work on whole numbers, not on texts."""
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from recmill.datasets.parallel import compiled
+from recmill.datasets.inputs.fields import series
+from recmill.kernels.library import load_parser
 
-_FIRST_SLOTS = 1 << 12
+Gather = Callable[[np.ndarray], pl.Series | bytes]  # bytes: as `Fields.gather`
+
 _SEEDS = (0, 0x9E3779B97F4A7C15)
 
 
@@ -23,9 +27,12 @@ class Coder:
     """
 
     def __init__(self) -> None:
-        self._slots = np.zeros(_FIRST_SLOTS, np.uint32)  # code + 1; 0: free
-        self._keys = np.empty((_FIRST_SLOTS // 2, 2), np.uint64)
-        self._found: list[pl.Series] = []
+        self._parser = load_parser()
+        if self._parser:
+            self._coder = self._parser.call("new_coder")
+            weakref.finalize(self, self._parser.call, "delete_coder", self._coder)
+        self._known: dict[tuple[int, int], int] = {}  # without a parser
+        self._found: list[Any] = []  # what `gather` returned
         self._size = 0
 
     def __len__(self) -> int:
@@ -36,74 +43,39 @@ class Coder:
         one, other = (values.hash(seed).to_numpy() for seed in _SEEDS)
         return self.codes_of(one, other, values.gather)
 
-    def codes_of(self, hashes: np.ndarray, others: np.ndarray, gather: Callable[[np.ndarray], pl.Series]) -> np.ndarray:
+    def codes_of(self, hashes: np.ndarray, others: np.ndarray | None, gather: Gather) -> np.ndarray:
         """Return the codes of values with these hashes; `gather` returns the values of some rows."""
-        codes = np.empty(len(hashes), np.uint32)
-        first_rows = np.empty(len(hashes), np.int64)
-        size_before = self._size
-        done = 0
-        while True:
-            done, self._size = _number(
-                self._slots, self._keys, self._size, hashes, others, done, codes, first_rows[self._size - size_before :]
-            )
-            if done == len(hashes):
-                break
-            self._grow()
-        if self._size > size_before or not self._found:
-            self._found.append(gather(first_rows[: self._size - size_before]))
+        codes, new_rows = self._numbered(hashes, others) if self._parser else self._numbered_in_python(hashes, others)
+        self._size += len(new_rows)
+        if len(new_rows) or not self._found:
+            self._found.append(gather(new_rows))
         return codes
 
     def values(self) -> pl.Series:
         """Return the values, in the order of their codes."""
-        return pl.concat(self._found)
+        lines = [found for found in self._found if isinstance(found, bytes)]
+        return series(b"".join(lines)) if lines else pl.concat(self._found)
 
-    def _grow(self) -> None:
-        keys = np.empty((2 * len(self._keys), 2), np.uint64)
-        keys[: self._size] = self._keys[: self._size]
-        self._keys = keys
-        self._slots = np.zeros(2 * len(self._slots), np.uint32)
-        _fill(self._slots, self._keys, self._size)
+    def _numbered(self, hashes: np.ndarray, others: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the codes, and the rows of new values."""
+        assert self._parser
+        codes, new_rows = np.empty(len(hashes), np.uint32), np.empty(len(hashes), np.int64)
+        num_new = self._parser.call("number", self._coder, hashes, others, len(hashes), codes, new_rows)
+        if num_new < 0:
+            raise MemoryError
+        return codes, new_rows[:num_new]
 
-
-@compiled
-def _number(slots, keys, size, hashes, others, start, codes, first_rows):
-    """Number values from `start` on, until the keys are full. Return (values done, codes in use)."""
-    mask = len(slots) - 1
-    new = 0
-    for row in range(start, len(hashes)):
-        key = hashes[row]
-        other = others[row]
-        slot = np.int64(key & np.uint64(mask))
-        while slots[slot] != 0:
-            code = slots[slot] - 1
-            if keys[code, 0] == key and keys[code, 1] == other:
-                break
-            slot = (slot + 1) & mask
-        if slots[slot] == 0:
-            if size == len(keys):
-                return row, size
-            keys[size, 0] = key
-            keys[size, 1] = other
-            first_rows[new] = row
-            new += 1
-            size += 1
-            slots[slot] = size
-        codes[row] = slots[slot] - 1
-    return len(hashes), size
+    def _numbered_in_python(self, hashes: np.ndarray, others: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        assert others is not None
+        pairs = zip(hashes.tolist(), others.tolist(), strict=True)
+        codes = np.array([self._known.setdefault(pair, len(self._known)) for pair in pairs], np.uint32)
+        different, first_rows = np.unique(codes, return_index=True)
+        return codes, first_rows[different >= self._size]
 
 
-@compiled
-def _fill(slots, keys, size):
-    mask = len(slots) - 1
-    for code in range(size):
-        slot = np.int64(keys[code, 0] & np.uint64(mask))
-        while slots[slot] != 0:
-            slot = (slot + 1) & mask
-        slots[slot] = code + 1
-
-
-@compiled
-def add_up(counts, codes):
+def add_up(counts: np.ndarray, codes: np.ndarray) -> None:
     """Add to `counts` how often each code occurs: `bincount` would pass over all values for each block of rows."""
-    for code in codes:
-        counts[code] += 1
+    if parser := load_parser():
+        parser.call("add_up", counts, codes, len(codes))
+    else:
+        counts += np.bincount(codes, minlength=len(counts))

@@ -218,8 +218,9 @@ class _OneMachine:
     def __init__(self, plan: Plan, work: Work, pool: Executor) -> None:
         self._log, self._data, self._scratch, self._pool = plan.log, work.data, work.scratch, pool
         found: list[Kept] = []
+        each = partial(ordered, pool, ahead=1)
         for index, file in enumerate(plan.files):
-            keeper = Keeper(work.scratch, index, file, plan.inputs[str(file.absolute())], pool)
+            keeper = Keeper(work.scratch, index, file, plan.inputs[str(file.absolute())], pool, each)
             found.append(work.part(f"read-{index}", partial(keeper.keep, plan.log, plan.max_bad_rows)))
         self.skipped = all_skipped(plan.max_bad_rows, found)
         blocks = [kept["blocks"] for kept in found]
@@ -259,8 +260,16 @@ class Keeper:
     file, and when there are too many. Arrow files hold the other columns.
     """
 
-    def __init__(self, scratch: Path, index: int, file: InputFile, state: list[int | str], pool: Executor) -> None:
-        self._scratch, self._index, self._pool = scratch, index, pool
+    def __init__(
+        self,
+        scratch: Path,
+        index: int,
+        file: InputFile,
+        state: list[int | str],
+        pool: Executor,
+        each: "Each" = map,
+    ) -> None:
+        self._scratch, self._index, self._pool, self._each = scratch, index, pool, each
         self._file, self._state = file, state
 
     def keep(self, log: ClicksSchema, max_bad_rows: int | None) -> Kept:
@@ -270,14 +279,7 @@ class Keeper:
         coders: dict[str, Coder] = {}
         number = 0
         before, was_plain = 0, True
-        blocks: Iterator[pl.DataFrame | Fields | RawRows]
-        if max_bad_rows is None:
-            blocks = read_blocks(self._file, log.input, log.columns(), log.coded_columns())
-        else:
-            blocks = good_blocks(self._file, log, bad_rows)
-        waiting = self._pool.submit(next, blocks, None)
-        while (block := waiting.result()) is not None:
-            waiting = self._pool.submit(next, blocks, None)
+        for block in self._read(log, None if max_bad_rows is None else bad_rows):
             is_plain = isinstance(block, Fields)
             if coders and (is_plain != was_plain or sum(map(len, coders.values())) > _MAX_VALUES):
                 self._keep_values(coders, kept[-1][3])
@@ -291,6 +293,8 @@ class Keeper:
                     write_npy(path, np.asarray(block.numbers), np.int64)
                 block = block.frame
             rest, codes = self._numbered(block, log, coders)
+            if isinstance(block, Fields):
+                block.free()
             if rest.width:
                 write_arrow(self._scratch / f"{name}.arrow", rest)
             with replaced(self._scratch / f"{name}.codes") as path, path.open("wb") as file:
@@ -303,6 +307,19 @@ class Keeper:
             fact = "it changed while it was read. Wait until it is complete, then prepare it again."
             raise DataError(f"{self._file}: {fact}")
         return {"blocks": kept, "skipped": bad_rows.count, "first": bad_rows.first}
+
+    def _read(self, log: ClicksSchema, bad_rows: BadRows | None) -> Iterator[pl.DataFrame | Fields | RawRows]:
+        """Yield the blocks of the file; the next one is read meanwhile."""
+        blocks: Iterator[pl.DataFrame | Fields | RawRows]
+        if bad_rows is None:
+            blocks = read_blocks(self._file, log.input, log.columns(), log.coded_columns(), self._each)
+        else:
+            blocks = good_blocks(self._file, log, bad_rows)
+        with ThreadPoolExecutor(1) as reader:
+            waiting = reader.submit(next, blocks, None)
+            while (block := waiting.result()) is not None:
+                waiting = reader.submit(next, blocks, None)
+                yield block
 
     def _numbered(
         self, block: pl.DataFrame | Fields, log: ClicksSchema, coders: dict[str, Coder]
@@ -318,13 +335,17 @@ class Keeper:
         for name in coded:
             coders.setdefault(name, Coder())
 
-        def numbered(place: int) -> np.ndarray:
-            coder = coders[coded[place]]
-            if isinstance(block, Fields):
-                return coder.codes_of(block.hashes[0, place], block.hashes[1, place], block.gather(place))
-            return coder.codes(block[coded[place]])
+        def numbered(places: range) -> list[np.ndarray]:
+            return [self._codes(block, place, coded[place], coders[coded[place]]) for place in places]
 
-        return rest, list(self._pool.map(numbered, range(len(coded))))
+        threads = min(num_cores(), len(coded))
+        shares = list(self._pool.map(numbered, [range(first, len(coded), threads) for first in range(threads)]))
+        return rest, [shares[place % threads][place // threads] for place in range(len(coded))]
+
+    def _codes(self, block: pl.DataFrame | Fields, place: int, name: str, coder: Coder) -> np.ndarray:
+        if isinstance(block, Fields):
+            return coder.codes_of(*block.hashes_of(place), block.gather(place))
+        return coder.codes(block[name])
 
     def _keep_values(self, coders: dict[str, Coder], name: str) -> None:
         for index, (column, coder) in enumerate(coders.items()):
