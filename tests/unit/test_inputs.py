@@ -4,8 +4,10 @@ import gzip
 import json
 import os
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from recmill.datasets.inputs.fields import Fields, series
 from recmill.datasets.inputs.files import distinct_names, found_files
 from recmill.datasets.inputs.reading import blocks, check_columns, frames
 from recmill.datasets.inputs.section import InputSection
+from recmill.datasets.parallel import ordered
 from recmill.errors import DataError, UserError
 
 from ..histories_raw import histories_of
@@ -116,6 +119,21 @@ def test_from_a_quote_on_a_text_is_read_as_frames_and_a_bad_row_is_named(
     path.write_text("a,b\n" + "1,2\n" * 60 + '"1",2\n' + "1,2\n" * 60)
     kinds = [isinstance(block, Fields) for block in blocks(path, InputSection(), ["a", "b"], plain=["a", "b"])]
     assert kinds == sorted(kinds, reverse=True) and {*kinds} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"), [("x", "row 31: expected 2 fields, got 1"), ("1,2", "row 37 has more than")]
+)
+def test_texts_are_read_ahead_and_the_first_bad_row_is_named(
+    row: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(text, "MAX_ROW_BYTES", 50)
+    path = tmp_path / "log.csv"
+    path.write_text("a,b\n" + "1,2\n" * 30 + f"{row}\n" + "1,2\n" * 5 + "1," + "2" * 200 + "\n")
+    with ThreadPoolExecutor(2) as pool, pytest.raises(DataError, match=message):
+        for block in blocks(path, InputSection(), ["a"], ["a"], partial(ordered, pool, ahead=1)):
+            assert block.height
 
 
 CP1251 = b"a,b\n\xcc\xee\xf1\xea\xe2\xe0,\xcf\xf0\xe8\xe2\xe5\xf2\n"  # Moscow, hello

@@ -25,7 +25,7 @@ from recmill.datasets.inputs import text
 from recmill.datasets.inputs.delimited import BadRows
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.times import parsed_times
-from recmill.datasets.own_clicks import steps
+from recmill.datasets.own_clicks import coding, steps
 from recmill.datasets.own_clicks.coding import Coder
 from recmill.datasets.own_clicks.encoding import PARTS, Encoder, hashed, load_recipe, time_parts
 from recmill.datasets.own_clicks.reading import read
@@ -33,6 +33,7 @@ from recmill.datasets.own_clicks.schema import load_schema
 from recmill.datasets.own_clicks.skipping import good_blocks
 from recmill.datasets.own_clicks.values import RawRows, numbers, texts
 from recmill.errors import ConfigError, DataError
+from recmill.kernels import library
 from recmill.schema import SPLITS
 
 from .. import schema_page
@@ -452,7 +453,8 @@ def test_numbers_are_found_by_their_place_without_sorting_them(ranges: int, monk
     draw = np.random.default_rng(1)
     blocks = [draw.integers(-5, 5, 50), np.empty(0, np.int64), draw.integers(-(2**50), 2**50, 300), np.full(40, 3)]
     places = [0, 1, 70, 200, 389]
-    assert steps.values_at(places, lambda: iter(blocks)) == np.sort(np.concatenate(blocks))[places].tolist()
+    found = steps.values_at(places, lambda: (np.unique(block, return_counts=True) for block in blocks))
+    assert found == np.sort(np.concatenate(blocks))[places].tolist()
 
 
 def test_splits_by_time_rows_chance_and_groups(prepared: Prepare) -> None:
@@ -883,6 +885,20 @@ def test_codes_are_those_of_first_occurrences_and_may_begin_anew(
     monkeypatch.setattr(steps, "_MAX_VALUES", 100)
     monkeypatch.setattr(text, "BLOCK_BYTES", 1 << 14)
     found = prepared(log, feature=[SITE])
+    same = [json.loads((path / "dataset.json").read_text())["files"] for path in (expected, found)]
+    assert same[0] == same[1]
+
+
+def test_without_a_compiler_the_bytes_are_the_same(prepared: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.default_rng(1)
+    lines = [f"{i % 2},s{draw.integers(99)},{'' if i % 7 else 'a long text ' * (i % 3)},{i / 8}" for i in range(3000)]
+    log = "click,site,text,price\n" + "\n".join(lines) + "\n"
+    features = [SITE, {"column": "text", "type": "categorical"}, PRICE]
+    monkeypatch.setattr(text, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(coding, "_LINES_AT_ONCE", 100)
+    expected = prepared(log, feature=features)
+    monkeypatch.setattr(library, "_load_parser_or_warn", lambda: None)
+    found = prepared(log, feature=features)
     same = [json.loads((path / "dataset.json").read_text())["files"] for path in (expected, found)]
     assert same[0] == same[1]
 

@@ -29,7 +29,9 @@ class Tally:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, feature: str, **found: np.ndarray) -> None:
-        counted = {name: int(np.count_nonzero(is_so)) for name, is_so in found.items()}
+        self.add_counts(feature, **{name: int(np.count_nonzero(is_so)) for name, is_so in found.items()})
+
+    def add_counts(self, feature: str, **counted: int) -> None:
         with self._lock:
             self.counts.setdefault(feature, Counter()).update(counted)
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from recmill.datasets.clicks import dense_names, sparse_names
-from recmill.datasets.compressed import is_compressed, read_blocks
 from recmill.datasets.compiled import compiled
+from recmill.datasets.compressed import is_compressed, read_blocks
 from recmill.datasets.parallel import ordered
 from recmill.errors import DataError
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -85,6 +85,7 @@ _PARSER_FUNCTIONS = {  # what they return, and their parameters
     "new_coder": ("p", ""),
     "delete_coder": ("", "p"),
     "number": ("i", "pppipp"),
+    "look_up": ("", "pppiiiipp"),
     "add_up": ("", "ppi"),
 }
 
@@ -176,6 +177,11 @@ def _array_address(value: Any) -> Any:
         return value
     assert value.flags.c_contiguous
     return value.ctypes.data
+
+
+def addresses(arrays: Iterable[Any]) -> Any:
+    """Return the addresses of arrays, as an array."""
+    return (ctypes.c_void_p * len(found))(*found) if (found := [*map(_array_address, arrays)]) else None
 
 
 def load_parser() -> ParserLibrary | None:

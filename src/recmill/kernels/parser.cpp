@@ -64,6 +64,27 @@ Key hashed(const uint8_t* text, int64_t size, int64_t start, int64_t end) {
     return {key.one, is_long ? key.other | 1 : 0};
 }
 
+// Writes the id of each code into `ids` [row, place], and adds to `counts` [column, 2] how many of a column are 0 and 1.
+template <class Id>
+void look_up(const Id* const* tables, const uint32_t* const* codes, const int64_t* places, int64_t num_columns,
+             int64_t num_rows, int64_t width, Id* ids, int64_t* counts) {
+    constexpr int64_t kTile = 256;  // rows of `ids` that stay in the first cache while all columns are written
+    for (int64_t start = 0; start < num_rows; start += kTile) {
+        const int64_t end = std::min(start + kTile, num_rows);
+        for (int64_t column = 0; column < num_columns; ++column) {
+            int64_t zeros = 0, ones = 0;
+            for (int64_t row = start; row < end; ++row) {
+                const Id id = tables[column][codes[column][row]];
+                ids[row * width + places[column]] = id;
+                zeros += id == 0;
+                ones += id == 1;
+            }
+            counts[2 * column] += zeros;
+            counts[2 * column + 1] += ones;
+        }
+    }
+}
+
 int64_t field_end(const uint8_t* text, int64_t at, uint8_t separator) {
     while (text[at] != separator && text[at] != '\n') ++at;
     return at;
@@ -204,6 +225,18 @@ int64_t parser_number(Coder* coder, const uint64_t* hashes, const uint64_t* othe
         return coder->number(hashes, others, count, codes, new_rows);
     } catch (const std::bad_alloc&) {
         return -1;
+    }
+}
+
+// Does what `look_up` does, for ids of 4 or 8 bytes.
+void parser_look_up(const void* tables, const uint32_t* const* codes, const int64_t* places, int64_t num_columns,
+                    int64_t num_rows, int64_t width, int64_t id_bytes, void* ids, int64_t* counts) {
+    if (id_bytes == 4) {
+        look_up(static_cast<const int32_t* const*>(tables), codes, places, num_columns, num_rows, width,
+                static_cast<int32_t*>(ids), counts);
+    } else {
+        look_up(static_cast<const int64_t* const*>(tables), codes, places, num_columns, num_rows, width,
+                static_cast<int64_t*>(ids), counts);
     }
 }
 

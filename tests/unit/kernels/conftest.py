@@ -11,6 +11,7 @@ def fresh_cache() -> Iterator[None]:
     """A test may load the library under other conditions."""
     yield
     module._load_or_warn.cache_clear()
+    module._load_parser_or_warn.cache_clear()
 
 
 @pytest.fixture

@@ -25,6 +25,18 @@ def test_a_missing_compiler_is_reported_once(
     assert "twice as long" in record.message
 
 
+def test_without_a_compiler_texts_are_parsed_by_polars(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    module._load_parser_or_warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert module.load_parser() is None
+        assert module.load_parser() is None
+    (record,) = caplog.records
+    assert "no C++ compiler (CXX, g++, c++, clang++). Texts are parsed by Polars" in record.message
+
+
 def test_the_output_of_a_failing_compiler_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

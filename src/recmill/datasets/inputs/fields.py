@@ -11,8 +11,7 @@ import polars as pl
 
 from recmill.kernels.library import ParserLibrary, load_parser
 
-
-Buffers = deque[Any]  # arrays of uint64 that can be used again: the pages of new ones take longer than the work on them
+Buffers = deque[Any]  # arrays of uint64 to use again: touching new memory takes as long as the work on it
 
 
 @dataclass(frozen=True)

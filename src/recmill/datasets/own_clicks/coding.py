@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -12,6 +11,7 @@ from recmill.kernels.library import load_parser
 
 Gather = Callable[[np.ndarray], pl.Series | bytes]  # bytes: as `Fields.gather`
 
+_LINES_AT_ONCE = 1 << 22  # bytes: a few large conversions are faster than many, and take less memory than one
 _SEEDS = (0, 0x9E3779B97F4A7C15)
 
 
@@ -32,7 +32,8 @@ class Coder:
             self._coder = self._parser.call("new_coder")
             weakref.finalize(self, self._parser.call, "delete_coder", self._coder)
         self._known: dict[tuple[int, int], int] = {}  # without a parser
-        self._found: list[Any] = []  # what `gather` returned
+        self._found: list[pl.Series] = []
+        self._lines = bytearray()  # values behind those in `_found`
         self._size = 0
 
     def __len__(self) -> int:
@@ -48,13 +49,24 @@ class Coder:
         codes, new_rows = self._numbered(hashes, others) if self._parser else self._numbered_in_python(hashes, others)
         self._size += len(new_rows)
         if len(new_rows) or not self._found:
-            self._found.append(gather(new_rows))
+            new = gather(new_rows)
+            if isinstance(new, pl.Series):
+                self._found.append(new)
+            else:
+                self._lines += new
+        if len(self._lines) > _LINES_AT_ONCE:
+            self._convert()
         return codes
 
     def values(self) -> pl.Series:
         """Return the values, in the order of their codes."""
-        lines = [found for found in self._found if isinstance(found, bytes)]
-        return series(b"".join(lines)) if lines else pl.concat(self._found)
+        if self._lines or not self._found:
+            self._convert()
+        return pl.concat(self._found)
+
+    def _convert(self) -> None:
+        self._found.append(series(bytes(self._lines)))
+        self._lines.clear()
 
     def _numbered(self, hashes: np.ndarray, others: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the codes, and the rows of new values."""

@@ -4,7 +4,7 @@ A recipe is the schema with what preparation learned from the training rows. It 
 """
 
 from collections.abc import Callable, Collection
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ from recmill.datasets.own_clicks.values import (
     usable_times,
 )
 from recmill.errors import ConfigError, DataError
+from recmill.kernels.library import addresses, load_parser
 from recmill.schema import SparseFeature
 
 PARTS = {"hour": 24, "weekday": 7, "is_weekend": 2, "day": 31, "month": 12}
@@ -145,10 +146,12 @@ class Encoder:
         self.tally.rows += len(rows)
         dense = [values for feature in log.numeric for values in self._numbers(rows, feature)]
         sizes = [self.recipe.learned[feature.name].ids_per_row for feature in log.tables]
+        places = dict(zip((feature.name for feature in log.tables), np.cumsum([0, *sizes]).tolist(), strict=False))
         ids: np.ndarray = np.full((len(rows), sum(sizes)), MISSING, self.id_type)
-        for feature, end, size in zip(log.tables, np.cumsum(sizes).tolist(), sizes, strict=True):
-            if feature.name not in self._without:
-                ids[:, end - size : end] = self._ids(rows, feature)
+        done = {*self._without, *self._write_ids_of_codes(rows, places, ids)}
+        for feature, size in zip(log.tables, sizes, strict=True):
+            if feature.name not in done:
+                ids[:, places[feature.name] : places[feature.name] + size] = self._ids(rows, feature)
         return ClickRows(
             np.stack(dense, axis=1).astype(np.float32) if dense else np.empty((len(rows), 0), np.float32),
             ids,
@@ -237,13 +240,30 @@ class Encoder:
         self.tally.add(feature.name, missing=is_bad, unseen=~is_bad & ~is_seen[of_times], bad=is_bad)
         return np.where(is_bad, MISSING, 1 + of_times)[:, None]
 
+    def _write_ids_of_codes(self, rows: RawRows, places: dict[str, int], ids: np.ndarray) -> list[str]:
+        """Write the ids of features whose values have codes, and one id each. Return the names of these features."""
+        parser = load_parser()
+        found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for feature in self.recipe.log.tables if parser else ():
+            if not isinstance(feature, CategoricalFeature) or self.recipe.learned[feature.name].has_lists:
+                continue
+            if feature.column in rows.codes and feature.name not in self._without:
+                table = rows.table(feature.column, f"ids of {feature.name}", partial(self._looked_up, feature))
+                if table is not None:
+                    found[feature.name] = table, rows.codes[feature.column][1]
+        if parser and found:
+            counts = np.zeros((len(found), 2), np.int64)
+            tables, codes = (addresses(arrays) for arrays in zip(*found.values(), strict=True))
+            columns = np.array([places[name] for name in found])
+            shape = len(found), *ids.shape, ids.itemsize
+            parser.call("look_up", tables, codes, columns, *shape, ids, counts)
+            for name, (missing, unseen) in zip(found, counts.tolist(), strict=True):
+                self.tally.add_counts(name, missing=missing, unseen=unseen)
+        return [*found]
+
     def _categories(self, rows: RawRows, feature: CategoricalFeature) -> np.ndarray:
         """Return the ids of each row, and count what they stand for."""
-
-        def looked_up(values: RawRows) -> np.ndarray:
-            return self._looked_up(values, feature).astype(self.id_type)
-
-        found = rows.per_value(feature.column, f"ids of {feature.name}", looked_up)
+        found = rows.per_value(feature.column, f"ids of {feature.name}", partial(self._looked_up, feature))
         if not self.recipe.learned[feature.name].has_lists:
             self.tally.add(feature.name, missing=found == MISSING, unseen=found == UNSEEN)
             return found
@@ -252,7 +272,7 @@ class Encoder:
         self.tally.add(feature.name, missing=lengths == 0, unseen=(ids == UNSEEN).any(axis=1), clipped=is_clipped)
         return ids
 
-    def _looked_up(self, rows: RawRows, feature: CategoricalFeature) -> np.ndarray:
+    def _looked_up(self, feature: CategoricalFeature, rows: RawRows) -> np.ndarray:
         """Return the ids of each row; those of lists are followed by the length of the list."""
         missing = self.recipe.log.missing_texts(feature)
         given = several_texts(texts(rows, feature.column, missing), feature, missing)
@@ -262,7 +282,7 @@ class Encoder:
             fact = f"column {feature.column} holds {kinds[1]}, and in training it held {kinds[0]}"
             raise DataError(f"{rows.file}: {fact}. Give it the form that it had in training.")
         if not learned.has_lists:
-            return self._ids_of(given, feature)[:, None]
+            return self._ids_of(given, feature)[:, None].astype(self.id_type)
         size = learned.ids_per_row
         lengths = given.list.len().fill_null(0).cast(pl.Int64).to_numpy()
         kept = given.list.head(size)
@@ -270,7 +290,7 @@ class Encoder:
         flat = self._ids_of(kept.filter(pl.Series(kept_lengths > 0)).explode(), feature)
         row_of = np.repeat(np.arange(len(given)), kept_lengths)
         place = np.arange(len(flat)) - np.repeat(np.cumsum(kept_lengths) - kept_lengths, kept_lengths)
-        ids = np.full((len(given), size + 1), MISSING, np.int64)
+        ids: np.ndarray = np.full((len(given), size + 1), MISSING, self.id_type)
         ids[row_of, place] = flat
         ids[:, -1] = lengths
         return ids

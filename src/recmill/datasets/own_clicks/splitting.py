@@ -87,7 +87,8 @@ class Splits:
             case "rows":
                 return np.searchsorted(self._starts, numbers, side="right")
             case "time":
-                return np.searchsorted(self._starts, times(rows, self._log), side="right")
+                assert self._log.time
+                return rows.per_value(self._log.time.column, "split", self._by_time)
             case "files":
                 return np.full(len(rows), self._named(Path(rows.file).name))
             case "column":
@@ -101,6 +102,9 @@ class Splits:
         if not self._log.split.group:
             return numbers
         return rows.per_value(self._log.split.group, "group", self._group_hashes)
+
+    def _by_time(self, rows: RawRows) -> np.ndarray:
+        return np.searchsorted(self._starts, times(rows, self._log), side="right")
 
     def _by_column(self, rows: RawRows) -> np.ndarray:
         values = single_texts(rows, self._log.split.column, self._log.input.missing).fill_null("").to_list()

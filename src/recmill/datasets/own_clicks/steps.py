@@ -13,7 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 import numpy as np
 import polars as pl
@@ -37,7 +37,7 @@ from recmill.datasets.own_clicks.learning import Found, Learner, learned
 from recmill.datasets.own_clicks.schema import FIRST_VALUE, ClicksSchema, checked_schema, load_schema
 from recmill.datasets.own_clicks.skipping import good_blocks
 from recmill.datasets.own_clicks.splitting import DROPPED_ROWS, NOT_SAMPLED, NUM_KINDS, Splits, check_split, split_rules
-from recmill.datasets.own_clicks.values import RawRows, Values, times, type_problems, weights
+from recmill.datasets.own_clicks.values import RawRows, Values, counted_times, type_problems, weights
 from recmill.datasets.own_clicks.writing import SplitWriter, read_arrow, replaced, write_arrow
 from recmill.datasets.parallel import ordered
 from recmill.datasets.writing import MADE_BY, Work, check_disk, seal, write_npy
@@ -46,6 +46,9 @@ from recmill.files.atomic import write_text
 from recmill.hardware.cpu import num_cores
 from recmill.observe.progress import Progress
 from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange
+
+if TYPE_CHECKING:
+    from recmill.datasets.inputs.delimited import Each
 
 __all__ = ["Options", "plan", "plan_frames", "write"]
 
@@ -227,7 +230,7 @@ class _OneMachine:
         self.blocks = Blocks(work.scratch, list(zip(map(str, plan.files), blocks, strict=True)))
 
     def times_at(self, places: list[int]) -> list[int]:
-        return values_at(places, lambda: (times(rows, self._log) for _, rows in self.blocks))
+        return values_at(places, lambda: (counted_times(rows, self._log) for _, rows in self.blocks))
 
     def counted(self, splits: Splits) -> dict[str, list[int]]:
         return counted(splits, self.blocks.with_progress("splitting"))
@@ -267,7 +270,7 @@ class Keeper:
         file: InputFile,
         state: list[int | str],
         pool: Executor,
-        each: "Each" = map,
+        each: "Each" = map,  # applies a function to each block of a text; it may do so ahead, in threads
     ) -> None:
         self._scratch, self._index, self._pool, self._each = scratch, index, pool, each
         self._file, self._state = file, state
@@ -348,8 +351,11 @@ class Keeper:
         return coder.codes(block[name])
 
     def _keep_values(self, coders: dict[str, Coder], name: str) -> None:
-        for index, (column, coder) in enumerate(coders.items()):
+        def keep(index: int, column: str, coder: Coder) -> None:
             write_arrow(self._scratch / f"{name}-{index}.arrow", coder.values().alias(column).to_frame())
+
+        for _ in self._pool.map(keep, range(len(coders)), coders.keys(), coders.values()):
+            pass
 
 
 class Blocks:
@@ -388,21 +394,22 @@ class Blocks:
                 progress.advance(len(rows))
 
 
-def values_at(places: list[int], blocks: Callable[[], Iterable[np.ndarray]]) -> list[int]:
+def values_at(places: list[int], blocks: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]) -> list[int]:
     """Return the whole numbers at these places of all in ascending order, which need not fit into memory.
 
-    In each round, the numbers are counted in `_RANGES` equal ranges, and the range with the place is divided again.
+    Blocks hold values, and how often each occurs. In each round, the values are counted in `_RANGES` equal ranges, and
+    the range with the place is divided again.
     """
-    ends = [(values.min(), values.max()) for values in blocks() if len(values)]
+    ends = [(values.min(), values.max()) for values, _ in blocks() if len(values)]
     low, high = int(min(end for end, _ in ends)), int(max(end for _, end in ends))
     found = [(low, high, place) for place in places]
     while any(low < high for low, high, _ in found):
         widths = [(high - low) // _RANGES + 1 for low, high, _ in found]
         counts = np.zeros((len(found), _RANGES), np.int64)
-        for values in blocks():
+        for values, times in blocks():
             for count, (low, high, _), width in zip(counts, found, widths, strict=True):
-                inside = values[(values >= low) & (values <= high)]
-                count += np.bincount((inside - low) // width, minlength=_RANGES)
+                is_inside = (values >= low) & (values <= high)
+                np.add.at(count, (values[is_inside] - low) // width, times[is_inside])
         for index, ((low, high, place), width) in enumerate(zip(found, widths, strict=True)):
             upto = np.cumsum(counts[index])
             which = int(np.searchsorted(upto, place, side="right"))

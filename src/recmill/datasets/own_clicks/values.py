@@ -78,9 +78,16 @@ class RawRows:
 
         `what` names the result, which is kept for other rows with the same values.
         """
+        found = self.table(name, what, compute)
+        if found is None:
+            return compute(replace(self, frame=self.column(name).alias(name).to_frame(), codes={}))
+        return found.take(self.codes[name][1], axis=0)  # two to three times as fast as found[codes]
+
+    def table(self, name: str, what: str, compute: Callable[["RawRows"], np.ndarray]) -> np.ndarray | None:
+        """Return what `compute` makes of each value that has a code. None: none have, or one of them is bad."""
         if name not in self.codes:
-            return compute(self)
-        values, codes = self.codes[name]
+            return None
+        values, _ = self.codes[name]
         with values.lock:
             if what not in values.computed:
                 different = RawRows(values.series.alias(name).to_frame(), self.file, range(1, len(values.series) + 1))
@@ -88,10 +95,7 @@ class RawRows:
                     values.computed[what] = compute(different)
                 except DataError:  # the values may be of other rows; an error about these rows has to name the row
                     values.computed[what] = None
-            found = values.computed[what]
-        if found is None:
-            return compute(replace(self, frame=self.column(name).alias(name).to_frame(), codes={}))
-        return found.take(codes, axis=0)  # two to three times as fast as found[codes]
+            return values.computed[what]
 
     def error(self, row: int, column: str, fact: str, remedy: str) -> DataError:
         place_and_fact = f"{self.file}: row {int(self.numbers[row]):,}, column {column}: {fact}"
@@ -257,6 +261,18 @@ def times(rows: RawRows, schema: ClicksSchema) -> np.ndarray:
     """Return the column of [time] as microseconds since 1970."""
     assert schema.time
     return rows.per_value(schema.time.column, "times", lambda different: _times(different, schema))
+
+
+def counted_times(rows: RawRows, schema: ClicksSchema) -> tuple[np.ndarray, np.ndarray]:
+    """Return the times of these rows, and how often each occurs; a time may be there twice."""
+    assert schema.time
+    column = schema.time.column
+    found = rows.table(column, "times", lambda different: _times(different, schema))
+    if found is None or len(found) > len(rows):
+        found = times(rows, schema)
+        return found, np.ones(len(found), np.int64)
+    counts = np.bincount(rows.codes[column][1], minlength=len(found))
+    return found[counts > 0], counts[counts > 0]
 
 
 def usable_times(rows: RawRows, schema: ClicksSchema) -> pl.Series:
