@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 def ordered(pool: Executor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int) -> Iterator[Result]:
     """Yield `function` of each item, computed by the pool, in order.
 
-    Besides one result per core, at most `ahead` results wait in memory.
+    Besides one result per core, at most `ahead` results wait in memory; if it is negative, so many fewer.
     """
     waiting: deque[Future[Result]] = deque()
     try:

@@ -1,4 +1,4 @@
-"""C++ kernels for CPU, used where torch's and FBGEMM's own are slow.
+"""C++ kernels for CPU, used where torch's and FBGEMM's own are slow, and a parser of texts.
 
 `library` compiles and loads them, `layers` hands them to a network, `steps` and `encoder` wrap them
 as differentiable functions.

@@ -61,7 +61,7 @@ _ROWS = _Recipe(
 _PARSER = _Recipe("parser", ("parser.cpp",), (), "-std=c++17 -O3 -shared -fPIC", needs_trial=False)
 _MAX_SECONDS = 60.0  # for everything, also for waiting until another process has compiled; it takes 3 s
 _POLL_SECONDS = 0.1
-_SLOW = "Texts are parsed by Polars, and click logs are prepared several times as slowly"
+_SLOW = "Texts are parsed by Polars, and large click logs are prepared about ten times as slowly"
 _LOADING = threading.Lock()
 
 # One letter per parameter of a kernel.

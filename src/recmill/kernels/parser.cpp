@@ -214,7 +214,14 @@ int64_t parser_join(const uint8_t* text, const uint32_t* starts, const int64_t* 
     return size;
 }
 
-void* parser_new_coder() { return new (std::nothrow) Coder; }
+// Returns null if there is not enough memory.
+void* parser_new_coder() {
+    try {
+        return new Coder;
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
 
 void parser_delete_coder(Coder* coder) { delete coder; }
 

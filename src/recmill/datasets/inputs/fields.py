@@ -60,11 +60,12 @@ def series(lines: bytes) -> pl.Series:
 def divided(
     text: bytes, separator: str, wanted: dict[str, int], num_columns: int, quote: str, buffers: Buffers
 ) -> Fields | None:
-    """Return the fields of the columns at these positions, or None.
+    """Return the fields of the columns at these positions, in a text that ends with a line end, or None.
 
     None: a row does not have so many columns, the text is not UTF-8 or holds `quote`, carriage returns or NUL bytes, or
     there is no compiler.
     """
+    assert text.endswith(b"\n")
     parser = load_parser()
     if parser is None:
         return None

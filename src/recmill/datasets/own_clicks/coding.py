@@ -30,6 +30,8 @@ class Coder:
         self._parser = load_parser()
         if self._parser:
             self._coder = self._parser.call("new_coder")
+            if not self._coder:
+                raise MemoryError
             weakref.finalize(self, self._parser.call, "delete_coder", self._coder)
         self._known: dict[tuple[int, int], int] = {}  # without a parser
         self._found: list[pl.Series] = []

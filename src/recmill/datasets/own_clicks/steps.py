@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 
 SCHEMA_FILE = "schema.toml"  # a schema that was guessed
 _MAX_VALUES = 1 << 22  # of all columns together, before a new set of codes begins
+_MAX_TEXTS = 16  # blocks of text that are divided at the same time, which take some 20 MB each
 _RANGES = 1 << 16
 Block = tuple[int, RawRows]  # the number of its first row in all files together, rows
 KeptBlock = tuple[str, int, int, str, list[str]]  # file, first row in its file, rows, file of values, coded columns
@@ -221,7 +222,7 @@ class _OneMachine:
     def __init__(self, plan: Plan, work: Work, pool: Executor) -> None:
         self._log, self._data, self._scratch, self._pool = plan.log, work.data, work.scratch, pool
         found: list[Kept] = []
-        each = partial(ordered, pool, ahead=1)
+        each = partial(ordered, pool, ahead=min(1, _MAX_TEXTS - num_cores()))
         for index, file in enumerate(plan.files):
             keeper = Keeper(work.scratch, index, file, plan.inputs[str(file.absolute())], pool, each)
             found.append(work.part(f"read-{index}", partial(keeper.keep, plan.log, plan.max_bad_rows)))
