@@ -155,6 +155,8 @@ MOST_KERNELS = {"dlrm": 62, "dcnv2": 95, "projection": 83, "bert4rec": 203, "sas
     **{"logistic": 31, "fm": 54, "deepfm": 71, "finalmlp": 109, "two_tower": 102},
     "bert4rec with window norms": 246,
     "sasrec with a tied head and smoothing": 211,
+    "bert4rec without seen items": 223,
+    "sasrec without seen items": 228,
     "sasrec with gbce": 221,
     "sasrec with gbce and a tied head": 221,
     "sasrec as esasrec": 262,
