@@ -76,7 +76,7 @@ _PARAMETERS = {
     "encoder_block": "pppppp",
     "encoder_block_backward": "pppppppp",
     "drop_elements": "piifpp",
-    "catalogue_loss": "pppppiiifpppp",
+    "catalogue_loss": "pppppiiifppppppp",
 }
 _PARSER_FUNCTIONS = {  # what they return, and their parameters
     "lines": ("i", "piip"),
