@@ -243,7 +243,7 @@ def test_runs_without_a_checkpoint_or_config_are_checkpoint_errors(
 
 
 def test_what_was_meant_is_named_for_runs_datasets_configs_and_files(
-    run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path
+    run_here: RunCli, dlrm: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "runs" / "first").mkdir(parents=True)
     shutil.copy(write_config(tmp_path, dlrm), tmp_path / "runs" / "first" / "config.toml")
@@ -262,11 +262,11 @@ def test_what_was_meant_is_named_for_runs_datasets_configs_and_files(
         ((*prepare, "--input", "log.csv", "--user-column", "userid"), 3, "'user_id'"),
         ((*prepare, "--input", "log.cvs", "--user-column", "user_id"), 3, "'log.csv'"),
     ):
-        assert_one_clear_error(run_cli(*arguments), code, meant if "like" in meant else f"Did you mean {meant}?")
+        assert_one_clear_error(run_here(*arguments), code, meant if "like" in meant else f"Did you mean {meant}?")
     (tmp_path / "data" / "clicks" / "dataset.json").touch()
     command = "recmill train own/dlrm --set data.path=data/clicks --run runs/clicks."
-    assert_one_clear_error(run_cli("predict", "data/clicks", "--input", "log.csv", "--output", "s.csv"), 4, command)
-    assert_one_clear_error(run_cli("train", "data/clicks", "--run", "r"), 2, command)
+    assert_one_clear_error(run_here("predict", "data/clicks", "--input", "log.csv", "--output", "s.csv"), 4, command)
+    assert_one_clear_error(run_here("train", "data/clicks", "--run", "r"), 2, command)
 
 
 def test_debug_shows_where_an_error_came_from(run_cli: RunCli, tmp_path: Path) -> None:
