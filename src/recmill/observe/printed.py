@@ -38,6 +38,17 @@ def printed_text(print_it: Callable[..., None], *arguments: Any) -> str:
     return text.getvalue().removesuffix("\n")
 
 
+class Printed(dict[str, Any]):
+    """A dictionary whose representation, in a notebook for example, is what the command prints of it."""
+
+    def __init__(self, values: Mapping[str, Any], print_it: Callable[..., None]) -> None:
+        super().__init__(values)
+        self._print_it = print_it
+
+    def __repr__(self) -> str:
+        return printed_text(self._print_it, self)
+
+
 def print_line(text: str = "", indent: int = 0) -> None:
     print(fitted(escaped(text), indent) if sys.stdout.isatty() else escaped(text))
 
@@ -230,9 +241,14 @@ def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> 
         print_line(f"step {values['step']:,}: {values['checkpoint']}")
 
 
-def print_schema(guessed: dict[str, Any]) -> None:
-    """Print each column with what it was taken for and why, then where the schema is, or the schema itself."""
+def print_guess(guessed: dict[str, Any]) -> None:
+    """Print each column with what it was taken for and why."""
     print_table(["column", "guess", "why"], [list(row.values()) for row in guessed["columns"]])
+
+
+def print_schema(guessed: dict[str, Any]) -> None:
+    """Print the guess, then where the schema is, or the schema itself."""
+    print_guess(guessed)
     if guessed["output"]:
         words = ["--schema", guessed["output"], "--input", guessed["input"], "--output", "data/mine"]
         print_line(f"check {guessed['output']}, then:")
