@@ -136,6 +136,11 @@ def test_popularity_and_best_reachable_stand_beside_the_runs_on_their_dataset(
     assert first_lines[2] == ["dataset", ".../made", ".../made"]
     assert first_lines[-1] == ["hr@10", "0.5000", "0.5000", "0.8750"]
     assert (second_lines[0], second_lines[-1]) == (["test", "b", "popularity"], ["hr@10", "0.2500", "0.1250"])
+    other_task = replace(real, values={"auroc": 0.75}, popularity={"auroc": 0.5})
+    print_results([made, other_task], [{}, {}])
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["test", "a", "b", "popularity", "best reachable"]
+    assert lines[-2:] == [["hr@10", "0.5000", "0.8750"], ["auroc", "0.7500", "0.5000"]]
     print_results([made, made], [{}, {}])
     text = capsys.readouterr().out
     assert text.splitlines()[0].endswith("  best reachable")

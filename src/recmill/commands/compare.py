@@ -216,6 +216,9 @@ def _metrics(reports: Sequence[RunReport], runs: Sequence[_Run]) -> tuple[list[M
             values = [{**last, metric: best or 0.0} for last, best in zip(values, bests, strict=True)]
     judged = [_judged(name, values, runs) for name in names]
     rules = dict.fromkeys(rule for _, rules_of_row in judged for rule in rules_of_row)
+    unclear = [row.name for row, _ in judged if row.error and 0 < abs(row.b - row.a) <= row.error]
+    if unclear:
+        rules[f"the split is too small to tell the runs apart by {', '.join(unclear)}"] = None
     return [row for row, _ in judged], split, "; ".join(rules)
 
 
@@ -241,7 +244,7 @@ def _judged(name: str, values: Sequence[Values], runs: Sequence[_Run]) -> tuple[
         return Measured(name, a, b, is_same), rules
     error = TWO_SIDED_95 * hypot(errors[0], errors[1])
     count = " and ".join(f"{value:,} {what}" for what in ("users", "rows") if (value := values[0].get(what)))
-    rules.append(f"within +/-, its 95 % interval, {count} are too few to tell the runs apart")
+    rules.append(f"within +/-: its 95 % interval with {count} in the split")
     return Measured(name, a, b, is_same or abs(b - a) <= error, error), rules
 
 

@@ -25,13 +25,16 @@ _NOISE_OF_SPEED = "the difference is at most twice the spread of ten equal parts
 def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
     """Print one column per `commands.results.RunReport`, with the differences of its metrics to the first run's.
 
-    Each dataset has a table of its own, because metrics of different datasets cannot be compared.
+    If runs on several datasets have the same metrics, which cannot be compared, each dataset has a table of its own.
     """
     groups: list[list[int]] = []  # places of the runs on each dataset
     for place, report in enumerate(reports):
         own = next((group for group in groups if report.has_data_of(reports[group[0]])), None)
         groups.append([place]) if own is None else own.append(place)
     datasets = _names_of_datasets(reports, groups) if len(groups) > 1 else [""] * len(reports)
+    names = [name for group in groups for name in {name for n in group for name in reports[n].values}]
+    if len(names) == len({*names}):
+        groups = [[*range(len(reports))]]
     for number, group in enumerate(groups):
         if number:
             print_line()
