@@ -26,6 +26,7 @@ from recmill.commands import doctor
 from recmill.commands.adopt import adopt
 from recmill.config import Settings
 from recmill.config.shipped import shipped_configs
+from recmill.errors import ConfigError
 
 from .. import python_page
 from ..config_page import fields
@@ -206,6 +207,14 @@ def test_item_vectors_are_carried_over_to_newer_data_as_the_page_of_training_sho
         vectors[name] = dict(zip(names, rows, strict=True))
     assert len(vectors["start"]) == len("abcdefgh" + "Ax")
     assert {item: vectors["start"][item] for item in vectors["june"]} == vectors["june"]
+    recmill.prepare("histories", tmp_path / "alone", input=str(tmp_path / "july.csv"), user_column="user",
+                    item_column="item", time_column="time")  # fmt: skip
+    words = (
+        rf"ids of items stand for other values .* `recmill checkpoint rows {tmp_path}/runs/june item --output item.p"
+    )
+    with pytest.raises(ConfigError, match=words):
+        start = tmp_path / "runs" / "june"
+        recmill.train("own/sasrec", tmp_path / "no", overrides={"data.path": str(tmp_path / "alone")}, init_from=start)
 
 
 # Samples that are deterministic
