@@ -152,6 +152,8 @@ def test_errors_name_arguments_and_commands_have_flags(tmp_path: Path, monkeypat
         ("--schema my.toml: no such file.", "`schema='my.toml'`: no such file."),
         ("--schema is missing: name it.", "`schema` is missing: name it."),
         ("--rows 1000: give 2.5 or more.", "`rows=1000`: give 2.5 or more."),
+        ("--rows -1: give more.", "`rows=-1`: give more."),
+        ("Give --schema FILE to read.", "Give `schema='FILE'` to read."),
         ("--rows 1st is no number", "`rows` 1st is no number"),
         ("--format csv needs --no-quotes", "`format='csv'` needs `quotes=False`"),
         ("--format csvs, --quotes", "`format` csvs, `quotes=True`"),

@@ -23,8 +23,8 @@ _FLAGS = {  # that are not spelled like their arguments
     "overrides": "set", "histories": "history", "ks": "k", "protocols": "protocol", "per_user_file": "per_user"
 }  # fmt: skip
 _COMMAND = r"\brecmill [a-z-]+ .*?(?=\.?$|\. |\n)"  # one that is suggested keeps its flags
-# In quotes, a number, KEY=VALUE, or up to a colon
-_VALUE = r"'[^'\n]*'|\"[^\"\n]*\"|\d+(?:[.,]\d+)*(?!\w)|[\w.]+=[^\s]*[^\s.,;:]|[^\s'\"`-][^\s'\"`]*(?=: )"
+# In quotes, a number, KEY=VALUE, COLUMN, or up to a colon
+_VALUE = r"'[^'\n]*'|\"[^\"\n]*\"|-?\d+(?:[.,]\d+)*(?!\w)|[\w.]+=[^\s]*[^\s.,;:]|[A-Z]{3,}\b|[^\s'\"`-][^\s'\"`]*(?=: )"
 _QUOTES = ("'", '"')
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -108,7 +108,7 @@ def _argument(name: str, kind: Any, value: str) -> str:
     """Return the value of a flag as it is written in Python."""
 
     def literal(text: str) -> str:
-        return text if text[0] in _QUOTES or re.fullmatch(r"\d+(\.\d+)?", text) else repr(text)
+        return text if text[0] in _QUOTES or re.fullmatch(r"-?\d+(\.\d+)?", text) else repr(text)
 
     key, _, of_key = value.partition("=")
     if name == "overrides" and of_key:
