@@ -216,6 +216,8 @@ def _metrics(reports: Sequence[RunReport], runs: Sequence[_Run]) -> tuple[list[M
             values = [{**last, metric: best or 0.0} for last, best in zip(values, bests, strict=True)]
     judged = [_judged(name, values, runs) for name in names]
     rules = dict.fromkeys(rule for _, rules_of_row in judged for rule in rules_of_row)
+    if {row.error is None for row, _ in judged if row.a != row.b} == {True, False}:
+        rules["?: known with eval.bootstrap"] = None
     unclear = [row.name for row, _ in judged if row.error and 0 < abs(row.b - row.a) <= row.error]
     if unclear:
         rules[f"the split is too small to tell the runs apart by {', '.join(unclear)}"] = None

@@ -135,8 +135,8 @@ def print_comparison(found: Any) -> None:
         print_line(f"losses at common steps {parted} (last: {found.last_common_step:,})")
     rules = {found.metrics_of: found.noise_of_metrics, "speed": _NOISE_OF_SPEED if found.speed else ""}
     for what, rule in rules.items():
-        if rule:
-            print_line(f"noise ({what}): {rule}", 2)
+        for number, line in enumerate(rule.split("; ") if rule else []):
+            print_line(f"  {line}" if number else f"noise ({what}): {line}", 4 if number else 2)
 
 
 def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any) -> None:
@@ -144,7 +144,7 @@ def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any)
     cells = [[row.name, text(row.a), text(row.b), difference(row), _error(row), _judged(row)] for row in rows]
     if any(row.is_same is None for row in rows):
         header, cells = header[:3], [row[:3] for row in cells]
-    elif not any(map(_error, rows)):
+    elif all(row.error is None for row in rows):
         header.pop(4)
         cells = [[*row[:4], row[5]] for row in cells]
     if cells:
@@ -153,7 +153,7 @@ def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any)
 
 
 def _error(row: Any) -> str:
-    return "" if row.error is None else f"{row.error:.4f}"
+    return f"{row.error:.4f}" if row.error is not None else "" if row.a == row.b else "?"
 
 
 def _judged(row: Any) -> str:
