@@ -19,6 +19,15 @@ def test_columns_are_aligned_without_trailing_spaces() -> None:
     assert table_lines([["a", "bb", "c"], ["aaa", "b", ""]]) == ["a    bb  c", "aaa  b"]
 
 
+def test_columns_are_aligned_where_characters_take_two_places_or_none() -> None:
+    cafe = "cafe\u0301"
+    assert table_lines([["\u6807\u9898", "x"], ["abcd", "y"], [cafe, "z"]]) == [
+        "\u6807\u9898  x",
+        "abcd  y",
+        f"{cafe}  z",
+    ]
+
+
 def test_a_table_has_a_header_and_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(["run", "metric"], [["a", "0.5"], ["long", "1"]])
     assert capsys.readouterr().out == "run   metric\n----  ------\na     0.5\nlong  1\n"

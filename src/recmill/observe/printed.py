@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
+from unicodedata import combining, east_asian_width
 
 from recmill.observe.progress import human_bytes
 
@@ -77,12 +78,20 @@ def fitted(text: str, indent: int = 0) -> str:
 def table_lines(rows: Sequence[Row]) -> list[str]:
     """Return one line per row, with its cells in aligned columns."""
     rows = [list(map(escaped, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+    padded = ([cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal the text takes: Chinese characters take two, combining accents none."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if east_asian_width(c) in "WF" else 0 if combining(c) else 1 for c in text)
 
 
 def print_table(header: Row, rows: Sequence[Row]) -> None:
-    widths = [max(len(escaped(cell)) for cell in column) for column in zip(header, *rows, strict=True)]
+    widths = [max(_width(escaped(cell)) for cell in column) for column in zip(header, *rows, strict=True)]
     last = sum(widths[:-1]) + 2 * (len(widths) - 1)  # where the last column starts: its cells continue there
     if sys.stdout.isatty():
         widths[-1] = max(min(widths[-1], shutil.get_terminal_size().columns - last), 1)
@@ -102,7 +111,7 @@ def print_columns(labels: Row, columns: Sequence[Row], references: Sequence[Row]
         return [header, *(row for row in rows if any(row[1:]))]
 
     def fits(count: int) -> bool:
-        return max(map(len, table_lines(block(count)))) <= width
+        return max(map(_width, table_lines(block(count)))) <= width
 
     count = next(filter(fits, range(len(columns), 0, -1)), 0)
     if not count and references:
