@@ -153,3 +153,11 @@ def test_predictions_list_features_whose_training_shares_are_known_or_that_are_c
     ]
     print_predictions(predicted() | {"features": predicted()["features"][:2]})
     assert capsys.readouterr().out == "8 rows scored: scores.csv\n"
+
+
+def test_titles_that_are_the_ids_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"rank": 1, "item": 7, "title": "7", "score": 0.5}, {"rank": 2, "item": 9, "title": "9", "score": 0.25}]
+    printed.print_recommendations(rows)
+    assert capsys.readouterr().out.splitlines()[0] == "rank  item  score"
+    printed.print_recommendations([rows[0], rows[1] | {"title": "Heat"}])
+    assert capsys.readouterr().out.splitlines()[0] == "rank  item  title  score"

@@ -48,7 +48,7 @@ class Difference:
 class Measured:
     """A number of both runs. `is_same`: the difference is none or noise; None: the runs cannot be compared.
 
-    `error`: half of the 95 % interval of the difference that comes from the rows tested, at most; None: unknown.
+    `error`: half of the 95 % interval of the difference that comes from the rows tested, estimated; None: unknown.
     """
 
     name: str

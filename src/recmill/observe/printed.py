@@ -347,6 +347,8 @@ def state_text(report: Any) -> str:
 
 def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:
     columns = [column for column in ("user", "rank", "item", "title") if rows and column in rows[0]]
+    if all(str(row["item"]) == row.get("title") for row in rows):  # the dataset has no titles
+        columns = [column for column in columns if column != "title"]
     cells = [[*(str(row[column]) for column in columns), f"{row['score']:.3f}"] for row in rows]
     print_table([*columns, "score"], cells)
 

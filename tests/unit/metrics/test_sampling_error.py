@@ -22,7 +22,7 @@ def test_the_error_of_a_mean_rank_is_at_least_that_of_drawn_users() -> None:
     assert gains.mean(axis=1).std() < found < 3 * gains.mean(axis=1).std()
 
 
-def test_the_error_of_an_auroc_follows_from_its_rows_and_is_at_least_that_of_drawn_rows() -> None:
+def test_the_error_of_an_auroc_is_about_that_of_drawn_rows() -> None:
     random, drawn = np.random.default_rng(1), []
     labels = np.arange(1000) < 100
     for _ in range(500):
@@ -31,8 +31,7 @@ def test_the_error_of_an_auroc_follows_from_its_rows_and_is_at_least_that_of_dra
     values = {"auroc": float(np.mean(drawn)), "logloss": 0.3, "normalised_entropy": 0.3 / entropy, "rows": 1000}
     found = standard_error("auroc", values)
     assert found is not None
-    assert np.std(drawn) < found < 2 * np.std(drawn)
-    assert found == pytest.approx(np.sqrt(values["auroc"] * (1 - values["auroc"]) / 100), rel=0.02)
+    assert found == pytest.approx(np.std(drawn), rel=0.15)
 
 
 def test_no_hit_among_few_users_is_no_proof_of_none() -> None:
