@@ -209,10 +209,10 @@ def test_item_vectors_are_carried_over_to_newer_data_as_the_page_of_training_sho
     assert {item: vectors["start"][item] for item in vectors["june"]} == vectors["june"]
     recmill.prepare("histories", tmp_path / "alone", input=str(tmp_path / "july.csv"), user_column="user",
                     item_column="item", time_column="time")  # fmt: skip
-    words = (
+    message = (
         rf"ids of items stand for other values .* `recmill checkpoint rows {tmp_path}/runs/june item --output item.p"
     )
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         start = tmp_path / "runs" / "june"
         recmill.train("own/sasrec", tmp_path / "no", overrides={"data.path": str(tmp_path / "alone")}, init_from=start)
 
