@@ -37,7 +37,9 @@ every_model = pytest.mark.parametrize("name", sorted(registry.MODELS))
 # Losses and layers that are not a model's defaults, for the checks of what a GPU would do.
 VARIANTS: dict[str, dict[str, Any]] = {
     "bert4rec with window norms": {"norm": "window"},
+    "bert4rec without seen items": {"exclude_seen": True},
     "sasrec with a tied head and smoothing": {"head": "tied", "label_smoothing": 0.1},
+    "sasrec without seen items": {"head": "tied", "exclude_seen": True},
     "sasrec with gbce": {"loss": "gbce"},
     "sasrec with gbce and a tied head": {"loss": "gbce", "head": "tied"},
     "sasrec as esasrec": {"loss": "sampled_softmax", "head": "tied", "block": "ligr"},
@@ -153,6 +155,8 @@ MOST_KERNELS = {"dlrm": 62, "dcnv2": 95, "projection": 83, "bert4rec": 203, "sas
     **{"logistic": 31, "fm": 54, "deepfm": 71, "finalmlp": 109, "two_tower": 102},
     "bert4rec with window norms": 246,
     "sasrec with a tied head and smoothing": 211,
+    "bert4rec without seen items": 223,
+    "sasrec without seen items": 228,
     "sasrec with gbce": 221,
     "sasrec with gbce and a tied head": 221,
     "sasrec as esasrec": 262,

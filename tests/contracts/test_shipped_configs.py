@@ -103,7 +103,7 @@ def rates(name: str) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("name", "batches", "expected"),
     [
-        ("sasrec.toml", 135, RunSteps(6075, 135, 200, 200, 5900, validation=675, checkpoint=675)),
+        ("sasrec.toml", 135, RunSteps(3375, 135, 200, 200, 3175, validation=675, checkpoint=675)),
         ("bert4rec.toml", 136, RunSteps(59_840, 136, 500, 500, 59_300, validation=6800, checkpoint=6800)),
     ],
 )

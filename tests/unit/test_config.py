@@ -133,6 +133,14 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
             "model.label_smoothing has no meaning for model.loss = 'gbce'",
         ),
         (
+            {**GOOD, "model": {"name": "sasrec", "loss": "gbce", "exclude_seen": True}},
+            "model.exclude_seen has no meaning for model.loss = 'gbce'",
+        ),
+        (
+            {**GOOD, "model": {"name": "sasrec", "label_smoothing": 0.1, "exclude_seen": True}},
+            "also to those that model.exclude_seen leaves out. Remove one of the two.",
+        ),
+        (
             {"data": {"path": "d", "remainder": "torchrec"}, "model": {"name": "sasrec"}},
             "data.remainder = 'torchrec' is for click logs, and 'sasrec' reads histories",
         ),

@@ -20,6 +20,19 @@ struct Unit {  // up to kUnit queries
     int64_t count;
 };
 
+struct Seen {  // the items before query i: tokens[begins[i]] to tokens[ends[i] - 1], counted from 1; none if null
+    const int64_t *tokens, *begins, *ends;
+};
+
+// Gives the seen items of each query a probability of 0, except its answer.
+void exclude(const Seen& seen, int64_t V, const Unit& unit, float* scores) {
+    for (int64_t i = 0; i < unit.count; ++i)
+        for (int64_t n = seen.begins[i]; n < seen.ends[i]; ++n) {
+            const int64_t item = seen.tokens[n] - 1;
+            if (item >= 0 && item < V && item != unit.answers[i]) scores[item * kUnit + i] = -INFINITY;
+        }
+}
+
 // Computes the losses from scores [V, kUnit] without bias, and replaces the scores by the gradient of the losses.
 void softmax_gradient(const float* bias, int64_t V, const Unit& unit, float smoothing, float* scores, float* losses) {
     Lanes largest[2] = {Lanes{} - INFINITY, Lanes{} - INFINITY}, sum[2] = {}, score_sum[2] = {};
@@ -42,8 +55,8 @@ void softmax_gradient(const float* bias, int64_t V, const Unit& unit, float smoo
     for (int64_t i = 0; i < unit.count; ++i) {
         const int64_t half = i / kLanes, lane = i % kLanes;
         const float weight = unit.weights[i], total = sum[half][lane];
-        losses[i] = weight * (largest[half][lane] + std::log(total) - (1 - smoothing) * answer_score[i] -
-                              smoothing * score_sum[half][lane] / V);
+        const float mean_term = smoothing > 0 ? smoothing * score_sum[half][lane] / V : 0;  // the sum may be -inf
+        losses[i] = weight * (largest[half][lane] + std::log(total) - (1 - smoothing) * answer_score[i] - mean_term);
         factor[half][lane] = weight / total;
         smoothed[half][lane] = weight * smoothing / V;
     }
@@ -60,10 +73,11 @@ void softmax_gradient(const float* bias, int64_t V, const Unit& unit, float smoo
 extern "C" {
 
 // losses [M] = weights * cross-entropy(queries weight' + bias, answers) with label smoothing. The gradients of their sum
-// are written to grad_queries [M, D], and added to grad_weight [V, D] and grad_bias [V]. D is a multiple of 16. Results do
-// not depend on the number of threads.
+// are written to grad_queries [M, D], and added to grad_weight [V, D] and grad_bias [V]. D is a multiple of 16. Without
+// smoothing, the items that queries have seen may be excluded (`Seen`). Results do not depend on the number of threads.
 void catalogue_loss(const float* queries, const float* weight, const float* bias, const int64_t* answers,
-                    const float* weights, int64_t M, int64_t V, int64_t D, float smoothing, float* losses,
+                    const float* weights, int64_t M, int64_t V, int64_t D, float smoothing, const int64_t* tokens,
+                    const int64_t* seen_begins, const int64_t* seen_ends, float* losses,
                     float* grad_queries, float* grad_weight, float* grad_bias) {
     const int64_t threads = omp_get_max_threads(), units = (M + kUnit - 1) / kUnit;
     const int64_t concurrent = std::min(units, std::max(threads, std::min(4 * threads, kScores / (kUnit * V))));
@@ -82,7 +96,9 @@ void catalogue_loss(const float* queries, const float* weight, const float* bias
                 for (int64_t i = 0; i < kUnit; ++i)
                     for (int64_t d = 0; d < D; ++d) transposed[d * kUnit + i] = x[i * D + d];
                 multiply(V, kUnit, D, rows_of(weight, D), {transposed.data(), kUnit}, scores, kUnit);
-                softmax_gradient(bias, V, {answers + first, weights + first, count}, smoothing, scores, losses + first);
+                const Unit unit = {answers + first, weights + first, count};
+                if (tokens) exclude({tokens, seen_begins + first, seen_ends + first}, V, unit, scores);
+                softmax_gradient(bias, V, unit, smoothing, scores, losses + first);
                 std::fill(unit_grad.begin(), unit_grad.end(), 0.0f);
                 for (int64_t v = 0; v < V; v += kItems)
                     add_product(kUnit, D, std::min(kItems, V - v), columns_of(scores + v * kUnit, kUnit),

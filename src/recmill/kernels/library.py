@@ -74,7 +74,7 @@ _PARAMETERS = {
     "encoder_block": "pppppp",
     "encoder_block_backward": "pppppppp",
     "drop_elements": "piifpp",
-    "catalogue_loss": "pppppiiifpppp",
+    "catalogue_loss": "pppppiiifppppppp",
 }
 
 

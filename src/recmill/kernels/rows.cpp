@@ -234,6 +234,7 @@ class Cache final : public Receiver {
             if (i + 8 < count && uint64_t(keys[i + 8]) < uint64_t(rows_)) {
                 const int64_t soon = find(uint32_t(keys[i + 8]));
                 soon >= 0 ? __builtin_prefetch(&slots_[soon], 1) : __builtin_prefetch(&needed_[keys[i + 8]], 1);
+                if (soon >= 0 && wanted_rows_) __builtin_prefetch(&wanted_[soon], 1);
             }
             if (uint64_t(keys[i]) >= uint64_t(rows_)) {
                 problem = detail(kBadKey, keys[i], rows_);
@@ -603,7 +604,7 @@ class Cache final : public Receiver {
         first_touches_ += (slot.flags & kWasFirst) != 0;
         trace_.add(slot.key, slot.flags & kWasFirst);
         slot.flags &= uint8_t(~(kWasRead | kWasFirst));
-        if (batch >= 0 && wanted_[number] == mark_of(batch)) wanted_[number] = 0, --wanted_rows_;
+        if (wanted_rows_ && batch >= 0 && wanted_[number] == mark_of(batch)) wanted_[number] = 0, --wanted_rows_;
         if (slot.flags & kLoading) {
             slot.flags |= for_update ? kWaited | kDirtyLater : kWaited;
             ++waiting_;

@@ -33,7 +33,8 @@ def main(path: str) -> None:
     gradients = [_array(size) for size in (_ROWS * _DIM, num_items * _DIM, num_items)]
     queries, items, bias = _array(_ROWS * _DIM), _array(num_items * _DIM, 1.0), _array(num_items)
     inputs = [queries, items, bias, (c_int64 * _ROWS)(), _array(_ROWS, 1.0)]
-    library.catalogue_loss(*inputs, rows, c_int64(num_items), dim, c_float(0.0), losses, *gradients)
+    sizes, nothing_seen = [rows, c_int64(num_items), dim], [None, None, None]
+    library.catalogue_loss(*inputs, *sizes, c_float(0.0), *nothing_seen, losses, *gradients)
     assert all(math.isclose(loss, math.log(num_items), rel_tol=1e-4) for loss in losses), losses[0]
 
 

@@ -33,7 +33,8 @@ class Config(SequenceModelConfig):
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
-        users = {"num_negatives": ("sampled_softmax", "gbce"), "gbce_t": ("gbce",), "label_smoothing": ("softmax",)}
+        softmax, sampled = ("softmax",), ("sampled_softmax", "gbce")
+        users = {"num_negatives": sampled, "gbce_t": ("gbce",), "label_smoothing": softmax, "exclude_seen": softmax}
         problems += [
             f"model.{key} has no meaning for model.loss = '{self.loss}'. "
             f"Remove it, or use {' or '.join(map(repr, losses))}."

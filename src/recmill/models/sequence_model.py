@@ -29,6 +29,11 @@ class SequenceModelConfig(Section):
     label_smoothing: float = key(
         0.0, "Share of a target's probability that is spread evenly over all items.", ge=0.0, lt=1.0
     )
+    exclude_seen: bool = key(
+        False,
+        "Compare a target only with items that its window does not show, because metrics and recommendations leave out "
+        "what a user has seen.",
+    )
     norm: Literal["place", "window"] = key(
         "place", "Layer normalization of each position, or of all positions of a window (TorchRec's example)."
     )
@@ -53,6 +58,11 @@ class SequenceModelConfig(Section):
         elif self.sliding_step > 1 and self.sliding_step % 1:
             problems.append(
                 f"model.sliding_step = {self.sliding_step} is neither a number of items nor a share below 1."
+            )
+        if self.exclude_seen and self.label_smoothing:
+            problems.append(
+                "model.label_smoothing gives a share of the probability to all items, also to those that "
+                "model.exclude_seen leaves out. Remove one of the two."
             )
         return problems
 
@@ -85,5 +95,5 @@ def network(
     shape = TransformerShape(
         config.max_length, config.num_layers, config.num_heads, config.dropout, attention, config.norm, config.block
     )
-    loss = Loss(smoothing=config.label_smoothing, **loss_fields)
+    loss = Loss(smoothing=config.label_smoothing, excludes_seen=config.exclude_seen, **loss_fields)
     return ItemTransformer(table, description.num_items, shape, device, config.head, loss)

@@ -10,10 +10,14 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Loss:
-    """`softmax`: cross-entropy over the catalogue. The others: `sampled_sum` over few sampled items."""
+    """`softmax`: cross-entropy over the catalogue. The others: `sampled_sum` over few sampled items.
+
+    `excludes_seen`, for `softmax`: an answer is not compared with the items that its query attends to.
+    """
 
     name: Literal["softmax", "sampled_softmax", "gbce"] = "softmax"
     smoothing: float = 0.0
+    excludes_seen: bool = False
     negatives: int = 0
     calibration: float = 0.0
 

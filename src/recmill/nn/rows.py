@@ -50,6 +50,16 @@ class Rows:
         """Index of each row's first token, and the number of tokens: int32 [B + 1]."""
         return F.pad(self.lengths_B.cumsum(0), (1, 0)).to(torch.int32)
 
+    @cached_property
+    def ends_M(self) -> Tensor:
+        """Index after the last token of each query's row."""
+        return self.lengths_B.cumsum(0)[self.row_N[self.queries_M]]
+
+    @cached_property
+    def begins_M(self) -> Tensor:
+        """Index of the first token of each query's row."""
+        return self.ends_M - self.lengths_B[self.row_N[self.queries_M]]
+
     def padded_to(self, length: int) -> Tensor:
         """Return the index of each token in a flattened [B, length], padded on the left."""
         return (self.row_N + 1) * length - 1 - self.from_end_N

@@ -9,7 +9,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recmill.kernels.layers import UsesKernels
-from recmill.nn.cross_entropy import cross_entropy_sum
+from recmill.nn.cross_entropy import Seen, cross_entropy_sum
 from recmill.nn.dropout import RowDropout
 from recmill.nn.losses import Loss, sampled_sum
 from recmill.nn.norms import apply_norm, make_norm
@@ -33,6 +33,7 @@ class ItemTransformer(UsesKernels, nn.Module):
         self._feature = table.feature
         self._num_items = num_items
         self._loss = loss
+        self._is_causal = shape.attention == "causal"
         config = EmbeddingConfig(
             name=table.name, embedding_dim=table.dim, num_embeddings=table.rows, feature_names=[table.feature]
         )
@@ -75,8 +76,10 @@ class ItemTransformer(UsesKernels, nn.Module):
         answers_M, weights_M, _ = targets
         if items is not None:
             return sampled_sum(self._loss, queries_MD, head_VD, bias_V, items, weights_M, self._num_items)
-        smoothing = self._loss.smoothing
-        return cross_entropy_sum(queries_MD, head_VD, bias_V, answers_M - 1, weights_M, smoothing, self.kernel_library)
+        inputs = queries_MD, head_VD, bias_V, answers_M - 1, weights_M
+        ends_M = queries_M + 1 if self._is_causal else rows.ends_M
+        seen = Seen(tokens_N, rows.begins_M, ends_M, longest) if self._loss.excludes_seen else None
+        return cross_entropy_sum(*inputs, self._loss.smoothing, self.kernel_library, seen)
 
     def _embed(self, tokens_N: Tensor, items_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens' vectors [N, D], and the items' output weights [V, D] and biases [V].

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from recmill.kernels.layers import use_kernels
 from recmill.kernels.library import KernelLibrary
-from recmill.nn.cross_entropy import cross_entropy_sum
+from recmill.nn.cross_entropy import Seen, cross_entropy_sum
 from recmill.nn.dropout import RowDropout
 from recmill.nn.rows import Rows
 from recmill.nn.transformer import Attention, EncoderBlock, TransformerShape
@@ -105,6 +105,32 @@ def test_cross_entropy_over_a_catalogue_equals_torchs(
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     for one, other in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("by", ["kernel", "torch"])
+def test_seen_items_get_no_probability_except_an_answer(library: KernelLibrary, by: str) -> None:
+    """The reference is torch's cross-entropy of logits that a loop over the histories has set to -inf."""
+    torch.manual_seed(0)
+    num_items = 20
+    histories = [[3, 1, 7, 3], [20], [9, 2, 21, 5, 9]]  # 21 is no item
+    answers = torch.tensor([0, 6, 2, 4, 0, 1, 4, 4, 8, 2])  # some are seen again
+    tokens = torch.tensor([item for history in histories for item in history])
+    begins, ends = torch.tensor([0] * 4 + [4] + [5] * 5), torch.arange(10) + 1
+    queries_MD, weight, bias, weights = torch.randn(10, 16), torch.randn(20, 16), torch.randn(20), torch.rand(10)
+    inputs = [value.requires_grad_() for value in (queries_MD, weight, bias)]
+    is_seen = torch.zeros(10, num_items, dtype=torch.bool)
+    for query, answer in enumerate(answers.tolist()):
+        for token in tokens[begins[query] : ends[query]].tolist():
+            if token <= num_items and token - 1 != answer:
+                is_seen[query, token - 1] = True
+    logits = F.linear(queries_MD, weight, bias).masked_fill(is_seen, -torch.inf)
+    expected = (F.cross_entropy(logits, answers, reduction="none") * weights).sum()
+    seen = Seen(tokens, begins, ends, longest=5)
+    given = library if by == "kernel" else None
+    found = cross_entropy_sum(queries_MD, weight, bias, answers, weights, library=given, seen=seen)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_nan_stays_visible(library: KernelLibrary) -> None:

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -90,6 +90,27 @@ def test_with_answers_the_network_gives_the_loss_of_its_logits(head: Head) -> No
     answers, weights = torch.tensor([1, 20, 7]), torch.tensor([1.0, 1.0, 0.0])
     expected = F.cross_entropy(model(*inputs)[:2], torch.tensor([0, 19]), reduction="sum")
     torch.testing.assert_close(model(*inputs, (answers, weights, NO_NEGATIVES)), expected)
+
+
+@pytest.mark.parametrize(
+    ("attention", "rows", "queries", "answers", "seen"),
+    [
+        # At the third query, the answer is item 3 again.
+        ("causal", [[3, 4, 5], [6, 7]], range(5), [4, 5, 3, 7, 8], [[3], [3, 4], [4, 5], [6], [6, 7]]),
+        ("bidirectional", [[3, MASK, 5], [MASK, 7]], [1, 3], [5, 8], [[3], [7]]),  # item 5 is visible and an answer
+    ],
+)
+def test_a_network_that_excludes_seen_items_compares_each_target_with_the_items_that_its_query_does_not_see(
+    attention: Any, rows: list[list[int]], queries: Sequence[int], answers: list[int], seen: list[list[int]]
+) -> None:
+    model = network(loss=Loss(excludes_seen=True), attention=attention)
+    inputs = *packed(*rows), torch.tensor(queries), torch.zeros(2, dtype=torch.int64)
+    logits = model(*inputs)
+    for query, items in enumerate(seen):
+        logits[query, [item - 1 for item in items]] = -torch.inf
+    targets = torch.tensor(answers)
+    expected = F.cross_entropy(logits, targets - 1, reduction="sum")
+    torch.testing.assert_close(model(*inputs, (targets, torch.ones(len(answers)), NO_NEGATIVES)), expected)
 
 
 def test_a_tied_head_multiplies_with_the_rows_of_the_items() -> None:
