@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from recmill import failpoints, prepare
+from recmill import errors, failpoints, prepare
 from recmill.observe import log
 
 if TYPE_CHECKING:
@@ -146,6 +146,22 @@ def run_cli(tmp_path: Path) -> RunCli:
         command = [str(Path(sys.executable).parent / "recmill"), *map(str, arguments)]
         options = {"cwd": tmp_path, "timeout": 200, **options}
         return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+    return run
+
+
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunCli:
+    """The command in this process, where it starts at once: for many cases of one fact."""
+    from recmill import cli
+
+    def run(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(errors, "names_flags", True)
+        capfd.readouterr()
+        words = [*map(str, arguments)]
+        code = cli._run(words)
+        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
 
     return run
 

@@ -63,21 +63,9 @@ def test_all_that_ranking_has_is_the_same_for_one_and_two_processes(sasrec: dict
 
 
 @pytest.mark.parametrize(
-    ("model", "sharding"),
-    [
-        ("dlrm", "row_wise"),
-        ("dcnv2", "row_wise"),
-        ("projection", "row_wise"),
-        ("bert4rec", "row_wise"),
-        ("sasrec", "row_wise"),
-        ("gsasrec", "row_wise"),
-        ("esasrec", "row_wise"),
-        ("two_tower", "row_wise"),
-    ],
+    "model", ["dlrm", "dcnv2", "projection", "bert4rec", "sasrec", "gsasrec", "esasrec", "two_tower"]
 )
-def test_two_sharded_processes_equal_plain_torch(
-    model: str, sharding: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_two_sharded_processes_equal_plain_torch(model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """The reference: an unsharded network, torch's own SGD on everything, one process, no launcher.
 
     test_sharding.py shows the same for the other ways to shard tables.
@@ -85,7 +73,7 @@ def test_two_sharded_processes_equal_plain_torch(
     config = request.getfixturevalue(model)
     config["optim"] = {"dense": {"name": "sgd", "lr": 0.1}, "tables": {"name": "sgd", "lr": 0.1}}
     config["train"]["max_steps"] = 6
-    train(config, tmp_path / "run", procs=2, overrides=[f"sharding.default={sharding}"])
+    train(config, tmp_path / "run", procs=2, overrides=["sharding.default=row_wise"])
     assert losses(tmp_path / "run") == pytest.approx(plain_losses(config, steps=6), rel=2e-5)
 
 

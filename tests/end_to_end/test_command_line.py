@@ -17,7 +17,7 @@ import tomli_w
 from recmill import evaluate, recommend, train
 from recmill.errors import ConfigError
 
-from ..conftest import RunCli, flip_bit
+from ..conftest import RunCli
 from ..distributed.runs import close_to, losses
 
 
@@ -150,23 +150,8 @@ def test_a_split_that_is_none_is_an_error(tmp_path: Path) -> None:
 def test_doctor_finds_that_training_would_work_here(run_cli: RunCli) -> None:
     done = run_cli("doctor")
     assert done.returncode == 0, done.stdout
-    for fact in (
-        "torch",
-        "torchrec",
-        "fbgemm-gpu-cpu",
-        "2 processes exchanged values",
-        "float16 on CPU",
-        "Training would work.",
-    ):
-        assert fact in done.stdout
-
-
-def test_three_config_mistakes_are_one_error(run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path) -> None:
-    dlrm["model"]["name"] = "dlmr"
-    dlrm["train"]["sead"] = 3
-    done = run_cli("train", write_config(tmp_path, dlrm), "--run", "r", "--set", "eval.ks=many")
-    assert_one_clear_error(done, 2, "3 problems", "'dlrm'", "'train.seed'", "--set: 'eval.ks'")
-    assert not (tmp_path / "r").exists()
+    facts = ("torchrec", "fbgemm-gpu-cpu", "2 processes exchanged values", "float16 on CPU", "Training would work.")
+    assert all(fact in done.stdout for fact in facts), done.stdout
 
 
 def test_a_model_on_the_wrong_kind_of_data_is_a_config_error(
@@ -176,41 +161,22 @@ def test_a_model_on_the_wrong_kind_of_data_is_a_config_error(
     assert_one_clear_error(done, 2, "model 'dlrm' learns from clicks", "holds histories")
 
 
-@pytest.mark.parametrize(
-    "damage", ["no description", "truncated", "bit", "one past its table", "infinite", "one label"]
-)
+@pytest.mark.parametrize("is_found_by_a_worker", [False, True])
 def test_bad_data_is_one_clear_error(
-    damage: str, run_cli: RunCli, dlrm: dict[str, Any], clicks: Path, tmp_path: Path
+    is_found_by_a_worker: bool, run_cli: RunCli, dlrm: dict[str, Any], clicks: Path, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(clicks, tmp_path / "copy"))
-    file = copy / "day_0_sparse.npy"
-    facts = {
-        "no description": "no dataset.json",
-        "truncated": "day_0_sparse.npy: 8,127 bytes, expected 8,128",
-        "bit": "day_0_sparse.npy: its content changed",
-        "one past its table": f"{file}: row 42, column C4: id 2000 is not in 0..1999",
-        "infinite": f"{copy / 'day_0_dense.npy'}: row 42, column I2: -inf is not a finite number",
-        "one label": f"{copy / 'day_0_labels.npy'}: row 42: label -1 is neither 0 nor 1",
-    }
-    flags = []
-    if damage == "no description":
-        (copy / "dataset.json").unlink()
-    elif damage == "truncated":
-        os.truncate(file, file.stat().st_size - 1)
-    elif damage == "bit":
-        flip_bit(file)
-    else:
-        part, column, value = {
-            "one past its table": ("sparse", 3, 2000),
-            "infinite": ("dense", 1, -np.inf),
-            "one label": ("labels", 0, -1),
-        }[damage]
-        values = np.load(copy / f"day_0_{part}.npy", mmap_mode="r+")
-        values[42, column] = value
+    if is_found_by_a_worker:
+        values = np.load(copy / "day_0_dense.npy", mmap_mode="r+")
+        values[42, 1] = -np.inf
         values.flush()
         flags = ["--no-verify"]  # as if the dataset had been made with this value
+        fact = f"{copy / 'day_0_dense.npy'}: row 42, column I2: -inf is not a finite number"
+    else:
+        os.truncate(copy / "day_0_sparse.npy", 8127)
+        flags, fact = [], "day_0_sparse.npy: 8,127 bytes, expected 8,128"
     config = write_config(tmp_path, {**dlrm, "data": {"path": str(copy)}})
-    assert_one_clear_error(run_cli("train", config, "--run", "r", *flags), 3, facts[damage])
+    assert_one_clear_error(run_cli("train", config, "--run", "r", *flags), 3, fact)
     assert not (tmp_path / "r" / "results.json").exists()
 
 
@@ -277,7 +243,7 @@ def test_runs_without_a_checkpoint_or_config_are_checkpoint_errors(
 
 
 def test_what_was_meant_is_named_for_runs_datasets_configs_and_files(
-    run_cli: RunCli, dlrm: dict[str, Any], tmp_path: Path
+    run_here: RunCli, dlrm: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "runs" / "first").mkdir(parents=True)
     shutil.copy(write_config(tmp_path, dlrm), tmp_path / "runs" / "first" / "config.toml")
@@ -296,35 +262,14 @@ def test_what_was_meant_is_named_for_runs_datasets_configs_and_files(
         ((*prepare, "--input", "log.csv", "--user-column", "userid"), 3, "'user_id'"),
         ((*prepare, "--input", "log.cvs", "--user-column", "user_id"), 3, "'log.csv'"),
     ):
-        assert_one_clear_error(run_cli(*arguments), code, meant if "like" in meant else f"Did you mean {meant}?")
+        assert_one_clear_error(run_here(*arguments), code, meant if "like" in meant else f"Did you mean {meant}?")
     (tmp_path / "data" / "clicks" / "dataset.json").touch()
     command = "recmill train own/dlrm --set data.path=data/clicks --run runs/clicks."
-    assert_one_clear_error(run_cli("predict", "data/clicks", "--input", "log.csv", "--output", "s.csv"), 4, command)
-    assert_one_clear_error(run_cli("train", "data/clicks", "--run", "r"), 2, command)
+    assert_one_clear_error(run_here("predict", "data/clicks", "--input", "log.csv", "--output", "s.csv"), 4, command)
+    assert_one_clear_error(run_here("train", "data/clicks", "--run", "r"), 2, command)
 
 
 def test_debug_shows_where_an_error_came_from(run_cli: RunCli, tmp_path: Path) -> None:
     done = run_cli("evaluate", "nowhere", "--debug")
     assert "Traceback" in done.stderr
     assert "nowhere: no such directory" in done.stderr
-
-
-def test_help_is_there_for_every_command(run_cli: RunCli) -> None:
-    listed = run_cli("--help").stdout
-    for command in (
-        "doctor",
-        "prepare",
-        "split",
-        "adopt",
-        "audit",
-        "train",
-        "evaluate",
-        "recommend",
-        "results",
-        "plot",
-        "report",
-        "compare",
-    ):
-        assert command in listed
-        assert "Usage:" in run_cli(command, "--help").stdout
-    assert "--random-user-count" in run_cli("prepare", "random-histories", "--help").stdout

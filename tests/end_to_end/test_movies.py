@@ -401,9 +401,9 @@ def test_the_table_shows_users_ranks_and_titles(run: Path, run_cli: RunCli) -> N
     ],
 )
 def test_what_cannot_be_recommended_is_one_clear_error(
-    arguments: list[str], code: int, facts: list[str], run: Path, run_cli: RunCli, tmp_path: Path
+    arguments: list[str], code: int, facts: list[str], run: Path, run_here: RunCli, tmp_path: Path
 ) -> None:
-    assert_one_clear_error(run_cli("recommend", run, *arguments), code, *facts)
+    assert_one_clear_error(run_here("recommend", run, *arguments), code, *facts)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -423,9 +423,9 @@ def test_what_cannot_be_recommended_is_one_clear_error(
     ],
 )
 def test_what_cannot_be_evaluated_is_one_clear_error(
-    arguments: list[str], code: int, facts: list[str], run: Path, run_cli: RunCli
+    arguments: list[str], code: int, facts: list[str], run: Path, run_here: RunCli
 ) -> None:
-    assert_one_clear_error(run_cli("evaluate", run, *arguments), code, *facts)
+    assert_one_clear_error(run_here("evaluate", run, *arguments), code, *facts)
 
 
 def test_evaluation_shows_popularity_and_intervals_beside_the_model(run: Path, movies: Path, run_cli: RunCli) -> None:
@@ -458,15 +458,15 @@ def test_evaluation_shows_popularity_and_intervals_beside_the_model(run: Path, m
 
 @pytest.mark.parametrize("arguments", [["--protocol", "full"], ["--k", "5"]], ids=lambda arguments: arguments[0])
 def test_click_models_have_no_ranking(
-    arguments: list[str], dlrm: dict[str, Any], run_cli: RunCli, tmp_path: Path
+    arguments: list[str], dlrm: dict[str, Any], run_here: RunCli, tmp_path: Path
 ) -> None:
     """Told before the checkpoint is read: an empty one will do."""
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "step-00000001" / "MANIFEST.json").write_text("{}")
     (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps(dlrm))
     fact = f"{arguments[0]} is for sequence models, and 'dlrm' is none"
-    assert_one_clear_error(run_cli("evaluate", "run", *arguments), 2, fact)
-    assert_one_clear_error(run_cli("recommend", "run", "--users", "1"), 2, "'dlrm' is no sequence model")
+    assert_one_clear_error(run_here("evaluate", "run", *arguments), 2, fact)
+    assert_one_clear_error(run_here("recommend", "run", "--users", "1"), 2, "'dlrm' is no sequence model")
 
 
 def test_python_takes_one_of_history_and_users(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ class InterruptionError(Exception):
     pass
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, name: str, moment: str) -> None:
-    """Fail at one part: before it is begun, or when its work is done and its note is not written."""
+def stopped(tmp_path: Path, raw: Path, name: str, moment: str = "after", **options: Any) -> None:
+    """Prepare up to one part: before it is begun, or when its work is done and its note is not written."""
     real = Work.part
 
     def part(self: Work, at: str, make: Callable[[], Any]) -> Any:
@@ -70,7 +70,29 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, name: str, moment: str) -> None:
 
         return real(self, at, fail if at == name else make)
 
-    monkeypatch.setattr(Work, "part", part)
+    stopped_by(Work, "part", part, tmp_path, raw, options)
+
+
+def stopped_after(tmp_path: Path, raw: Path, owner: Any, function: str, calls: int, options: dict[str, Any]) -> None:
+    """Prepare up to the call of a function that comes after this many."""
+    real, left = getattr(owner, function), [calls]
+
+    def failing(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise InterruptionError
+        return real(*args)
+
+    stopped_by(owner, function, failing, tmp_path, raw, options)
+
+
+def stopped_by(
+    owner: Any, function: str, failing: Callable[..., Any], tmp_path: Path, raw: Path, options: dict[str, Any]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, function, failing)
+        with pytest.raises(InterruptionError):
+            prepare("criteo", tmp_path / "d", input=raw, **options)
 
 
 def record_parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -108,19 +130,15 @@ FULL_PARTS = [
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("name", FULL_PARTS)
 def test_stopped_at_any_part_it_continues_to_the_same_bytes(
-    name: str, moment: str, logs: Path, unbroken: Path, tmp_path: Path
+    name: str, moment: str, logs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, name, moment)
-        with pytest.raises(InterruptionError):
-            prepare("criteo", tmp_path / "d", input=logs, **FULL)
+    stopped(tmp_path, logs, name, moment, **FULL)
     assert not (tmp_path / "d").exists()
     done = done_parts(unfinished(tmp_path))
     assert name not in done
     assert name.startswith("read-day_0") or "read-day_0" in done
-    with pytest.MonkeyPatch.context() as patch:
-        made = record_parts(patch)
-        prepare("criteo", tmp_path / "d", input=logs, **FULL)
+    made = record_parts(monkeypatch)
+    prepare("criteo", tmp_path / "d", input=logs, **FULL)
     assert name in made
     assert not done & set(made)
     assert contents(tmp_path / "d") == contents(unbroken / "full")
@@ -132,10 +150,7 @@ def test_stopped_at_any_part_it_continues_to_the_same_bytes(
 def test_stopped_at_any_part_of_parquet_it_continues_to_the_same_bytes(
     name: str, logs: Path, unbroken: Path, tmp_path: Path
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, name, "after")
-        with pytest.raises(InterruptionError):
-            prepare("criteo", tmp_path / "d", input=logs, **PARQUET)
+    stopped(tmp_path, logs, name, **PARQUET)
     prepare("criteo", tmp_path / "d", input=logs, **PARQUET)
     assert contents(tmp_path / "d") == contents(unbroken / "parquet")
 
@@ -155,18 +170,7 @@ def test_stopped_in_the_middle_of_a_part_it_continues_to_the_same_bytes(
     owner: type, method: str, calls: int, logs: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     """Half-written files and buckets are not taken for complete ones."""
-    real, left = getattr(owner, method), [calls]
-
-    def failing(self: Any, *args: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise InterruptionError
-        return real(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, method, failing)
-        with pytest.raises(InterruptionError):
-            prepare("criteo", tmp_path / "d", input=logs, **FULL)
+    stopped_after(tmp_path, logs, owner, method, calls, FULL)
     prepare("criteo", tmp_path / "d", input=logs, **FULL)
     assert contents(tmp_path / "d") == contents(unbroken / "full")
 
@@ -177,18 +181,7 @@ def test_stopped_in_the_middle_of_a_day_of_hashes_only_that_day_is_read_again(
     calls: int, logs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first day has four blocks in three files each: the 25th call is of the third day."""
-    real, left = NpyWriter.append, [calls]
-
-    def failing(self: NpyWriter, rows: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise InterruptionError
-        real(self, rows)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NpyWriter, "append", failing)
-        with pytest.raises(InterruptionError):
-            prepare("criteo", tmp_path / "d", input=logs, **HASHED)
+    stopped_after(tmp_path, logs, NpyWriter, "append", calls, HASHED)
     made = record_parts(monkeypatch)
     prepare("criteo", tmp_path / "d", input=logs, **HASHED)
     assert made == [f"convert-day_{day}" for day in ((0, 1, 2) if calls == 1 else (2,))]
@@ -199,13 +192,7 @@ def test_stopped_in_the_middle_of_a_day_of_hashes_only_that_day_is_read_again(
 def test_stopped_before_the_description_it_continues(
     logs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise InterruptionError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "seal_written", fail)
-        with pytest.raises(InterruptionError):
-            prepare("criteo", tmp_path / "d", input=logs, **FULL)
+    stopped_after(tmp_path, logs, steps, "seal_written", 0, FULL)
     before = {path.name: path.stat().st_mtime_ns for path in (unfinished(tmp_path) / "data").iterdir()}
     assert "dataset.json" not in before
     made = record_parts(monkeypatch)
@@ -293,13 +280,6 @@ def test_a_killed_command_continues_only_with_the_same_options(run_cli: RunCli, 
 
 
 # Continued with something else
-
-
-def stopped(tmp_path: Path, raw: Path, name: str, **options: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, name, "after")
-        with pytest.raises(InterruptionError):
-            prepare("criteo", tmp_path / "d", input=raw, **options)
 
 
 def test_other_options_or_inputs_are_named_and_the_work_is_kept(tmp_path: Path) -> None:
@@ -439,10 +419,7 @@ def test_scratch_files_of_a_finished_run_are_harmless(logs: Path, tmp_path: Path
         real(output, partial)
         raise InterruptionError
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "replace_directory", killed_after)
-        with pytest.raises(InterruptionError):
-            prepare("criteo", tmp_path / "d", input=logs)
+    stopped_by(writing, "replace_directory", killed_after, tmp_path, logs, {})
     finished = contents(tmp_path / "d")
     prepare("criteo", tmp_path / "d", input=logs)  # nothing to do
     shutil.rmtree(tmp_path / "d")

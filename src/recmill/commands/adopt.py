@@ -20,7 +20,7 @@ from recmill.data.checks import BadValues, ClickChecks, bad_labels
 from recmill.data.click_rows import split_blocks
 from recmill.data.npy_files import npy_array, npz_arrays
 from recmill.data.opening import open_dataset
-from recmill.datasets.clicks import dense_names, sparse_names, split_rows
+from recmill.datasets.clicks import VAL_FRACTION, dense_names, held_out, sparse_names, split_rows
 from recmill.datasets.criteo.checksums import published_md5s
 from recmill.datasets.criteo.options import CRITEO
 from recmill.datasets.writing import ADOPTED, MADE_BY, recipe_changes, seal
@@ -41,7 +41,6 @@ from recmill.schema import (
 
 log = logging.getLogger(__name__)
 
-VAL_FRACTION = 0.1  # of a single day, by default
 _DENSE = "dense.npy"
 _LABELS = "labels.npy"
 _ONE_HOT = "sparse.npy"
@@ -205,6 +204,15 @@ def _features(sizes: np.ndarray) -> list[SparseFeature]:
     return [SparseFeature(name=name, rows=rows) for name, rows in zip(names, sizes.tolist(), strict=True)]
 
 
+def _given_features(num_tables: int, options: Options) -> list[SparseFeature]:
+    """Return the features with the sizes of their tables, unless these are not known yet."""
+    sizes = options.table_size or [_UNKNOWN_SIZE]
+    if len(sizes) not in (1, num_tables):
+        fact = f"{len(sizes)} sizes, {num_tables} columns of ids"
+        raise ConfigError(f"--table-size: {fact}. Give one size for each column, or one for all.")
+    return _features(np.broadcast_to(sizes, num_tables))
+
+
 def _describe_headers(path: Path, options: Options) -> ClicksDescription:
     """Return a description without digests, notes and table sizes, unless options give them."""
     days = _days(path)
@@ -215,17 +223,13 @@ def _describe_headers(path: Path, options: Options) -> ClicksDescription:
     day_rows = {day: shapes[day, _LABELS][0][0] for day in days}
     columns = [shape[1] for shape in shapes[days[0], sparse]]
     num_tables = len(columns) if sparse == _MULTI_HOT else columns[0]
-    sizes = options.table_size or [_UNKNOWN_SIZE]
-    if len(sizes) not in (1, num_tables):
-        fact = f"{len(sizes)} sizes, {num_tables} columns of ids"
-        raise ConfigError(f"--table-size: {fact}. Give one size for each column, or one for all.")
     return ClicksDescription(
         name=ADOPTED,
         made_by=MADE_BY,
         recipe=options.recipe,
         files={f"{day}_{part}": FileInfo(bytes=0, rows=day_rows[day], xxh3="") for day, part in shapes},
         dense=dense_names(shapes[days[0], _DENSE][0][1]),
-        sparse=_features(np.broadcast_to(sizes, num_tables)),
+        sparse=_given_features(num_tables, options),
         multi_hot=columns if sparse == _MULTI_HOT else [],
         modulo=options.modulo or None,
         splits=_splits(path, day_rows, options),
@@ -236,11 +240,6 @@ def _describe_records(path: Path, options: Options) -> ClicksDescription:
     if options.last_day or options.val_fraction:
         raise ConfigError(
             f"{path}: train, validation and test are separate files. Leave out --last-day, --val-fraction."
-        )
-    sizes = options.table_size or [_UNKNOWN_SIZE]
-    if len(sizes) not in (1, CRITEO.num_sparse):
-        raise ConfigError(
-            f"--table-size: {len(sizes)} sizes. Give one for each of {CRITEO.num_sparse} columns, or one."
         )
     record_bytes = 4 * (1 + CRITEO.num_dense + CRITEO.num_sparse)
     found = {split: path / f"{day}{RECORDS}" for split, day in _RECORD_FILES.items()}
@@ -260,7 +259,7 @@ def _describe_records(path: Path, options: Options) -> ClicksDescription:
         files={found[split].name: FileInfo(bytes=0, rows=count, xxh3="") for split, count in rows.items()},
         layout="bin",
         dense=dense_names(CRITEO.num_dense),
-        sparse=_features(np.broadcast_to(sizes, CRITEO.num_sparse)),
+        sparse=_given_features(CRITEO.num_sparse, options),
         modulo=options.modulo or None,
         splits={split: [RowRange(day=_RECORD_FILES[split], start=0, stop=count)] for split, count in rows.items()},
     )
@@ -349,26 +348,12 @@ def _splits(path: Path, day_rows: dict[str, int], options: Options) -> dict[str,
     if not labelled:
         problems.append("all labels are -1: there is nothing to train on")
     _raise_if_any(path, problems)
-    splits = split_rows(labelled, *_last_day(len(labelled), options))
+    splits = split_rows(labelled, *held_out(options.last_day, options.val_fraction, len(labelled)))
     if not all(splits.values()) and (options.last_day != "none" or options.val_fraction):
         fact = f"{sum(labelled.values()):,} labelled rows are too few for all of train, val and test"
         raise DataError(f"{path}: {fact}. Use --last-day none, or more rows.")
     splits[UNLABELLED] = unlabelled
     return {split: ranges for split, ranges in splits.items() if ranges}
-
-
-def _last_day(num_days: int, options: Options) -> tuple[str, float]:
-    """Return `last_day` and `val_fraction` of `split_rows`."""
-    if options.last_day == "none":
-        return "none", options.val_fraction or 0.0
-    if num_days == 1:
-        if options.last_day:
-            raise ConfigError(f"--last-day {options.last_day} needs two days or more. Use --val-fraction for one day.")
-        return "none", options.val_fraction or VAL_FRACTION
-    if options.val_fraction is not None:
-        fact = f"--val-fraction {options.val_fraction}: with {num_days} days the last one is for val and test"
-        raise ConfigError(f"{fact}. Leave it out, or add --last-day none: then it is a share of all rows.")
-    return options.last_day or "val-first", 0.0
 
 
 def _largest_ids(dataset: Dataset) -> np.ndarray:

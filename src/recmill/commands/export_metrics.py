@@ -1,17 +1,16 @@
 """`recmill export-metrics`: what a run has reported, as a CSV file or for TensorBoard, Weights & Biases or MLflow."""
 
 import hashlib
-import importlib
 from pathlib import Path
 from typing import Any, Literal
 
 from recmill.commands.history import history
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import flag
+from recmill.commands.options import flag, imported
 from recmill.config import flat, read_toml
 from recmill.config.options import given_path
 from recmill.config.sections import Section
-from recmill.errors import ConfigError, ResourceError
+from recmill.errors import ConfigError
 from recmill.files.atomic import new_file
 from recmill.observe.run_dir import RunDirectory
 from recmill.observe.tensorboard import EventFile, scalars
@@ -57,7 +56,7 @@ def _to_wandb(run: RunDirectory, lines: list[dict[str, Any]], path: Path) -> Pat
 
     Test metrics go to the summary, since their step may be an earlier one.
     """
-    wandb = _imported("wandb", "wandb")
+    wandb = imported("wandb", "This export needs wandb", "wandb")
     path.mkdir(parents=True, exist_ok=True)
     by_step: dict[int, dict[str, float]] = {}
     for line in lines:
@@ -84,9 +83,9 @@ def _to_wandb(run: RunDirectory, lines: list[dict[str, Any]], path: Path) -> Pat
 
 def _to_mlflow(run: RunDirectory, lines: list[dict[str, Any]], path: Path) -> None:
     """Add a run to a SQLite database of MLflow; it replaces an earlier export of the same run."""
-    entities = _imported("mlflow.entities", "mlflow")
-    tracking = _imported("mlflow.tracking", "mlflow")
-    _imported("sqlalchemy", "mlflow")  # the small package mlflow-skinny comes without it
+    # The small package mlflow-skinny comes without sqlalchemy.
+    modules = ("mlflow.entities", "mlflow.tracking", "sqlalchemy")
+    entities, tracking, _ = (imported(module, "This export needs mlflow", "mlflow") for module in modules)
     client = tracking.MlflowClient(tracking_uri=f"sqlite:///{path.absolute()}")
     known = client.get_experiment_by_name(_PROJECT)
     experiment = known.experiment_id if known else client.create_experiment(_PROJECT)
@@ -105,13 +104,6 @@ def _to_mlflow(run: RunDirectory, lines: list[dict[str, Any]], path: Path) -> No
     client.set_terminated(new, end_time=max(times))
     for old in earlier:
         client.delete_run(old.info.run_id)
-
-
-def _imported(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError:
-        raise ResourceError(f"This export needs {package}. Install it: pip install 'recmill[{package}]'.") from None
 
 
 def _identity(run: RunDirectory, lines: list[dict[str, Any]]) -> str:

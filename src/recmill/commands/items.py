@@ -40,10 +40,8 @@ def write_items(
     return {"requests", "dim", "output"}. `columns`, `separator`, `quotes`, `escape`, `encoding`,
     `skip_lines`, `decimal`, `thousands`, `time_format`, `on_bad_value`: as for `predict`.
     """
-    given: dict[str, Any] = {"output": str(output), "keep": keep}
-    given |= {"requests": None if requests is None else str(requests)}
-    given |= {"checkpoint": checkpoint, "fallback": fallback, **new_rows}
-    options = checked_options("items", Options, given)
+    given = {"output": output, "requests": requests, "keep": keep, "checkpoint": checkpoint, "fallback": fallback}
+    options = checked_options("items", Options, {**given, **new_rows})
     if options.requests is None and options.keep:
         raise ConfigError("--keep names columns of --requests. Give both.")
     if options.requests is not None:

@@ -1,5 +1,6 @@
 """How commands declare flags as fields of their Options, and the flags that several of them have."""
 
+import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +10,7 @@ from pydantic import Field, PositiveInt
 from recmill.config.options import given_path
 from recmill.data.opening import Checks
 from recmill.environment import process_environment
-from recmill.errors import ConfigError, DataError
+from recmill.errors import ConfigError, DataError, ResourceError
 
 Runs = str | Path | Iterable[str | Path]  # what each argument of a function of several runs may be
 STREAM = "-"  # stdin or stdout, where a path is given
@@ -71,6 +72,14 @@ def new_parquet(path: str | Path, flag: str) -> Path:
     if output.suffix != ".parquet":
         raise ConfigError(f"{flag} {output.name}: it is written as Parquet. End its name with .parquet.")
     return output
+
+
+def imported(module: str, needs: str, extra: str) -> Any:
+    """Import a module of an optional package. `needs`: what needs which one, like "Plots need matplotlib"."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise ResourceError(f"{needs}. Install it: pip install 'recmill[{extra}]'.") from None
 
 
 def flag(default: Any, help: str, *names: str, metavar: str | None = None) -> Any:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 from recmill import registry
 from recmill.commands.history import history
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import Runs, flag, listed
+from recmill.commands.options import Runs, flag, imported, listed
 from recmill.commands.results import run_report
 from recmill.config.options import given_path
 from recmill.config.sections import Section
-from recmill.errors import ConfigError, ResourceError
+from recmill.errors import ConfigError
 from recmill.files.atomic import new_file
 from recmill.observe.tensorboard import LINE_FACTS
 
@@ -73,11 +73,9 @@ def save_figure(figure: "Figure", path: Path) -> None:
 
 def new_figure(panels: int) -> "Figure":
     """Return a figure with this many panels in a row."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ResourceError("Plots need matplotlib. Install it: pip install 'recmill[plot]'.") from None
+    matplotlib = imported("matplotlib", "Plots need matplotlib", "plot")
+    from matplotlib.figure import Figure
+
     matplotlib.rcParams["svg.hashsalt"] = "recmill"
     width, height = _PANEL_INCHES
     figure = Figure(figsize=(width * panels, height), layout="constrained")

@@ -87,14 +87,9 @@ def predict(
 
     if is_frame(input):
         raise ConfigError("`input` is a path, not a frame. For frames: recmill.open_run(run).predict(frame).")
-    given: dict[str, Any] = {"input": str(input), "output": str(output), "format": format, "keep": keep, "logit": logit}
-    given |= {
-        "data": None if data is None else str(data),
-        "procs": procs,
-        "overwrite": overwrite,
-        **new_rows,
-    }
-    options = checked_options("predict", Options, {**given, "checkpoint": checkpoint, "fallback": fallback})
+    given: dict[str, Any] = {"input": input, "output": output, "format": format, "keep": keep, "logit": logit}
+    given |= {"data": data, "overwrite": overwrite, "procs": procs, "checkpoint": checkpoint, "fallback": fallback}
+    options = checked_options("predict", Options, {**given, **new_rows})
     return score_files(*scorer_of(run, options), options)
 
 

@@ -17,13 +17,13 @@ from pydantic import Field, PositiveInt
 from recmill.commands import assemble
 from recmill.commands.history import number
 from recmill.commands.keywords import checked_keywords
-from recmill.commands.options import Procs, flag
+from recmill.commands.options import Procs, flag, imported
 from recmill.config import Config, load_config, to_toml
 from recmill.config.load import Overrides, override_texts, read_toml
 from recmill.config.options import checked_options, given_path
 from recmill.config.problems import validated
 from recmill.config.sections import Section
-from recmill.errors import ConfigError, ResourceError, UserError, did_you_mean_path
+from recmill.errors import ConfigError, UserError, did_you_mean_path
 from recmill.files.atomic import write_json, write_text
 from recmill.files.locks import exclusive_lock, is_holder_gone
 from recmill.launch.processes import variables
@@ -134,10 +134,7 @@ def tune(
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ModuleNotFoundError:
-        raise ResourceError("`recmill tune` needs optuna. Install it: pip install 'recmill[tune]'.") from None
+    optuna = imported("optuna", "`recmill tune` needs optuna", "tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -13,11 +13,13 @@ from recmill.config.sections import Section
 from recmill.data.click_rows import BLOCK_ROWS as STORED_BLOCK_ROWS
 from recmill.data.click_rows import ClickRows
 from recmill.datasets.writing import MADE_BY, NpyWriter, seal, write_parquet
+from recmill.errors import ConfigError
 from recmill.schema import SPLITS, ClicksDescription, Description, FileInfo, RowRange, SparseFeature
 
 BLOCK_ROWS = 1 << 17
 PARQUET_ROWS = 1 << 19  # per file
 _MAX_TABLES = 10_000
+VAL_FRACTION = 0.1  # of a single day, by default
 PARTS = ("dense", "sparse", "labels")  # the files of a day
 Truth = dict[str, dict[str, float]]  # split -> metric -> the best value that any model can reach
 
@@ -127,6 +129,22 @@ def write_parquet_parts(
     if len(pending):
         write_part(pending)
     return file_rows
+
+
+def held_out(
+    last_day: str | None, val_fraction: float | None, num_days: int, usual: str = "val-first"
+) -> tuple[str, float]:
+    """Return `last_day` and `val_fraction` of `split_rows`; raise ConfigError if they do not suit the days."""
+    if last_day == "none":
+        return "none", val_fraction or 0.0
+    if num_days == 1:
+        if last_day:
+            raise ConfigError(f"--last-day {last_day} needs two days or more. Use --val-fraction for one log.")
+        return "none", val_fraction or VAL_FRACTION
+    if val_fraction is not None:
+        fact = f"--val-fraction {val_fraction}: with {num_days} days the last one is for val and test"
+        raise ConfigError(f"{fact}. Leave it out, or add --last-day none: then it is a share of all rows.")
+    return last_day or usual, 0.0
 
 
 def split_rows(day_rows: dict[str, int], last_day: str, val_fraction: float) -> dict[str, list[RowRange]]:

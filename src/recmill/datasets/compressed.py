@@ -22,6 +22,11 @@ def is_compressed(path: InputFile) -> bool:
     return path.suffix in SUFFIXES[1:]
 
 
+def file_of(directory: Path, name: str) -> Path | None:
+    """Return the file of this name in a directory, plain or compressed, if it is there."""
+    return next((path for suffix in SUFFIXES if (path := directory / f"{name}{suffix}").is_file()), None)
+
+
 def read_blocks(path: InputFile, block_bytes: int) -> Iterator[bytes]:
     """Yield the decompressed content in blocks of about this size. A file that changes meanwhile is an error."""
     before = file_state(path)

@@ -185,7 +185,7 @@ def _add_run(found: Recordings, start: Start, clock: Clock) -> None:
     total = max(found.seconds, 1e-9)
 
     def add(name: str, starts_ns: np.ndarray, durations_ns: np.ndarray) -> None:
-        begins, lengths = placed(clock, starts_ns, durations_ns, clock.unix(0) - origin)
+        begins, lengths = placed(clock, starts_ns, durations_ns, origin)
         left = (start.offset + begins / 1e6) / total
         right = (start.offset + (begins + lengths) / 1e6) / total
         columns = np.stack([np.floor(left * _COLUMNS), np.ceil(right * _COLUMNS)], axis=1).clip(0, _COLUMNS)
@@ -233,7 +233,7 @@ def _zoom_in(found: Recordings, clocks: list[Clock]) -> None:
 def _add_zoom(found: Recordings, clock: Clock, origin: int, length: float) -> None:
     names, tracks = clock.facts["spans"], clock.facts["tracks"]
     for spans in _spans(clock):
-        starts, durations = placed(clock, spans["start"], spans["duration"], clock.unix(0) - origin)
+        starts, durations = placed(clock, spans["start"], spans["duration"], origin)
         left, right = (starts / length).clip(0, 1), ((starts + durations) / length).clip(0, 1)
         inside = np.flatnonzero(right > left)[:5000]
         for place in inside.tolist():

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ _START = re.compile(r'"traceEvents"\s*:\s*\[')
 _BASE = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d+)')
 _RATES = {"cores used": ("cpu_s", 1.0), "disk read": ("read_bytes", 1e6), "disk written": ("write_bytes", 1e6)}
 _BROKEN = (EOFError, OSError, zlib.error, ValueError)
+Times = TypeVar("Times", int, np.ndarray)
 
 
 @dataclass
@@ -120,17 +121,20 @@ class Clock:
             self.offsets = self.offsets[:1]  # the later ones are of another clock
         self.error_ns = max((offset["error_ns"] for offset in self.offsets), default=None)
 
-    def unix(self, clock_ns: int) -> int:
+    def unix(self, clock_ns: Times) -> Times:
         """Return the aligned time of a span."""
         return self.aligned(self.pairs[0][0] + clock_ns - self.pairs[0][1])
 
-    def aligned(self, unix_ns: int) -> int:
+    def aligned(self, unix_ns: Times) -> Times:
         return unix_ns + self.offset(unix_ns)
 
-    def offset(self, unix_ns: int) -> int:
+    def offset(self, unix_ns: Times) -> Times:
         """Return what to add to a time of this rank; clocks drift linearly between two measurements."""
-        times = [offset["unix_ns"] for offset in self.offsets]
-        return round(float(np.interp(unix_ns, times, [o["offset_ns"] for o in self.offsets]))) if times else 0
+        if not self.offsets:
+            return unix_ns * 0
+        times, offsets = zip(*((offset["unix_ns"], offset["offset_ns"]) for offset in self.offsets), strict=True)
+        found = np.rint(np.interp(unix_ns, times, offsets))
+        return np.asarray(found, np.int64) if isinstance(unix_ns, np.ndarray) else int(found)
 
 
 def _clock_of(path: Path, notes: list[str]) -> Clock | None:
@@ -140,7 +144,7 @@ def _clock_of(path: Path, notes: list[str]) -> Clock | None:
         known = {"rank": int, "world_size": int, "host": str, "parts": list, "spans": list, "tracks": list}
         if not all(isinstance(clock.facts[name], kind) for name, kind in known.items()):
             raise ValueError
-        clock.unix(clock.pairs[0][1])
+        clock.unix(np.array(clock.pairs[0][1:], np.int64))
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, OSError):
         notes.append(f"{path}: not readable, so this rank is left out")
         return None
@@ -213,9 +217,8 @@ class _Tracks:
 def _write_rank(clock: Clock, begin: int, file: _File, merged: Merged) -> None:
     rank = clock.facts["rank"]
     file.name_process(rank, f"rank {rank} on {clock.facts['host']}")
-    shift = clock.unix(0) - begin  # from ns of the recording to ns of the timeline; drift is added below
     files = rank_files(clock.folder, rank)
-    _write_spans(clock, shift, files, file)
+    _write_spans(clock, begin, files, file)
     _write_counters(clock, begin, files["counters"], file, merged)
     for path in sorted(clock.folder.glob(f"kineto-{rank}-*.json*")):
         _write_kineto(clock, begin, path, file, merged)
@@ -233,7 +236,7 @@ def _write_rank(clock: Clock, begin: int, file: _File, merged: Merged) -> None:
                 file.add(_complete(event["name"], event["cat"], rank, tid, ts, event))
 
 
-def _write_spans(clock: Clock, shift: int, files: dict[str, Path], file: _File) -> None:
+def _write_spans(clock: Clock, begin: int, files: dict[str, Path], file: _File) -> None:
     rank, names, tracks = clock.facts["rank"], clock.facts["spans"], clock.facts["tracks"]
     for number, track in enumerate(tracks, 1):
         file.name_thread(rank, number, track)
@@ -241,22 +244,22 @@ def _write_spans(clock: Clock, shift: int, files: dict[str, Path], file: _File) 
     with_spans: set[int] = set()
     step_name = names.index("step")
     for spans in records(files["spans"], SPAN):
-        starts, durations = placed(clock, spans["start"], spans["duration"], shift)
+        starts, durations = placed(clock, spans["start"], spans["duration"], begin)
         columns = (starts, durations, spans["step"], spans["name"], spans["track"])
         for start, duration, step, name, track in zip(*(column.tolist() for column in columns), strict=True):
             args = f',"args":{{"step":{step + 1}}}' if step >= 0 else ""
             file.add(f'{heads[name]},"tid":{track + 1},"ts":{start:.3f},"dur":{duration:.3f}{args}}}')
             if name == step_name:
                 with_spans.add(step + 1)
-    _write_steps(clock, shift, files["steps"], with_spans, file)
+    _write_steps(clock, begin, files["steps"], with_spans, file)
 
 
-def _write_steps(clock: Clock, shift: int, path: Path, with_spans: set[int], file: _File) -> None:
+def _write_steps(clock: Clock, begin: int, path: Path, with_spans: set[int], file: _File) -> None:
     """Write the steps of which no spans were kept; a record may be of several."""
     rank, parts = clock.facts["rank"], clock.facts["parts"]
     for steps in records(path, STEP):
         spent_ns = (1e9 * steps["parts"].sum(axis=1, dtype=np.float64)).astype(np.int64)
-        starts, durations = placed(clock, steps["start"], spent_ns, shift)
+        starts, durations = placed(clock, steps["start"], spent_ns, begin)
         columns = (starts, durations, steps["step"], steps["steps"], steps["parts"])
         for start, duration, step, count, seconds in zip(*(column.tolist() for column in columns), strict=True):
             if count == 1 and step in with_spans:
@@ -270,21 +273,10 @@ def _write_steps(clock: Clock, shift: int, path: Path, with_spans: set[int], fil
             )
 
 
-def placed(clock: Clock, starts_ns: np.ndarray, durations_ns: np.ndarray, shift: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return starts and durations on the timeline, in us. Ends drift like starts, or neighbours would overlap."""
-    ends_ns = starts_ns + durations_ns.astype(np.int64)
-    starts = starts_ns + _shifts(clock, starts_ns, shift)
-    return starts / 1000, (ends_ns + _shifts(clock, ends_ns, shift) - starts) / 1000
-
-
-def _shifts(clock: Clock, times: np.ndarray, shift: int) -> np.ndarray | int:
-    """Return what to add to times of the recording; more than `shift` where the clock drifted."""
-    if len(clock.offsets) < 2:
-        return shift
-    unix = clock.pairs[0][0] + times - clock.pairs[0][1]
-    measured = [offset["unix_ns"] for offset in clock.offsets]
-    offsets = np.interp(unix, measured, [offset["offset_ns"] for offset in clock.offsets])
-    return shift + np.round(offsets).astype(np.int64) - clock.offset(clock.pairs[0][0] - clock.pairs[0][1])
+def placed(clock: Clock, starts_ns: np.ndarray, durations_ns: np.ndarray, begin: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return when spans start after `begin`, and how long they take, in us. Ends drift like starts: none overlap."""
+    starts, ends = clock.unix(starts_ns), clock.unix(starts_ns + durations_ns.astype(np.int64))
+    return (starts - begin) / 1000, (ends - starts) / 1000
 
 
 def records(path: Path, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:

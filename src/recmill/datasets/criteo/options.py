@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from recmill.config.sections import Section, key
 from recmill.datasets.click_log import LogFormat
+from recmill.datasets.clicks import held_out
 from recmill.errors import ConfigError
 from recmill.schema import ClicksLayout
 
@@ -285,7 +286,8 @@ def rules_of(options: Options, log_names: list[str], *, are_npy: bool = False) -
         raise ConfigError("--sparse-input is for npy files, and --input has raw logs. Leave it out.")
     is_kaggle = "train" in log_names
     system = options.system
-    last_day, val_fraction = _last_day(options, 1 if is_kaggle else len(log_names))
+    num_days = 1 if is_kaggle else len(log_names)
+    last_day, val_fraction = held_out(options.last_day, options.val_fraction, num_days, system.last_day)
     return Rules(
         ids=options.kind_of_ids,
         id_order=options.id_order or ("first-seen" if options.compat else "frequency"),
@@ -303,19 +305,6 @@ def rules_of(options: Options, log_names: list[str], *, are_npy: bool = False) -
         on_bad_row=options.on_bad_row,
         max_bad_rows=_DEFAULT_BAD_ROWS if options.max_bad_rows is None else options.max_bad_rows,
     )
-
-
-def _last_day(options: Options, num_labelled_logs: int) -> tuple[str, float]:
-    """Return the last_day and the val_fraction of the rules."""
-    if options.last_day == "none":
-        return "none", options.val_fraction or 0.0
-    if num_labelled_logs == 1:
-        if options.last_day:
-            raise ConfigError(f"--last-day {options.last_day} needs two days or more. Use --val-fraction for one log.")
-        return "none", options.val_fraction or 0.1
-    if options.val_fraction:
-        raise ConfigError("--val-fraction is for one log: with days, the last one is for val and test (--last-day).")
-    return options.last_day or options.system.last_day, 0.0
 
 
 def _for_every_column(values: Sequence[int]) -> tuple[int, ...]:

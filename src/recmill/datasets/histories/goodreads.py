@@ -10,7 +10,7 @@ import polars as pl
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from recmill.config.sections import key
-from recmill.datasets.compressed import SUFFIXES, forecast_rows
+from recmill.datasets.compressed import file_of, forecast_rows
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
 from recmill.datasets.histories.writing import MIN_HISTORY
 from recmill.datasets.inputs import delimited, json_lines
@@ -52,7 +52,7 @@ class Options(Filters):
 def plan(options: Options) -> InteractionsPlan:
     path = Path(options.input)
     if path.is_dir():
-        path = next((p for suffix in SUFFIXES if (p := path / f"{_FILE}{suffix}").is_file()), path / _FILE)
+        path = file_of(path, _FILE) or path / _FILE
     if not path.is_file():
         raise DataError(f"{path}: no such file. {did_you_mean_path(path)}--input is {_FILE} or its directory.")
     name_files = [Path(file) for file in (options.titles, options.book_ids) if file]

@@ -12,7 +12,7 @@ import polars as pl
 from pydantic import NonNegativeInt
 
 from recmill.config.sections import key
-from recmill.datasets.compressed import SUFFIXES, forecast_rows, read_blocks
+from recmill.datasets.compressed import file_of, forecast_rows, read_blocks
 from recmill.datasets.histories.interactions import Filters, InteractionsPlan, write
 from recmill.datasets.inputs import delimited
 from recmill.datasets.inputs.section import InputSection
@@ -47,14 +47,14 @@ def plan(options: Options) -> InteractionsPlan:
     if not directory.is_dir():
         near = did_you_mean_path(directory)
         raise DataError(f"{directory}: no such directory. {near}--input is where the unpacked MovieLens files are.")
-    found = {name: path for name in _EDITIONS if (path := _find(directory, name))}
+    found = {name: path for name in _EDITIONS if (path := file_of(directory, name))}
     if len(found) != 1:
         there = [path.name for path in found.values()] or sorted(path.name for path in directory.iterdir())[:5]
         holds = ", ".join(there) or "nothing"
         raise DataError(f"{directory}: expected one of {', '.join(_EDITIONS)}; it holds {holds}.")
     name, ratings = found.popitem()
     separator, titles_name, title_separator = _EDITIONS[name]
-    titles = _find(directory, titles_name)
+    titles = file_of(directory, titles_name)
     if not titles:
         raise DataError(f"{directory}: {ratings.name} is there, but not {titles_name}. Both are in one archive.")
     columns = [] if separator == "," else [field.column for field in _FIELDS]
@@ -68,10 +68,6 @@ def plan(options: Options) -> InteractionsPlan:
         options.min_user_count,
         titles=lambda: _titles(titles, title_separator),
     )
-
-
-def _find(directory: Path, name: str) -> Path | None:
-    return next((path for suffix in SUFFIXES if (path := directory / f"{name}{suffix}").is_file()), None)
 
 
 def _titles(path: Path, separator: str) -> pl.DataFrame:

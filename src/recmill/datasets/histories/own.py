@@ -25,7 +25,7 @@ from recmill.datasets.inputs.parquet import converted_type
 from recmill.datasets.inputs.reading import check_columns, columns_of, frames, lacking, num_rows, types_of
 from recmill.datasets.inputs.section import InputSection
 from recmill.datasets.inputs.times import FORMATS, is_format, likely_format, parsed_times
-from recmill.errors import ConfigError, DataError, did_you_mean
+from recmill.errors import ConfigError, DataError
 
 __all__ = ["Options", "plan", "plan_frames", "write"]
 
@@ -289,14 +289,10 @@ def _read_text(table: delimited.Table, columns: dict[str, str], form: str | None
 
 def _check_there(path: str, schema: pl.Schema, columns: dict[str, str]) -> None:
     missing = {column: _option(name, columns) for name, column in columns.items() if column not in schema}
-    if len(missing) > 1:
-        remedy = f"Name other columns ({', '.join(missing.values())})."
+    if missing:
+        what = "other columns" if len(missing) > 1 else "another column"
+        remedy = f"Name {what} ({', '.join(missing.values())})."
         raise DataError(f"{path}: {lacking([*missing], [*schema])}\n{remedy}")
-    for name, column in columns.items():
-        if column not in schema:
-            remedy = f"Name another column ({_option(name, columns)})."
-            near = did_you_mean(column, schema)
-            raise DataError(f"{path}: no column '{column}'; it has: {', '.join(schema)}. {near}{remedy}")
 
 
 def _option(name: str, columns: dict[str, str]) -> str:
