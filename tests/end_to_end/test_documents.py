@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 import tomli_w
 
@@ -25,6 +26,7 @@ from recmill.commands import doctor
 from recmill.commands.adopt import adopt
 from recmill.config import Settings
 from recmill.config.shipped import shipped_configs
+from recmill.errors import ConfigError
 
 from .. import python_page
 from ..config_page import fields
@@ -175,6 +177,44 @@ def test_evaluate_prints_the_table_that_the_page_of_training_shows(quickstart: Q
     done = run(command.split(), quickstart.directory)
     assert done.returncode == 0, done.stderr
     assert_printed(sample, done.stdout)
+
+
+def test_item_vectors_are_carried_over_to_newer_data_as_the_page_of_training_shows(tmp_path: Path) -> None:
+    for name, items in (("june", "abcdefgh"), ("july", "Acdefghx")):
+        rows = [f"u{user},{items[(user * step) % 8]},{step}\n" for user in range(40) for step in range(1, 9)]
+        (tmp_path / f"{name}.csv").write_text("user,item,time\n" + "".join(rows), encoding="utf-8")
+    first, last = (shlex.split(words[2:]) for words in (
+        block_with(DOCS / "training.md", "--run runs/layers").splitlines()[0],
+        block_with(DOCS / "training.md", "--init-from runs/start"),
+    ))  # fmt: skip
+    layers = shlex.split(block_with(DOCS / "training.md", "--run runs/layers").splitlines()[1][2:])
+    of_june = [word.replace("june.csv,july.csv", "june.csv").replace("data/july", "data/june") for word in first]
+    train_june = "recmill train own/sasrec --set data.path=data/june --set train.max_steps=5 --run runs/june"
+    script = [sys.executable, "-c", block_with(DOCS / "training.md", "import_rows(")]
+    few = ["--set", "train.max_steps=2"]
+    for words in (of_june, train_june.split(), first, layers, script, [*last, *few]):
+        done = (
+            subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+            if words is script
+            else run(words, tmp_path)
+        )
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr}"
+    vectors = {}
+    for name, data in (("june", "june"), ("start", "july")):
+        recmill.export_rows(tmp_path / "runs" / name, "item", tmp_path / f"{name}.rows.parquet")
+        names = pl.read_parquet(tmp_path / "data" / data / "items.parquet")["original_id"]
+        rows = pl.read_parquet(tmp_path / f"{name}.rows.parquet").sort("id")["row"].to_list()[1:]
+        vectors[name] = dict(zip(names, rows, strict=True))
+    assert len(vectors["start"]) == len("abcdefgh" + "Ax")
+    assert {item: vectors["start"][item] for item in vectors["june"]} == vectors["june"]
+    recmill.prepare("histories", tmp_path / "alone", input=str(tmp_path / "july.csv"), user_column="user",
+                    item_column="item", time_column="time")  # fmt: skip
+    message = (
+        rf"ids of items stand for other values .* `recmill checkpoint rows {tmp_path}/runs/june item --output item.p"
+    )
+    with pytest.raises(ConfigError, match=message):
+        start = tmp_path / "runs" / "june"
+        recmill.train("own/sasrec", tmp_path / "no", overrides={"data.path": str(tmp_path / "alone")}, init_from=start)
 
 
 # Samples that are deterministic

@@ -42,7 +42,7 @@ def test_the_model_and_the_metric_of_the_page_keep_their_contracts_and_train(
     (examples / "data" / "clicks").symlink_to(clicks)
     assert_equal(block_with(PAGE, "it and its task have"), ran(run_cli("check-plugin", "my_models.fm")))
     assert "FAIL" not in ran(run_cli("check-plugin", "my_models.accuracy"))
-    assert "8 checks: 8 passed" in ran(run_cli("check-plugin", "my_models.fm_with_dropout"))
+    assert "9 checks: 9 passed" in ran(run_cli("check-plugin", "my_models.fm_with_dropout"))
     few = ("--set", "train.max_steps=4", "--set", "train.device=cpu")
     ran(run_cli("train", "fm.toml", "--run", "runs/fm", "--procs", "2", *few))
     plugins = json.loads((examples / "runs" / "fm" / "env.json").read_text())["plugins"]

@@ -2,13 +2,15 @@
 
 import ast
 import inspect
+import json
+import pickle
 import pydoc
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_type
+from typing import TYPE_CHECKING, Any, Literal, assert_type
 
 import numpy as np
 import pytest
@@ -25,14 +27,18 @@ if TYPE_CHECKING:  # this part is checked by mypy and never run
     import pyarrow as pa
 
     from recmill.commands.recommend import Recommendation
-    from recmill.metrics.own import Values
+    from recmill.metrics.own import Metrics
 
     def a_users_script() -> None:
         assert_type(recmill.recommend("r", [1]), list[Recommendation])
         assert_type(recmill.recommend("r", users="7", k=3)[0]["score"], float)
         assert_type(recmill.recommend("r", "1,2", frame="polars"), pl.DataFrame)
         assert_type(recmill.recommend("r", "1,2", frame="pandas"), pd.DataFrame)
-        assert_type(recmill.evaluate("r", procs=2), Values)
+        assert_type(recmill.evaluate("r", procs=2), Metrics)
+        assert_type(recmill.evaluate("r")["auroc"] - 0.5, float)
+        assert_type(recmill.evaluate("r")["rows"] + recmill.evaluate("r")["step"], int)
+        assert_type(recmill.evaluate("r")["checkpoint"], str)
+        assert_type(recmill.train("c.toml", "r")["test"]["full/hr@10"] > 0.1, bool)
         assert_type(recmill.evaluate("r", per_user=True), pl.DataFrame)
         assert_type(recmill.evaluate("r", per_user=True, frame="arrow"), pa.Table)
         assert_type(recmill.results("r", "s"), pl.DataFrame)
@@ -45,7 +51,7 @@ if TYPE_CHECKING:  # this part is checked by mypy and never run
         assert_type(run.predict(pl.DataFrame()), pl.DataFrame)
         assert_type(run.predict(pd.DataFrame(), keep=["a"], on_bad_value="missing", frame="pandas"), pd.DataFrame)
         assert_type(run.predict(pa.table({}), frame="arrow"), pa.Table)
-        assert_type(run.evaluate(), Values)
+        assert_type(run.evaluate(), Metrics)
         assert_type(run.evaluate(per_user=True), pl.DataFrame)
         assert_type(run.history(frame="pandas"), pd.DataFrame)
         recmill.prepare("histories", "d", input="plays.csv", user_column="user", item_column="item", k_core=5)
@@ -135,7 +141,43 @@ def test_errors_name_arguments_and_commands_have_flags(tmp_path: Path, monkeypat
 
     with pytest.raises(ConfigError) as shown:
         fails(1, "")
-    expected = "`k` 3 in --keep. Run: recmill prepare x --input y.csv --k 1. Or `input`; or: recmill run --k 5"
+    expected = "`k=3` in --keep. Run: recmill prepare x --input y.csv --k 1. Or `input`; or: recmill run --k 5"
+    assert str(shown.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Use --separator ';'.", "Use `separator=';'`."),
+        ("--schema my.toml: no such file.", "`schema='my.toml'`: no such file."),
+        ("--schema is missing: name it.", "`schema` is missing: name it."),
+        ("--rows 1000: give 2.5 or more.", "`rows=1000`: give 2.5 or more."),
+        ("--rows -1: give more.", "`rows=-1`: give more."),
+        ("Give --schema FILE to read.", "Give `schema='FILE'` to read."),
+        ("--rows 1st is no number", "`rows` 1st is no number"),
+        ("--format csv needs --no-quotes", "`format='csv'` needs `quotes=False`"),
+        ("--format csvs, --quotes", "`format` csvs, `quotes=True`"),
+        ("--keep a,b: 'b' occurs twice.", "`keep=['a', 'b']`: 'b' occurs twice."),
+        ("--keep 'a': give two.", "`keep=['a']`: give two."),
+        (
+            "Give --set train.seed=1, or --set data.path=d.",
+            "Give `overrides={'train.seed': 1}`, or `overrides={'data.path': 'd'}`.",
+        ),
+        ("--no-user needs --unknown 'x'.", "`no_user=True` needs --unknown 'x'."),
+    ],
+)
+def test_flags_with_values_are_written_as_arguments(text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "names_flags", False)
+
+    @keywords.named_arguments
+    def fails(
+        separator: str, schema: "str | Path", rows: int, format: Literal["csv", "jsonl"] | None, quotes: bool | None,
+        keep: list[str] | None, overrides: Any, no_user: bool,
+    ) -> None:  # fmt: skip
+        raise ConfigError(text)
+
+    with pytest.raises(ConfigError) as shown:
+        fails("", "", 1, None, None, None, (), no_user=False)
     assert str(shown.value) == expected
 
 
@@ -184,3 +226,17 @@ def test_wrong_overrides_are_errors_that_name_what_was_meant(overrides: Any, exp
         with pytest.raises(ConfigError, match=re.escape(expected)):
             function("quickstart/dlrm", *arguments, overrides=overrides)
     assert not (tmp_path / "r").exists()
+
+
+def test_in_a_notebook_a_guess_and_a_dataset_look_like_what_the_command_prints(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("click,site\n" + "1,a\n0,b\n0,a\n1,b\n" * 30)
+    guessed = recmill.guess_schema(log, "click")
+    header, _, *rows = (re.split("  +", line) for line in repr(guessed).splitlines())
+    assert header == ["column", "guess", "why"]
+    assert rows == [["click", "label", "clicks: 1, true"], ["site", "categorical", "text, 2 different values"]]
+    about = recmill.prepare("clicks", tmp_path / "d", input=log, schema=guessed)
+    assert repr(about).startswith("clicks: rows train 96, val 12, test 12; 0 numeric, 1 categorical features")
+    for found in (guessed, about):
+        assert isinstance(found, dict)
+        assert json.loads(json.dumps(found)) == found == pickle.loads(pickle.dumps(found))

@@ -59,7 +59,7 @@ def test_an_error_that_a_plug_in_raises_is_a_failed_check_with_its_line(folder: 
     [
         ("factors.sum", "factor.sum", 2, r"fm\.py:\d+: NameError: name 'factor' is not defined"),
         ("self.tables", "self.bags", 1, "The network has no attribute `tables`.* Rename `bags`"),
-        (".squeeze(1) +", " +", 3, r"must return one logit per row: shape \[32\].* It returned shape \[32, 32\]"),
+        (".squeeze(1) +", " +", 4, r"must return one logit per row: shape \[32\].* It returned shape \[32, 32\]"),
     ],
 )
 def test_each_mistake_in_a_model_is_reported_once(old: str, new: str, passed: int, problem: str, folder: Path) -> None:
@@ -69,6 +69,20 @@ def test_each_mistake_in_a_model_is_reported_once(old: str, new: str, passed: in
     found = [outcome.problem for outcome in outcomes if outcome.problem]
     assert len(found) == 1 and re.search(problem, found[0]), found
     assert sum(not outcome.problem and not outcome.cause for outcome in outcomes) == passed, outcomes
+
+
+def test_vectors_that_are_read_by_their_place_are_found(folder: Path, clicks: Path) -> None:
+    text = block_with(REPO / "docs" / "own-model.md", "class FM").replace("weights.sum(1)", "weights[:, 0]")
+    by_place = text.replace("in_order(self.tables(sparse), self.features)", "self.tables(sparse).values()")
+    for name, module in (("by_name", text), ("by_place", by_place)):
+        (folder / "my_models" / f"{name}.py").write_text(module)
+    named, placed = (
+        load_config({"data": {"path": str(clicks)}, "model": {"name": f"my_models.{name}"}})
+        for name in ("by_name", "by_place")
+    )
+    models.the_output_of_its_tables_is_read_by_name(named, open_dataset(clicks))
+    with pytest.raises(Broken, match="order of the features in the output of `tables`: read it by name, as `in_order`"):
+        models.the_output_of_its_tables_is_read_by_name(placed, open_dataset(clicks))
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,28 @@ def test_intervals_decide_where_they_are_known(tmp_path: Path, dlrm: Config) -> 
     assert "intervals of both runs overlap" in recmill.compare(*runs[:2]).noise_of_metrics
 
 
+def test_a_difference_that_few_users_may_cause_is_not_called_real(
+    tmp_path: Path, dlrm: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 100 users, 20 % and 30 % hits: the difference has a standard error of 0.0606, as 0.2 x 0.8 + 0.3 x 0.7."""
+    runs = []
+    for name, users, hits in (("a", 100, 0.2), ("b", 100, 0.3), ("c", 10_000, 0.2), ("d", 10_000, 0.3)):
+        runs.append(write_run(tmp_path / name, dlrm, DONE))
+        finish(runs[-1], 0.7, **{"full/hr@10": hits, "users": users})
+        lines = [{"step": step, "split": "val", "headline": "full/hr@10", "full/hr@10": hits} for step in range(8)]
+        append(runs[-1], lines)
+    few, many = (recmill.compare(*pair) for pair in (runs[:2], runs[2:]))
+    assert (named(few.metrics)["full/hr@10"].is_same, named(many.metrics)["full/hr@10"].is_same) == (True, False)
+    assert named(few.metrics)["full/hr@10"].error == pytest.approx(1.96 * 0.0606, rel=0.02)
+    small = "the split is too small to tell the runs apart by full/hr@10"
+    assert (small in few.noise_of_metrics, small in many.noise_of_metrics) == (True, False)
+    assert "its 95 % interval with 100 users" in few.noise_of_metrics
+    print_comparison(few)
+    printed = capsys.readouterr().out
+    assert re.search(r"^full/hr@10 +0.2000  0.3000  \+0.1000  0.11\d\d  within \+/-$", printed, re.M)
+    assert small in printed
+
+
 def test_parts_of_steps_are_the_same_within_the_spread_of_ten_stretches(tmp_path: Path, dlrm: Config) -> None:
     runs = [write_run(tmp_path / name, dlrm, {"state": "running"}) for name in "abc"]
     record(runs[0], [0.010, 0.012] * 5)

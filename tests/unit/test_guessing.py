@@ -313,7 +313,7 @@ def test_quotes_that_the_sample_lacks_are_quotes_and_those_within_its_fields_are
     tmp_path: Path, separator: str
 ) -> None:
     """The first quotes are behind all lines that are looked at."""
-    rows = [f"{n % 2}{separator}shoes" for n in range(45_000)]
+    rows = [f"{n % 2}{separator}shoes{n % 7}" for n in range(45_000)]
     rows[42_500:42_510] = [f'{n % 2}{separator}"red{separator} small"' for n in range(10)]
     (tmp_path / "log.csv").write_text("\n".join([f"click{separator}what", *rows, ""]))
     found = recmill.guess_schema(tmp_path / "log.csv", "click", separator=separator)
@@ -487,7 +487,24 @@ def test_a_label_that_is_there_shows_that_the_first_row_has_names_and_parts_of_p
 def test_texts_that_may_be_missing_or_the_same_get_a_remark(tmp_path: Path) -> None:
     found = recmill.guess_schema(small_log(200), "click")
     why = (
-        "text, 4 different values; 'N/A' may stand for no value; 'android' and 'android ' differ only in spaces or case"
+        "text, 4 different values; 'N/A' may stand for no value; 'android' and 'android ' differ only in spaces or "
+        "case (normalize makes them the same)"
     )
     assert found["columns"][-1] == {"column": "system", "guess": "categorical", "why": why}
     assert '# missing_values = [\n#     "N/A",\n# ]' in found["schema"]
+    assert '# normalize = [\n#     "strip",\n#     "lower",\n# ]' in found["schema"]
+
+
+def test_a_log_without_any_feature_is_an_error_that_says_why_each_column_was_left_out(tmp_path: Path) -> None:
+    frame = pl.DataFrame({"click": [0, 1] * 100, "id": [f"r{row}" for row in range(200)], "site": ["a"] * 200})
+    frame.write_csv(tmp_path / "log.csv")
+    with pytest.raises(DataError) as caught:
+        recmill.guess_schema(tmp_path / "log.csv", "click", tmp_path / "clicks.toml")
+    first, *reasons, remedy = str(caught.value).splitlines()
+    assert first.endswith("log.csv: no column beside the label click can be a feature:")
+    assert reasons == [
+        "  id: 200 different values in 200 rows: it looks like the row's own id",
+        "  site: one value only in 200 rows",
+    ]
+    assert remedy.startswith("Add such a column")
+    assert not (tmp_path / "clicks.toml").exists()

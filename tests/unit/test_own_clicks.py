@@ -270,6 +270,40 @@ def test_ids_are_texts_as_they_are_and_whole_numbers_of_any_size(prepared: Prepa
     assert texts(RawRows(largest, "log", range(1, 3)), "site", []).to_list() == [str(2**63), str(2**64 - 1)]
 
 
+def test_texts_are_normalized_only_if_the_schema_says_so(prepared: Prepare) -> None:
+    sites = [" Red", "RED ", "red", " ", "n/a ", "\u00c4pfel", "\u00e4PFEL", "blue"]
+    tags = ["B| a", "b|A |a", "|", "N/A|x", "", "", "", ""]
+    rows = [f"{click},,{site},{tag}\n" for site, tag in zip(sites, tags, strict=True) for click in (0, 1)]
+    log = "click,fold,site,tags\n" + "".join(rows) + "0,v,RED,x\n1,v,blue,Y\n0,t,a,\n1,t,a,\n"
+    both = {"normalize": ["strip", "lower"]}
+    features = [
+        SITE | both | {"missing_values": ["N/A"]},
+        {"name": "hash", "column": "site", "type": "categorical", "ids": "hash", "table_size": 50} | both,
+        {"name": "stripped", "column": "site", "type": "categorical", "normalize": ["strip"]},
+        {"column": "tags", "type": "categorical", "separator": "|", "missing_values": ["N/A"]} | both,
+    ]
+    path = prepared(log, split=BY_FOLD, feature=features)
+    values = pl.read_parquet(path / "vocabulary_site.parquet").filter(pl.col("id") > 1)
+    assert values.rows() == [("red", 2, 6), ("\u00e4pfel", 3, 4), ("blue", 4, 2)]
+    stripped = pl.read_parquet(path / "vocabulary_stripped.parquet").filter(pl.col("id") > 1)["value"]
+    assert stripped.to_list() == ["RED", "Red", "blue", "n/a", "red", "\u00c4pfel", "\u00e4PFEL"]
+    _, ids, _ = arrays(path)
+    assert ids[::2, 0].tolist() == [2, 2, 2, 0, 0, 3, 3, 4]
+    (red,) = hashed(pl.Series(["red"]), "hash", 50).tolist()
+    assert ids[::2, 1].tolist()[:4] == [red, red, red, 0]
+    a, b, x = 2, 3, 4  # six, four and two times
+    assert ids[::2, 3:].tolist()[:4] == [[b, a, 0], [b, a, a], [0, 0, 0], [x, 0, 0]]
+    assert arrays(path, "val")[1][:, [0, 3]].tolist() == [[2, x], [4, 1]]
+
+
+def test_a_schema_without_normalization_is_stored_as_before_there_was_any(prepared: Prepare) -> None:
+    path = prepared(GOOD, split=BY_FOLD, feature=[SITE])
+    (stored,) = json.loads((path / "dataset.json").read_text())["recipe"]["schema"]["feature"]
+    keys = "name role missing_values type column ids min_frequency table_size separator pooling max_values share_table"
+    assert [*stored] == keys.split()
+    assert '"normalize"' not in (path / "recipe.json").read_text()
+
+
 def test_nulls_of_a_list_are_no_values(prepared: Prepare) -> None:
     lists = [["x", None, "x"], [None], [], None, ["x"], ["x"]] + [["x"], ["x"]] * 2
     folds = ["", "", "", "", "", "", "v", "v", "t", "t"]
@@ -436,6 +470,19 @@ def test_kept_columns_and_weights_are_stored_beside_the_rows_of_each_split(prepa
             prepared(log, split=BY_FOLD, keep={"weight": "price"}, feature=[SITE])
 
 
+@pytest.mark.parametrize(("split", "fold"), [("train", ""), ("test", "t")])
+def test_a_split_whose_weights_are_all_0_is_an_error_that_leaves_nothing(
+    prepared: Prepare, tmp_path: Path, split: str, fold: str
+) -> None:
+    log = re.sub(rf"(?m)^([01],{fold},a,).$", r"\g<1>0", GOOD)
+    assert log != GOOD
+    with pytest.raises(
+        DataError, match=rf"^column price: the weights of all rows for {split} are 0, so nothing can be"
+    ):
+        prepared(log, split=BY_FOLD, keep={"weight": "price"}, feature=[SITE])
+    assert not [path.name for path in tmp_path.iterdir() if "data" in path.name]
+
+
 def test_roles_of_features_are_described(prepared: Prepare) -> None:
     features = [{**SITE, "role": "item"}, {**PRICE, "role": "user", "flag_missing": True}, {**SITE, "name": "other"}]
     clicks = open_dataset(prepared(GOOD, split=BY_FOLD, feature=features)).clicks
@@ -523,7 +570,9 @@ def test_text_and_parquet_whole_numbers_and_their_text_compressed_or_not_give_th
                 assert one.tobytes() == two.tobytes()
 
 
-VALUES = st.sampled_from(["", "NULL", "a", "b", "ä", "0", "00", " a", "1|2", "2|1|2", "|"])
+VALUES = st.sampled_from(
+    ["", "NULL", "null ", "a", "A ", "b", "ä", "Ä", "0", "00", " a", " ", "1| A |a", "1|2", "2|1|2", "|"]
+)
 LOGS = st.lists(st.tuples(VALUES, st.sampled_from(["", "1", "-2.5", "1e3", " 7 "]), st.booleans()), min_size=8)
 
 
@@ -549,6 +598,8 @@ def test_new_rows_are_encoded_as_prepared_ones_to_the_bit(
         {"name": "hash", "column": "text", "type": "categorical", "ids": "hash", "table_size": 50},
         {"name": "cross", "type": "cross", "columns": ["text", "number"], "table_size": 50},
         {"name": "bucket", "column": "number", "type": "bucket", "boundaries": boundaries},
+        {"name": "normal", "column": "text", "type": "categorical", "normalize": ["strip", "lower"]},
+        {"name": "normal bag", "column": "text", "type": "categorical", "separator": "|", "normalize": ["lower"]},
         {"name": "shared", "column": "number", "type": "categorical", "share_table": "text"},
         *({"name": part, "type": "time", "part": part} for part in PARTS),
         {"column": "number", "type": "numeric", "transform": transform, "flag_missing": flag, "clip": [0.1, 0.9]},
@@ -630,6 +681,10 @@ def test_bad_rows_are_named_and_leave_nothing(
         (
             {"feature": [SITE, {"name": "b", **SITE, "share_table": "site", "table_size": 9}]},
             "feature.b.table_size: its table is that of 'site'. Set it there.",
+        ),
+        (
+            {"feature": [SITE, {"name": "b", **SITE, "share_table": "site", "normalize": ["lower"]}]},
+            "feature.b.normalize: its table is that of 'site'. Set it there.",
         ),
         ({"feature": [{**SITE, "share_table": "price"}]}, "'price' is no categorical feature with a table"),
         ({"feature": [{"column": "click", "type": "categorical"}]}, "'click' is the label"),

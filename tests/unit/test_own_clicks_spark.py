@@ -32,6 +32,7 @@ FEATURES: list[dict[str, Any]] = [
     {"name": "hashed", "column": "site", "type": "categorical", "ids": "hash", "table_size": 50},
     {"column": "tags", "type": "categorical", "separator": "|", "max_values": 3, "min_frequency": 3},
     {"column": "last", "type": "categorical", "share_table": "tags"},
+    {"name": "any case", "column": "site", "type": "categorical", "normalize": ["strip", "lower"]},
     {"name": "flag", "column": "fold", "type": "categorical", "missing_values": ["v"]},
     {"name": "price bucket", "column": "price", "type": "bucket"},
     {"name": "squared", "column": "price", "type": "bucket", "boundaries": "log2-squared"},
@@ -72,7 +73,9 @@ def random_log(rows: int, seed: int) -> pl.DataFrame:
             "at": pl.from_epoch(pl.Series(seconds + 1_772_323_200)).dt.strftime("%F %T"),
             "user": random.integers(0, 40, rows).astype(str),
             "fold": random.choice(["", "v", "t"], rows, p=[0.6, 0.2, 0.2]),
-            "site": [f"s\u00e9{n}" for n in np.minimum(random.geometric(0.12, rows), 30)],
+            "site": [
+                random.choice(["s\u00e9", " S\u00c9"]) + str(n) for n in np.minimum(random.geometric(0.12, rows), 30)
+            ],
             "tags": tags,
             "last": [f"t{n}" for n in random.integers(0, 15, rows)],
             "price": np.where(random.random(rows) < 0.1, "", price),

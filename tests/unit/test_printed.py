@@ -19,6 +19,15 @@ def test_columns_are_aligned_without_trailing_spaces() -> None:
     assert table_lines([["a", "bb", "c"], ["aaa", "b", ""]]) == ["a    bb  c", "aaa  b"]
 
 
+def test_columns_are_aligned_where_characters_take_two_places_or_none() -> None:
+    cafe = "cafe\u0301"
+    assert table_lines([["\u6807\u9898", "x"], ["abcd", "y"], [cafe, "z"]]) == [
+        "\u6807\u9898  x",
+        "abcd  y",
+        f"{cafe}  z",
+    ]
+
+
 def test_a_table_has_a_header_and_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(["run", "metric"], [["a", "0.5"], ["long", "1"]])
     assert capsys.readouterr().out == "run   metric\n----  ------\na     0.5\nlong  1\n"
@@ -144,3 +153,11 @@ def test_predictions_list_features_whose_training_shares_are_known_or_that_are_c
     ]
     print_predictions(predicted() | {"features": predicted()["features"][:2]})
     assert capsys.readouterr().out == "8 rows scored: scores.csv\n"
+
+
+def test_titles_that_are_the_ids_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"rank": 1, "item": 7, "title": "7", "score": 0.5}, {"rank": 2, "item": 9, "title": "9", "score": 0.25}]
+    printed.print_recommendations(rows)
+    assert capsys.readouterr().out.splitlines()[0] == "rank  item  score"
+    printed.print_recommendations([rows[0], rows[1] | {"title": "Heat"}])
+    assert capsys.readouterr().out.splitlines()[0] == "rank  item  title  score"

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,43 @@ def test_differences_are_to_the_first_run_and_only_between_runs_on_the_same_data
     assert rows["logloss"][0] == "0.5000"
 
 
-def test_popularity_and_best_reachable_stand_in_a_column_of_their_dataset(capsys: pytest.CaptureFixture[str]) -> None:
-    made = RunReport("a", "done", dataset="data/made", values={"hr@10": 0.5}, reachable={"hr@10": 0.875})
-    real = RunReport("b", "done", dataset="data/ml", values={"hr@10": 0.25}, popularity={"hr@10": 0.125, "hr@5": 0.1})
-    print_results([made, real], [{}, {}])
+def test_popularity_and_best_reachable_stand_beside_the_runs_on_their_dataset(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = RunReport("a", "done", dataset="/x/made", values={"hr@10": 0.5}, reachable={"hr@10": 0.875})
+    real = RunReport("b", "done", dataset="/x/ml", values={"hr@10": 0.25}, popularity={"hr@10": 0.125, "hr@5": 0.1})
+    print_results([made, real, replace(made, run="c")], [{}, {}, {}])
+    first, second = capsys.readouterr().out.split("\n\n")
+    first_lines, second_lines = ([re.split("  +", line) for line in text.splitlines()] for text in (first, second))
+    assert first_lines[0] == ["test", "a", "c", "best reachable"]
+    assert first_lines[2] == ["dataset", ".../made", ".../made"]
+    assert first_lines[-1] == ["hr@10", "0.5000", "0.5000", "0.8750"]
+    assert (second_lines[0], second_lines[-1]) == (["test", "b", "popularity"], ["hr@10", "0.2500", "0.1250"])
+    other_task = replace(real, values={"auroc": 0.75}, popularity={"auroc": 0.5})
+    print_results([made, other_task], [{}, {}])
     lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["test", "a", "b", "best reachable, data/made", "popularity, data/ml"]
-    assert lines[-1] == ["hr@10", "0.5000", "0.2500", "0.8750", "0.1250"]
+    assert lines[0] == ["test", "a", "b", "popularity", "best reachable"]
+    assert lines[-2:] == [["hr@10", "0.5000", "0.8750"], ["auroc", "0.7500", "0.5000"]]
     print_results([made, made], [{}, {}])
-    assert capsys.readouterr().out.splitlines()[0].endswith("  best reachable")
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].endswith("  best reachable")
+    assert "dataset" not in text
+
+
+def test_a_dataset_that_was_prepared_anew_is_another_one_and_one_that_was_moved_is_not(
+    new_run: NewRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = [{**DONE, "dataset": name} for name in ("12345678ab", "12345678ab", "87654321ba")]
+    paths = [new_run(name, status, {"auroc": 0.75}) for name, status in zip("abc", same, strict=True)]
+    reports = [run_report(path) for path in paths]
+    assert reports[0].reachable == {}, "the data of its path is not what it was trained on"
+    reports[1] = replace(reports[1], dataset="/moved")
+    assert deltas(reports) == [{}, {"auroc": 0.0}, {}]
+    print_results(reports, [{}, {}, {}])
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert reports[1].run in first
+    assert re.search(r"^dataset .* 12345678 ", first, re.M)
+    assert re.search(r"^dataset .* 87654321$", second, re.M)
 
 
 @pytest.mark.parametrize("tested, is_warned", [(0.0114, True), (0.02, False)])

@@ -128,5 +128,8 @@ def test_reading_is_shown_as_progress(copy: Path, read: list[str], monkeypatch: 
             shown.append(("done", self._done))
 
     monkeypatch.setattr(verification, "Progress", Shown)
+    monkeypatch.setattr(verification, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr("recmill.files.digests.BLOCK_BYTES", 1 << 12)
     opened(copy, read)
-    assert shown == [(f"verifying {copy.name}", 12 << 22), ("done", 12 << 22)]
+    size = sum(info.bytes for info in open_dataset(copy).description.files.values())
+    assert shown == [(f"verifying {copy.name}", size), ("done", size)]

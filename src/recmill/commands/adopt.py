@@ -26,6 +26,7 @@ from recmill.datasets.criteo.options import CRITEO
 from recmill.datasets.writing import ADOPTED, MADE_BY, recipe_changes, seal
 from recmill.errors import ConfigError, DataError, ResourceError, did_you_mean_path
 from recmill.hardware.cpu import num_cores
+from recmill.observe.printed import Printed, print_dataset
 from recmill.observe.progress import Progress
 from recmill.schema import (
     DESCRIPTION_FILE,
@@ -115,7 +116,7 @@ def adopt(path: str | Path, **options: Unpack[AdoptOptions]) -> dict[str, Any]:
     else:
         _write_description(path, checked)
         log.info("adopted %s", path)
-    return open_dataset(path).description.model_dump(mode="json")
+    return Printed(open_dataset(path).description.model_dump(mode="json"), print_dataset)
 
 
 def _linked(path: Path, output: Path) -> Path:

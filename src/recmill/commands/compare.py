@@ -19,6 +19,8 @@ from recmill.config.compare import flat
 from recmill.environment import is_recorded
 from recmill.errors import UserError
 from recmill.files.reading import read_json, read_small
+from recmill.metrics.own import Values
+from recmill.metrics.sampling_error import TWO_SIDED_95, standard_error
 from recmill.observe.printed import distinct, printed_text
 from recmill.observe.printed_runs import print_comparison
 from recmill.observe.recorder import PARTS, PAUSES
@@ -44,12 +46,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of both runs. `is_same`: the difference is none or noise; None: the runs cannot be compared."""
+    """A number of both runs. `is_same`: the difference is none or noise; None: the runs cannot be compared.
+
+    `error`: half of the 95 % interval of the difference that comes from the rows tested, estimated; None: unknown.
+    """
 
     name: str
     a: float
     b: float
     is_same: bool | None
+    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
     reports = [run_report(run) for run in (a, b)]
     runs = [_read(run, report) for run, report in zip((a, b), reports, strict=True)]
     metrics, metrics_of, rule = _metrics(reports, runs)
-    no_metrics, no_losses = _not_comparable((a, b), reports)
+    no_metrics, no_losses = _not_comparable(reports)
     if no_metrics:
         metrics, rule = [replace(row, is_same=None) for row in metrics], ""
     last_step = min(report.step for report in reports)
@@ -158,17 +164,14 @@ def _is_comparable(key: str) -> bool:
     return key not in _OF_ONE_START and (section != "variables" or is_recorded(name))
 
 
-def _not_comparable(paths: Sequence[str | Path], reports: Sequence[RunReport]) -> tuple[str, str]:
+def _not_comparable(reports: Sequence[RunReport]) -> tuple[str, str]:
     """Return why the metrics of two runs cannot be compared, and why their losses cannot; empty if they can."""
     models = [report.model for report in reports]
     tasks = [*map(_task, models)] if models[0] != models[1] else []  # models import torch
     if tasks and all(tasks) and tasks[0] != tasks[1]:
         text = f"different tasks ({' and '.join(tasks)}): metrics and losses are not comparable"
         return text, text
-    datasets = [RunDirectory(path).read_status().get("dataset") for path in paths]  # their digests
-    if not all(datasets):  # a run that is not done does not name them
-        datasets = [report.dataset for report in reports]
-    if all(datasets) and datasets[0] != datasets[1]:
+    if not reports[0].has_data_of(reports[1]):
         text = "different datasets: metrics are not comparable"
         return text, text
     if "next_item" in tasks or "retrieval" in tasks:  # such models have losses of their own; click models share one
@@ -201,39 +204,50 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
 
 
 def _metrics(reports: Sequence[RunReport], runs: Sequence[_Run]) -> tuple[list[Measured], str, str]:
-    """Return the metrics of both runs, the split that they are of, and the rule that says which are the same."""
-    first, second = (report.values for report in reports)
-    pairs = {
-        name: (value, other)
-        for name in distinct([name for name in first if name.split("/")[0] not in ("low", "high")])
-        if isinstance(value := first[name], float) and isinstance(other := second.get(name), float)
-    }
-    split = "test"
-    if not pairs:
-        split = "best validation"
-        values = [report.best_value for report in reports]
-        if reports[0].metric == reports[1].metric and values[0] is not None and values[1] is not None:
-            pairs = {reports[0].metric: (values[0], values[1])}
-    found, rules = [], set()
-    for name, (value, other) in pairs.items():
-        is_same, rule = _within_noise(name, (value, other), reports, runs)
-        rules.add(rule)
-        found.append(Measured(name, value, other, is_same or value == other))
-    return found, split, "; ".join(sorted(rules))
+    """Return the metrics of both runs, the split that they are of, and the rules that say which are the same."""
+    values, split = [report.values for report in reports], "test"
+    names = [name for name in distinct(values[0]) if name.split("/")[0] not in ("low", "high")]
+    names = [name for name in names if all(isinstance(of_run.get(name), float) for of_run in values)]
+    if not names:
+        split, metric, bests = "best validation", reports[0].metric, [report.best_value for report in reports]
+        if metric == reports[1].metric and None not in bests:
+            names = [metric]
+            values = [{name: series[-1] for name, series in run.validations.items()} for run in runs]
+            values = [{**last, metric: best or 0.0} for last, best in zip(values, bests, strict=True)]
+    judged = [_judged(name, values, runs) for name in names]
+    rules = dict.fromkeys(rule for _, rules_of_row in judged for rule in rules_of_row)
+    if {row.error is None for row, _ in judged if row.a != row.b} == {True, False}:
+        rules["?: known with eval.bootstrap"] = None
+    unclear = [row.name for row, _ in judged if row.error and 0 < abs(row.b - row.a) <= row.error]
+    if unclear:
+        rules[f"the split is too small to tell the runs apart by {', '.join(unclear)}"] = None
+    return [row for row, _ in judged], split, "; ".join(rules)
 
 
-def _within_noise(
-    name: str, values: tuple[float, float], reports: Sequence[RunReport], runs: Sequence[_Run]
-) -> tuple[bool, str]:
-    """Return whether a difference is within the noise, and the rule that decides it."""
-    lows, highs = ([number(report.values.get(f"{end}/{name}")) for report in reports] for end in ("low", "high"))
-    if lows[0] is not None and lows[1] is not None and highs[0] is not None and highs[1] is not None:
-        return lows[0] <= highs[1] and lows[1] <= highs[0], "the 95 % intervals of both runs overlap"
+def _judged(name: str, values: Sequence[Values], runs: Sequence[_Run]) -> tuple[Measured, list[str]]:
+    """Return a metric of both runs, and the rules that say whether its difference is noise.
+
+    It may be that of training, which differs from seed to seed, or that of a split with few rows.
+    """
+    a, b = (float(of_run[name]) for of_run in values)
+    is_same, rules = a == b, []
     series = [list(run.validations.get(name, ())) for run in runs]
     if min(map(len, series)) < _FEW_VALIDATIONS:
-        return False, f"unknown: a run has fewer than {_FEW_VALIDATIONS} validations"
-    rule = "the difference is at most twice the spread of the last validations around their trend"
-    return abs(values[1] - values[0]) <= _NOISE_SPREADS * hypot(*map(_spread, series)), rule
+        rules.append(f"the noise of training is unknown: a run has fewer than {_FEW_VALIDATIONS} validations")
+    else:
+        rules.append("the difference is at most twice the spread of the last validations around their trend")
+        is_same |= abs(b - a) <= _NOISE_SPREADS * hypot(*map(_spread, series))
+    lows, highs = ([number(of_run.get(f"{end}/{name}")) for of_run in values] for end in ("low", "high"))
+    if lows[0] is not None and lows[1] is not None and highs[0] is not None and highs[1] is not None:
+        rules.append("the 95 % intervals of both runs overlap")
+        is_same |= lows[0] <= highs[1] and lows[1] <= highs[0]
+    errors = [standard_error(name, of_run) for of_run in values]
+    if errors[0] is None or errors[1] is None:
+        return Measured(name, a, b, is_same), rules
+    error = TWO_SIDED_95 * hypot(errors[0], errors[1])
+    count = " and ".join(f"{value:,} {what}" for what in ("users", "rows") if (value := values[0].get(what)))
+    rules.append(f"within +/-: its 95 % interval with {count} in the split")
+    return Measured(name, a, b, is_same or abs(b - a) <= error, error), rules
 
 
 def _spread(values: list[float]) -> float:

@@ -20,6 +20,7 @@ from recmill.errors import ConfigError
 from recmill.files.atomic import new_file
 from recmill.launch.local import is_launched_with, run_job
 from recmill.metrics.binary import Values
+from recmill.metrics.own import Metrics
 from recmill.metrics.ranking import MAX_RESAMPLES, RankingMetrics
 from recmill.observe.run_dir import RunDirectory
 from recmill.schema import Dataset
@@ -74,7 +75,7 @@ class EvaluateOptions(TypedDict, total=False):
 
 
 @overload
-def evaluate(run: str | Path, *, per_user: Literal[False] = False, **options: Unpack[EvaluateOptions]) -> Values: ...
+def evaluate(run: str | Path, *, per_user: Literal[False] = False, **options: Unpack[EvaluateOptions]) -> Metrics: ...
 @overload
 def evaluate(
     run: str | Path,
@@ -94,7 +95,7 @@ def evaluate(
 @checked_keywords
 def evaluate(
     run: str | Path, *, per_user: bool = False, frame: Kind = "polars", **options: Unpack[EvaluateOptions]
-) -> "Values | AnyFrame":
+) -> "Metrics | AnyFrame":
     """Return {"auroc": 0.79, "logloss": ...}, the same values for any number of processes, and which checkpoint it was.
 
     The checkpoint is named by "step" and "checkpoint", its path in the run directory. By default it is the one that
@@ -127,15 +128,14 @@ def evaluate(
         from recmill.world import joined_world
 
         with joined_world(section.device, section.join_seconds) as world:
-            return _evaluate(world, directory, config, dataset, checked)
+            return Metrics(_evaluate(world, directory, config, dataset, checked))
     arguments = {
         "device": section.device,
         "join_seconds": section.join_seconds,
         "run": str(directory.path.absolute()),
         "options": checked.model_dump(),
     }
-    values: Values = run_job("evaluate", arguments, checked.procs)
-    return values
+    return Metrics(run_job("evaluate", arguments, checked.procs))
 
 
 def _per_user(run: str | Path, frame: Kind, options: EvaluateOptions) -> "AnyFrame":

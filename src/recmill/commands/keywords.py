@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +22,10 @@ _ACCEPTED: dict[Any, Any] = {int: numbers.Integral, Path: os.PathLike}
 _FLAGS = {  # that are not spelled like their arguments
     "overrides": "set", "histories": "history", "ks": "k", "protocols": "protocol", "per_user_file": "per_user"
 }  # fmt: skip
-# A suggested command, which keeps its flags, or a flag
-_COMMAND_OR_FLAG = re.compile(r"\brecmill [a-z-]+ .*?(?=\.?$|\. |\n)|(?<![\w-])--[a-z][a-z-]*")
+_COMMAND = r"\brecmill [a-z-]+ .*?(?=\.?$|\. |\n)"  # one that is suggested keeps its flags
+# In quotes, a number, KEY=VALUE, COLUMN, or up to a colon
+_VALUE = r"'[^'\n]*'|\"[^\"\n]*\"|-?\d+(?:[.,]\d+)*(?!\w)|[\w.]+=[^\s]*[^\s.,;:]|[A-Z]{3,}\b|[^\s'\"`-][^\s'\"`]*(?=: )"
+_QUOTES = ("'", '"')
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
@@ -59,10 +61,6 @@ def checked_keywords(function: CallableT) -> CallableT:
 def named_arguments(function: CallableT) -> CallableT:
     """Give a function its full signature, if defaults are known, and let its errors name arguments instead of flags."""
     signature = full_signature(function)
-    flags = {name: name.replace("_", "-") for name in signature.parameters}
-    known = {f"--no-{flag}": f"`{name}=False`" for name, flag in flags.items()}
-    known |= {f"--{_FLAGS[name]}": f"`{name}`" for name in flags if name in _FLAGS}
-    known |= {f"--{flag}": f"`{name}`" for name, flag in flags.items()}
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -70,13 +68,54 @@ def named_arguments(function: CallableT) -> CallableT:
             return function(*arguments, **named)
         except UserError as error:
             if not errors.names_flags:
-                text = _COMMAND_OR_FLAG.sub(lambda found: known.get(found[0], found[0]), str(error))
-                error.args = (text,)
+                error.args = (_with_arguments(str(error), signature.parameters),)
             raise
 
     if all(parameter.default is not ... for parameter in signature.parameters.values()):
         call.__signature__ = signature  # type: ignore[attr-defined]
     return typing.cast(CallableT, call)
+
+
+def _with_arguments(text: str, parameters: Mapping[str, inspect.Parameter]) -> str:
+    """Return the text of an error with arguments and their values, like `k=3`, instead of flags, like --k 3."""
+    kinds = {name.replace("_", "-"): (name, parameter.annotation) for name, parameter in parameters.items()}
+    kinds = {_FLAGS[name]: (name, parameters[name].annotation) for name in _FLAGS if name in parameters} | kinds
+    words = sorted({re.escape(word) for _, kind in kinds.values() for word in _choices(kind)})
+    value = "|".join([_VALUE, *(rf"{word}(?![\w-])" for word in words)])
+
+    def replaced(found: re.Match[str]) -> str:
+        flag, rest = found["flag"], f" {found['value']}" if found["value"] else ""
+        if flag in kinds:
+            name, kind = kinds[flag]
+            if bool in (kind, *typing.get_args(kind)):
+                return f"`{name}=True`{rest}"
+            return f"`{name}={_argument(name, kind, found['value'])}`" if rest else f"`{name}`"
+        if flag and (on := kinds.get(flag.removeprefix("no-"))):
+            return f"`{on[0]}=False`{rest}"
+        return found[0]
+
+    return re.sub(rf"{_COMMAND}|(?<![\w-])--(?P<flag>[a-z][a-z-]*)(?: (?P<value>{value}))?", replaced, text)
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Return the texts of an annotation like `Literal["csv", "jsonl"] | None`."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return [choice for choice in typing.get_args(annotation) if isinstance(choice, str) and choice.isidentifier()]
+    return [choice for part in typing.get_args(annotation) for choice in _choices(part)]
+
+
+def _argument(name: str, kind: Any, value: str) -> str:
+    """Return the value of a flag as it is written in Python."""
+
+    def literal(text: str) -> str:
+        return text if text[0] in _QUOTES or re.fullmatch(r"-?\d+(\.\d+)?", text) else repr(text)
+
+    key, _, of_key = value.partition("=")
+    if name == "overrides" and of_key:
+        return f"{{{key!r}: {literal(of_key)}}}"
+    if "list[" in str(kind):
+        return f"[{', '.join(map(literal, [value] if value[0] in _QUOTES else value.split(',')))}]"
+    return literal(value)
 
 
 def full_signature(function: Callable[..., Any]) -> inspect.Signature:

@@ -23,7 +23,7 @@ from recmill.data.frames import Kind, as_polars, converted
 from recmill.data.names import Unknown
 from recmill.datasets.inputs.flags import NewRowsFlags
 from recmill.errors import ConfigError
-from recmill.metrics.own import Values
+from recmill.metrics.own import Metrics
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -184,7 +184,7 @@ class Run:
         return cast("AnyFrame", scores)
 
     @overload
-    def evaluate(self, *, per_user: Literal[False] = False, **options: Unpack[EvaluateOptions]) -> Values: ...
+    def evaluate(self, *, per_user: Literal[False] = False, **options: Unpack[EvaluateOptions]) -> Metrics: ...
     @overload
     def evaluate(
         self, *, per_user: Literal[True], frame: Literal["polars"] = "polars", **options: Unpack[EvaluateOptions]
@@ -199,7 +199,7 @@ class Run:
     ) -> "pa.Table": ...
     def evaluate(
         self, *, per_user: bool = False, frame: Kind = "polars", **options: Unpack[EvaluateOptions]
-    ) -> "Values | AnyFrame":
+    ) -> "Metrics | AnyFrame":
         """Evaluate the run as `recmill.evaluate` does, in processes of their own."""
         if per_user:
             return recmill.evaluate(self.path, per_user=True, frame=frame, **options)

@@ -18,6 +18,7 @@ from recmill.errors import ConfigError
 from recmill.files.atomic import write_json
 from recmill.launch.dftracer import files_log, recorded_files
 from recmill.observe.counters import peak_bytes
+from recmill.observe.printed import Printed, print_dataset
 from recmill.observe.progress import human_rate, human_time
 from recmill.schema import ClicksDescription, Description
 
@@ -139,7 +140,7 @@ def prepare(
     description = open_dataset(output).description
     for note in description.notes:
         log.info("note: %s", note)
-    return description.model_dump(mode="json")
+    return Printed(description.model_dump(mode="json"), print_dataset)
 
 
 def _facts(description: Description, seconds: float, phases: Mapping[str, float]) -> dict[str, Any]:

@@ -34,7 +34,8 @@ class RunReport:
     state: str  # of status.json, or lost: it ended without writing how
     reason: str = ""  # the error or the signal
     model: str = ""
-    dataset: str = ""
+    dataset: str = ""  # its path
+    fingerprint: str = ""  # of the dataset; of a run that is not done it is not known
     started_from: str = ""  # the run and step of --init-from
     step: int = 0  # how far training got
     metric: str = ""  # the headline metric of validation, which chooses the best step
@@ -48,6 +49,13 @@ class RunReport:
     values: Values = field(default_factory=dict)  # of the test split
     popularity: dict[str, float] = field(default_factory=dict)  # the baseline's
     reachable: dict[str, float] = field(default_factory=dict)  # the best that any model can reach; of synthetic data
+
+    def has_data_of(self, other: "RunReport") -> bool:
+        """Return whether both runs are of one dataset, wherever it is, as far as that is known."""
+        mine, theirs = self.fingerprint, other.fingerprint
+        if not (mine and theirs):
+            mine, theirs = self.dataset, other.dataset
+        return mine == theirs or not (mine and theirs)
 
 
 @overload
@@ -82,7 +90,7 @@ def deltas(reports: Sequence[RunReport]) -> list[dict[str, float]]:
             for name, value in report.values.items()
             if isinstance(value, float) and isinstance(before := first.values.get(name), float)
         }
-        if report.dataset == first.dataset and report is not first
+        if report.has_data_of(first) and report is not first
         else {}
         for report in reports
     ]
@@ -96,6 +104,7 @@ def run_report(path: str | Path) -> RunReport:
     status = run.read_status()
     state = str(status.get("state", "unknown"))
     facts: dict[str, Any] = {"reason": str(status.get("reason") or ""), "seconds": number(status.get("seconds"))}
+    facts["fingerprint"] = str(status.get("dataset") or "")
     facts |= _progress(run)
     if started := run.started_from():
         start = Path(str(started.get("run")))
@@ -159,11 +168,14 @@ def _tested(run: RunDirectory, path: str | Path) -> dict[str, Any]:
 
 def best_of_run(run: str | Path, split: str) -> dict[str, float]:
     """Return the best metrics that the run's data allows; empty if they are unknown."""
-    _, settings = read_settings(assemble.open_directory(run).config_file)
+    directory = assemble.open_directory(run)
+    _, settings = read_settings(directory.config_file)
     try:
-        return open_dataset(settings.data.path).description.truth.get(split, {})
+        dataset = open_dataset(settings.data.path)
     except DataError:  # the dataset is no longer there
         return {}
+    is_same = directory.read_status().get("dataset") in (None, dataset.fingerprint)  # it may have been prepared anew
+    return dataset.description.truth.get(split, {}) if is_same else {}
 
 
 def next_command(run: str | Path) -> str:

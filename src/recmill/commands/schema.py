@@ -10,6 +10,7 @@ from recmill.data.frames import as_polars, is_frame
 from recmill.datasets.inputs.flags import Reading, ReadingFlags, check_no_flags
 from recmill.errors import ConfigError
 from recmill.files.atomic import write_text
+from recmill.observe.printed import Printed, print_guess
 
 if TYPE_CHECKING:
     from recmill.data.frames import AnyFrame
@@ -58,9 +59,5 @@ def guess_schema(
         write_text(path, text)
     rows = [{"column": label, "guess": "label", "why": clicks.why}]
     rows += [{"column": found.column, "guess": found.kind, "why": found.why} for found in guesses]
-    return {
-        "schema": text,
-        "columns": rows,
-        "input": "frame" if is_frame(input) else str(input),
-        "output": str(output) if path else None,
-    }
+    found = {"schema": text, "columns": rows, "input": "frame" if is_frame(input) else str(input)}
+    return Printed({**found, "output": str(output) if path else None}, print_guess)

@@ -42,6 +42,7 @@ from recmill.launch.local import is_launched_with, run_job
 from recmill.launch.signals import StopRequest, shown, stop_error, stop_on, stop_with_parent
 from recmill.launch.watchdog import Hang, Heartbeat, Watch, watching
 from recmill.metrics.binary import Values
+from recmill.metrics.own import Metrics
 from recmill.observe.printed import counted, table_lines, validation_text
 from recmill.observe.progress import CONSOLE, human_bytes
 from recmill.observe.provenance import by_host, environment, gpu_report, host_facts, versions
@@ -88,7 +89,7 @@ def train(
     allow_partial: bool = False,
     fallback: bool = False,
     profile: bool = False,
-) -> dict[str, Values]:
+) -> dict[str, Metrics]:
     """Train and return the final metrics by split: {"val": {...}, "test": {"auroc": ..., "step": 80, ...}}.
 
     "step" and "checkpoint" name what was tested: with checkpoint.keep_best the best by validation, otherwise the last.
@@ -123,7 +124,7 @@ def train(
     if stopped := results.get("stopped"):
         step, rank, name = stopped["step"], stopped["rank"], stopped["signal"]
         raise stop_error(name, f"Training ended at step {step:,}{_by(name, rank)}.")
-    return results
+    return {split: Metrics(values) for split, values in results.items()}
 
 
 class CheckedRun(NamedTuple):
@@ -174,10 +175,18 @@ def _check_start(directory: RunDirectory, given: Path, dataset: Dataset) -> None
     if not committed(directory.checkpoints):
         trained_on = Path(load_config(RunDirectory(given).config_file).settings.data.path)
         if features := features_with_other_ids(given, trained_on, dataset):
-            raise ConfigError(
-                f"--init-from {given}: the ids of {', '.join(features)} stand for other values in {dataset.path} than "
-                "in that run. Train on the old and the new rows together, or prepare click logs with ids = 'hash'."
-            )
+            names = ", ".join(features)
+            remedy = "Train on the old and the new rows together, or prepare click logs with ids = 'hash'."
+            if dataset.description.kind == "histories":
+                names = "items"
+                remedy = (
+                    "Prepare the old and the new interactions together (recmill prepare histories --input OLD,NEW ...) "
+                    "and train a new run on them; or carry the item vectors over by the items' ids, beginning with "
+                    f"`recmill checkpoint rows {given} item --output item.parquet`: docs/training.md, Sequence "
+                    "models on newer data."
+                )
+            fact = f"the ids of {names} stand for other values in {dataset.path} than in that run"
+            raise ConfigError(f"--init-from {given}: {fact}. {remedy}")
         return
     started = directory.started_from()
     if started is None:

@@ -5,9 +5,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from recmill.commands.assemble import build_source, check_tables_attribute, model_module, task_module
 from recmill.commands.evaluate import evaluate
@@ -52,6 +54,25 @@ def it_declares_the_tables_that_it_builds(config: Config, dataset: Dataset) -> N
         built == declared,
         f"tables() declares the sizes {declared}, and the network's attribute `tables` has {built}",
     )
+
+
+def the_output_of_its_tables_is_read_by_name(config: Config, dataset: Dataset) -> None:
+    """Vectors are taken by the name of their feature, because sharding may change their order."""
+    network, batch = build(config, dataset).eval(), first_batch(config, dataset)
+    with torch.no_grad():
+        expected = network(*batch.inputs())
+        network.tables.register_forward_hook(_reversed)  # type: ignore[union-attr]
+        equal = torch.allclose(network(*batch.inputs()), expected, rtol=1e-4, atol=1e-5)
+    remedy = "read it by name, as `in_order` of recmill.nn.click_network does"
+    expect(equal, f"the score changes with the order of the features in the output of `tables`: {remedy}")
+
+
+def _reversed(tables: nn.Module, arguments: Any, output: Any) -> Any:
+    """Return the output of tables with its features in the opposite order."""
+    if isinstance(output, KeyedTensor):
+        keys = output.keys()[::-1]
+        return KeyedTensor(keys, output.length_per_key()[::-1], torch.cat([output[key] for key in keys], dim=1))
+    return dict(reversed(output.items())) if isinstance(output, dict) else output
 
 
 def the_loss_and_every_gradient_are_finite(config: Config, dataset: Dataset) -> None:
@@ -141,6 +162,7 @@ def two_processes_and_evaluate_give_the_metrics_of_one_process(config: Config, d
 ON_ONE_DEVICE: tuple[Check, ...] = (
     it_and_its_task_have_the_functions_of_their_protocols,
     it_declares_the_tables_that_it_builds,
+    the_output_of_its_tables_is_read_by_name,
     the_loss_and_every_gradient_are_finite,
     it_can_overfit_one_batch,
     its_state_can_be_saved_and_loaded,

@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,17 +27,22 @@ def digest_problems(dataset: Dataset, which: Literal["new", "all"]) -> Iterator[
     unknown = {path: info for path, info in files.items() if _version(path.stat(), info) not in known}
     if not unknown:
         return
-    total = sum(-(-info.bytes // BLOCK_BYTES) for info in unknown.values()) * BLOCK_BYTES
+    total = sum(info.bytes for info in unknown.values())
     with Progress(f"verifying {dataset.path.absolute().name}", total, "bytes") as progress:
         for path, info in unknown.items():
             before = path.stat()
             is_settled = time.time() - before.st_ctime > _SETTLED_SECONDS
-            found = digest(path, lambda: progress.advance(BLOCK_BYTES))
+            blocks = iter([*[BLOCK_BYTES] * (info.bytes // BLOCK_BYTES), info.bytes % BLOCK_BYTES])
+            found = digest(path, partial(_advance, progress, blocks))
             if found != info.xxh3:
                 yield f"{path.name}: its content changed (xxh3 {found}, expected {info.xxh3})"
             elif memory and is_settled and _version(path.stat(), info) == _version(before, info):
                 with contextlib.suppress(OSError), memory.open("a", encoding="ascii") as file:
                     file.write(f"{_version(before, info)}\n")
+
+
+def _advance(progress: Progress, blocks: Iterator[int]) -> None:
+    progress.advance(next(blocks, 0))
 
 
 def _version(stat: os.stat_result, info: FileInfo) -> str:

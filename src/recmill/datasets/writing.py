@@ -120,6 +120,10 @@ class Work:
         self.data.mkdir(exist_ok=True)
         self.scratch.mkdir(exist_ok=True)
 
+    def give_up(self) -> None:
+        """Let the next call start over, because this work cannot be completed with its inputs or options."""
+        (self.directory / _ORIGIN_FILE).unlink(missing_ok=True)
+
     def part(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what `make` returns, as JSON values; if this part was completed before, what it returned then."""
         if not self.is_done(name):
@@ -189,10 +193,11 @@ def resumable_work(
         raise as_user_error(error) or error from error
     with exclusive_lock(directory / "lock", remedy):
         _resume_or_start_over(directory, {"made_by": MADE_BY, "recipe": recipe, "inputs": inputs}, discard)
+        work = Work(directory)
         try:
-            yield Work(directory)
+            yield work
         except DataError:
-            (directory / _ORIGIN_FILE).unlink()
+            work.give_up()
             raise
         except OSError as error:
             error.filename = error.filename or str(output)  # a failing write() does not name its file

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -13,6 +13,23 @@ if TYPE_CHECKING:
 UNDEFINED = "undefined"  # for example the AUROC of rows without clicks
 
 Values = dict[str, float | int | str]
+
+
+class Metrics(dict[str, Any]):
+    """Metrics by name, with the step and the checkpoint that they are of. An undefined one is the text "undefined".
+
+    Type checkers know that the others are numbers.
+    """
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __getitem__(self, name: Literal["checkpoint"], /) -> str: ...  # type: ignore[overload-overlap]
+        @overload
+        def __getitem__(self, name: Literal["step", "rows", "users"], /) -> int: ...  # type: ignore[overload-overlap]
+        @overload
+        def __getitem__(self, name: str, /) -> float: ...
+        def __getitem__(self, name: str, /) -> Any: ...
 
 
 class OwnMetrics:

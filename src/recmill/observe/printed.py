@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
+from unicodedata import combining, east_asian_width
 
 from recmill.observe.progress import human_bytes
 
@@ -36,6 +37,17 @@ def printed_text(print_it: Callable[..., None], *arguments: Any) -> str:
     with redirect_stdout(text):
         print_it(*arguments)
     return text.getvalue().removesuffix("\n")
+
+
+class Printed(dict[str, Any]):
+    """A dictionary whose representation, in a notebook for example, is what the command prints of it."""
+
+    def __init__(self, values: Mapping[str, Any], print_it: Callable[..., None]) -> None:
+        super().__init__(values)
+        self._print_it = print_it
+
+    def __repr__(self) -> str:
+        return printed_text(self._print_it, self)
 
 
 def print_line(text: str = "", indent: int = 0) -> None:
@@ -66,12 +78,20 @@ def fitted(text: str, indent: int = 0) -> str:
 def table_lines(rows: Sequence[Row]) -> list[str]:
     """Return one line per row, with its cells in aligned columns."""
     rows = [list(map(escaped, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+    padded = ([cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal the text takes: Chinese characters take two, combining accents none."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if east_asian_width(c) in "WF" else 0 if combining(c) else 1 for c in text)
 
 
 def print_table(header: Row, rows: Sequence[Row]) -> None:
-    widths = [max(len(escaped(cell)) for cell in column) for column in zip(header, *rows, strict=True)]
+    widths = [max(_width(escaped(cell)) for cell in column) for column in zip(header, *rows, strict=True)]
     last = sum(widths[:-1]) + 2 * (len(widths) - 1)  # where the last column starts: its cells continue there
     if sys.stdout.isatty():
         widths[-1] = max(min(widths[-1], shutil.get_terminal_size().columns - last), 1)
@@ -91,7 +111,7 @@ def print_columns(labels: Row, columns: Sequence[Row], references: Sequence[Row]
         return [header, *(row for row in rows if any(row[1:]))]
 
     def fits(count: int) -> bool:
-        return max(map(len, table_lines(block(count)))) <= width
+        return max(map(_width, table_lines(block(count)))) <= width
 
     count = next(filter(fits, range(len(columns), 0, -1)), 0)
     if not count and references:
@@ -230,9 +250,14 @@ def print_values(split: str, values: dict[str, Any], best: dict[str, float]) -> 
         print_line(f"step {values['step']:,}: {values['checkpoint']}")
 
 
-def print_schema(guessed: dict[str, Any]) -> None:
-    """Print each column with what it was taken for and why, then where the schema is, or the schema itself."""
+def print_guess(guessed: dict[str, Any]) -> None:
+    """Print each column with what it was taken for and why."""
     print_table(["column", "guess", "why"], [list(row.values()) for row in guessed["columns"]])
+
+
+def print_schema(guessed: dict[str, Any]) -> None:
+    """Print the guess, then where the schema is, or the schema itself."""
+    print_guess(guessed)
     if guessed["output"]:
         words = ["--schema", guessed["output"], "--input", guessed["input"], "--output", "data/mine"]
         print_line(f"check {guessed['output']}, then:")
@@ -322,6 +347,8 @@ def state_text(report: Any) -> str:
 
 def print_recommendations(rows: Sequence[dict[str, Any]]) -> None:
     columns = [column for column in ("user", "rank", "item", "title") if rows and column in rows[0]]
+    if all(str(row["item"]) == row.get("title") for row in rows):  # the dataset has no titles
+        columns = [column for column in columns if column != "title"]
     cells = [[*(str(row[column]) for column in columns), f"{row['score']:.3f}"] for row in rows]
     print_table([*columns, "score"], cells)
 

@@ -1,6 +1,6 @@
 """What `train`, `recmill results` and `recmill compare` print about runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from os.path import commonpath
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,42 @@ _NOISE_OF_SPEED = "the difference is at most twice the spread of ten equal parts
 
 
 def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
-    """Print one column per `commands.results.RunReport`, with the differences of its metrics to the first run's."""
+    """Print one column per `commands.results.RunReport`, with the differences of its metrics to the first run's.
+
+    If runs on several datasets have the same metrics, which cannot be compared, each dataset has a table of its own.
+    """
+    groups: list[list[int]] = []  # places of the runs on each dataset
+    for place, report in enumerate(reports):
+        own = next((group for group in groups if report.has_data_of(reports[group[0]])), None)
+        groups.append([place]) if own is None else own.append(place)
+    datasets = _names_of_datasets(reports, groups) if len(groups) > 1 else [""] * len(reports)
+    names = [name for group in groups for name in {name for n in group for name in reports[n].values}]
+    if len(names) == len({*names}):
+        groups = [[*range(len(reports))]]
+    for number, group in enumerate(groups):
+        if number:
+            print_line()
+        _print_runs([reports[n] for n in group], [deltas[n] for n in group], [datasets[n] for n in group])
+    if any(deltas):
+        print_line(f"+, -: difference to {reports[0].run}")
+    for report in reports:
+        if report.state != "done" and report.reason:
+            print_line(f"{report.run}: {state_text(report)}: {report.reason}")
+
+
+def _names_of_datasets(reports: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[str]:
+    """Return the dataset of each run by its path, followed by its fingerprint if others had the same path."""
+    paths = _short_paths([report.dataset for report in reports])
+    first = [paths[group[0]] for group in groups]
+    of_run = zip(paths, reports, strict=True)
+    return [f"{path} {report.fingerprint[:8]}".strip() if first.count(path) > 1 else path for path, report in of_run]
+
+
+def _print_runs(reports: Sequence[Any], deltas: Sequence[Values], datasets: Sequence[str]) -> None:
+    """Print the runs on one dataset, beside what popularity reaches and what is reachable."""
     names = distinct(dict.fromkeys(name for report in reports for name in report.values))
     headlines = dict.fromkeys(report.metric for report in reports if report.metric)
-    datasets = _short_paths([report.dataset for report in reports])
-    has_several = len(set(datasets)) > 1  # whose metrics cannot be compared
-    labels = ["test", "model", *["dataset"] * has_several, "state", "started from", "best step", "tested step"]
+    labels = ["test", "model", "dataset", "state", "started from", "best step", "tested step"]
     labels += [f"best val {metric}" for metric in headlines]
     columns = []
     for report, delta, dataset in zip(reports, deltas, datasets, strict=True):
@@ -37,37 +67,14 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
         values = [shown(report.values.get(name, "")) for name in names]
         values = [f"{v} {delta[name]:+.4f}" if name in delta else v for name, v in zip(names, values, strict=True)]
         bests = [best if metric == report.metric else "" for metric in headlines]
-        facts = [report.run, report.model, *[dataset] * has_several, state_text(report), report.started_from]
+        facts = [report.run, report.model, dataset, state_text(report), report.started_from]
         columns.append([*facts, *steps, *bests, *values])
-    known = _references(reports, names, dict(zip((report.dataset for report in reports), datasets, strict=True)))
-    references = [[title, *([""] * (len(labels) - 1)), *cells] for title, cells in known.items()]
+    references = []
+    for title, attribute in {"popularity": "popularity", "best reachable": "reachable"}.items():
+        known = [{shown(getattr(report, attribute).get(name, "")) for report in reports} - {""} for name in names]
+        cells = [found.pop() if len(found) == 1 else "differs" if found else "" for found in known]
+        references += [[title, *[""] * (len(labels) - 1), *cells]] if any(cells) else []
     print_columns([*labels, *names], columns, references)
-    if any(deltas):
-        print_line(f"+, -: difference to {reports[0].run}")
-    for report in reports:
-        if report.state != "done" and report.reason:
-            print_line(f"{report.run}: {state_text(report)}: {report.reason}")
-
-
-def _references(reports: Sequence[Any], names: Sequence[str], short_paths: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return columns with what popularity reaches and what is reachable, by title, in the order of `names`.
-
-    Where runs on several datasets have the same metric, each dataset has its own columns.
-    """
-    datasets = [{report.dataset for report in reports if name in report.values} for name in names]
-    is_one = all(len(found) == 1 for found in datasets)
-    columns = {}
-    for dataset in [""] if is_one else list(dict.fromkeys(report.dataset for report in reports)):
-        own = [report for report in reports if is_one or report.dataset == dataset]
-        for title, attribute in {"popularity": "popularity", "best reachable": "reachable"}.items():
-            known = [
-                {shown(getattr(report, attribute).get(name, "")) for report in own if name in report.values} - {""}
-                for name in names
-            ]
-            cells = [found.pop() if len(found) == 1 else "differs" if found else "" for found in known]
-            if any(cells):
-                columns[title if is_one else f"{title}, {short_paths[dataset]}"] = cells
-    return columns
 
 
 def print_summary(report: Any, next_command: str) -> None:
@@ -128,21 +135,32 @@ def print_comparison(found: Any) -> None:
         print_line(f"losses at common steps {parted} (last: {found.last_common_step:,})")
     rules = {found.metrics_of: found.noise_of_metrics, "speed": _NOISE_OF_SPEED if found.speed else ""}
     for what, rule in rules.items():
-        if rule:
-            print_line(f"noise ({what}): {rule}", 2)
+        for number, line in enumerate(rule.split("; ") if rule else []):
+            print_line(f"  {line}" if number else f"noise ({what}): {line}", 4 if number else 2)
 
 
 def _print_measured(title: str, rows: Sequence[Any], difference: Any, text: Any) -> None:
-    cells = [[row.name, text(row.a), text(row.b), difference(row), _judged(row)] for row in rows]
-    header = [title, "A", "B", "B / A" if title == "speed" else "B - A", ""]
-    width = 3 if any(row.is_same is None for row in rows) else len(header)
+    header = [title, "A", "B", "B / A" if title == "speed" else "B - A", "+/-", ""]
+    cells = [[row.name, text(row.a), text(row.b), difference(row), _error(row), _judged(row)] for row in rows]
+    if any(row.is_same is None for row in rows):
+        header, cells = header[:3], [row[:3] for row in cells]
+    elif all(row.error is None for row in rows):
+        header.pop(4)
+        cells = [[*row[:4], row[5]] for row in cells]
     if cells:
         print_line()
-        print_table(header[:width], [row[:width] for row in cells])
+        print_table(header, cells)
+
+
+def _error(row: Any) -> str:
+    return f"{row.error:.4f}" if row.error is not None else "" if row.a == row.b else "?"
 
 
 def _judged(row: Any) -> str:
-    return "same" if row.a == row.b else "within noise" if row.is_same else ""
+    if row.a == row.b:
+        return "same"
+    is_chance = row.error is not None and abs(row.b - row.a) <= row.error
+    return "within +/-" if is_chance else "within noise" if row.is_same else ""
 
 
 def _short(value: float) -> str:

@@ -125,6 +125,7 @@ def write(plan: InteractionsPlan, work: Work) -> Description:
         text = f"{source}: none of {read['rows']:,} interactions is left:{steps}\nRelax the filters."
         changed = plan.options.model_dump(exclude_defaults=True)
         has_filters = any(name.startswith(("min_", "max_", "k_core", "only_")) for name in changed)
+        work.give_up()
         raise ConfigError(text) if has_filters else DataError(text)
     _write_arrays(work.data, buckets, kept, plan.has_time)
     user_table = _kept_ids(users, kept.users, first_id=0)

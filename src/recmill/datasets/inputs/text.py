@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from recmill.datasets.compressed import InputFile, read_blocks
+from recmill.datasets.inputs.encodings import likely_encoding
 from recmill.datasets.inputs.section import InputSection
 from recmill.errors import DataError
 
@@ -15,7 +16,6 @@ BLOCK_BYTES = 1 << 22  # so small that what is made of a block stays below mallo
 MAX_ROW_BYTES = 1 << 24
 QUOTE_IN_FIELD = "\x1e"  # stands for \" until the fields are divided
 _BOM = b"\xef\xbb\xbf"
-_WIDE_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _OTHERS = {  # how files begin that are no text
     b"PAR1": "a Parquet file. Name it .parquet",
     b"PK\x03\x04": "a zip archive or a spreadsheet. Unpack it, or save it as CSV",
@@ -144,7 +144,9 @@ def bad_byte(file: InputFile, prefix: str) -> str:
             decoder.decode(block)
         except UnicodeDecodeError as error:
             place = before - len(held) + error.start + 1
-            around = (held + block)[max(error.start - 64, 0) : error.start + (1 << 16)]
+            text = error.object
+            line = text.rfind(b"\n", 0, error.start) + 1
+            around = text[max(line, error.start - (1 << 12)) : error.start + (1 << 16)]
             return f"byte {place:,} of the text ({error.object[error.start]:#04x}) is not UTF-8. " + _advice(
                 around, prefix, "utf-8"
             )
@@ -156,22 +158,6 @@ def _advice(sample: bytes, prefix: str, encoding: str) -> str:
     likely = likely_encoding(sample)
     if likely == encoding:
         return "Fix the file, or get it again."
+    if not likely:
+        return f"Name the encoding of the file: {prefix}encoding, a codec of Python."
     return f"It is probably {likely}: use {setting(prefix, 'encoding', likely)}."
-
-
-def likely_encoding(sample: bytes) -> str:
-    """Return the codec that a text probably has, judged by bytes that are not ASCII."""
-    if sample.startswith(_WIDE_BOMS):
-        return "utf-16"
-    if sample[: 1 << 12].count(0) > len(sample[: 1 << 12]) // 4:
-        return "utf-16-le" if sample[1:2] == b"\0" else "utf-16-be"
-    try:
-        sample[: sample.rfind(b"\n") + 1].decode()
-        return "utf-8"
-    except UnicodeDecodeError:
-        pass
-    high = len(re.findall(rb"[\xc0-\xff]", sample))
-    in_words = sum(len(run) for run in re.findall(rb"[\xc0-\xff]{3,}", sample))  # Cyrillic words; accents stand alone
-    if high and in_words > high / 2:
-        return "cp1251"
-    return "cp1252" if re.search(rb"[\x80-\x9f]", sample) else "latin-1"

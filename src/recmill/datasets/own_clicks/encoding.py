@@ -35,6 +35,7 @@ from recmill.datasets.own_clicks.schema import (
 from recmill.datasets.own_clicks.values import (
     RawRows,
     labels,
+    normalized,
     numbers,
     several_texts,
     single_texts,
@@ -98,6 +99,14 @@ def table_of(log: ClicksSchema, feature: CategoricalFeature) -> CategoricalFeatu
     found = next(f for f in log.tables if f.name == feature.share_table)
     assert isinstance(found, CategoricalFeature)
     return found
+
+
+def categories(rows: RawRows, feature: CategoricalFeature, log: ClicksSchema) -> pl.Series:
+    """Return the values of each row as texts or lists of texts, normalized as the schema says; null: no value."""
+    missing = log.missing_texts(feature)
+    given = several_texts(texts(rows, feature.column, missing), feature, missing)
+    steps = table_of(log, feature).normalize
+    return normalized(given, steps, missing) if steps else given
 
 
 def owner(feature: TableFeature) -> str:
@@ -274,8 +283,7 @@ class Encoder:
 
     def _looked_up(self, feature: CategoricalFeature, rows: RawRows) -> np.ndarray:
         """Return the ids of each row; those of lists are followed by the length of the list."""
-        missing = self.recipe.log.missing_texts(feature)
-        given = several_texts(texts(rows, feature.column, missing), feature, missing)
+        given = categories(rows, feature, self.recipe.log)
         learned = self.recipe.learned[feature.name]
         if learned.has_lists != isinstance(given.dtype, pl.List):
             kinds = ("lists", "single values") if learned.has_lists else ("single values", "lists")

@@ -119,6 +119,10 @@ def guess(
     times = [found for found in guesses if found.time_format]
     for other in times[1:]:
         other.time_format, other.features, other.why = "", [], f"another time than {times[0].column}; add it by hand"
+    if not any(found.features for found in guesses):
+        reasons = "".join(f"\n  {found.column}: {found.why}" for found in guesses)
+        remedy = "Add such a column, or write a schema by hand: docs/own-data.md."
+        raise DataError(f"{files[0]}: no column beside the label {label} can be a feature:{reasons}\n{remedy}")
     _make_names_unique(guesses)
     return section, clicks, guesses
 
@@ -345,17 +349,20 @@ def _feature(name: str, column: pl.Series, filled: pl.Series, distinct: int) -> 
 
 
 def _remarks(filled: pl.Series, plain: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return remarks on texts that may stand for no value, or be the same, and the feature without the former."""
+    """Return remarks on texts that may stand for no value, or be the same, and the feature that takes them so."""
     texts = filled.unique().sort()
     missing = texts.filter(texts.is_in(_MISSING)).to_list()
     remarks = [f"{', '.join(map(repr, missing))} may stand for no value"] if missing else []
+    instead: dict[str, Any] = {"missing_values": missing} if missing else {}
     first: dict[str, str] = {}
     for text in texts:
         other = first.setdefault(text.strip().lower(), text)
         if other != text:
-            remarks.append(f"{other[:20]!r} and {text[:20]!r} differ only in spaces or case")
+            fact = f"{other[:20]!r} and {text[:20]!r} differ only in spaces or case"
+            remarks.append(f"{fact} (normalize makes them the same)")
+            instead["normalize"] = ["strip", "lower"]
             break
-    return remarks, {**plain, "missing_values": missing} if missing else {}
+    return remarks, {**plain, **instead} if instead else {}
 
 
 def _inner_separator(filled: pl.Series, distinct: int) -> str:

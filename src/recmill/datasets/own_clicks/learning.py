@@ -12,6 +12,7 @@ from recmill.data.recipes import vocabulary_file
 from recmill.datasets.own_clicks.coding import add_up
 from recmill.datasets.own_clicks.encoding import (
     Learned,
+    categories,
     fixed_rows,
     log_squared,
     owner,
@@ -30,7 +31,7 @@ from recmill.datasets.own_clicks.schema import (
     NumericFeature,
     TimeFeature,
 )
-from recmill.datasets.own_clicks.values import RawRows, Values, numbers, several_texts, texts
+from recmill.datasets.own_clicks.values import RawRows, Values, numbers
 from recmill.datasets.own_clicks.writing import read_arrow, write_arrow
 from recmill.datasets.writing import write_parquet
 from recmill.errors import DataError
@@ -116,8 +117,7 @@ class Learner:
     def _count(self, rows: RawRows, column: str, counts: np.ndarray | None) -> None:
         """Count the texts of a column; without `counts`, each row counts once."""
         for feature in self._categorical[column]:
-            missing = self._log.missing_texts(feature)
-            given = several_texts(texts(rows, column, missing), feature, missing)
+            given = categories(rows, feature, self._log)
             frame = pl.DataFrame({"value": given, "count": np.ones(len(given), np.int64) if counts is None else counts})
             if isinstance(given.dtype, pl.List):
                 longest = int(given.list.len().fill_null(0).to_numpy().max(initial=0))
@@ -126,7 +126,8 @@ class Learner:
                 frame = frame.with_columns(pl.col("value").list.head(feature.max_values)).explode("value")
             if self._has_vocabulary[feature.name]:
                 waiting = self._counts.setdefault(owner(feature), [])
-                is_distinct = counts is not None and not isinstance(given.dtype, pl.List)
+                may_repeat = isinstance(given.dtype, pl.List) or bool(table_of(self._log, feature).normalize)
+                is_distinct = counts is not None and not may_repeat
                 found = frame.drop_nulls("value")
                 waiting.append(found if is_distinct else _added_up([found]))
                 most = _MAX_COUNTS // len(self._has_vocabulary)

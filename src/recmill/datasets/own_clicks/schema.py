@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
 from recmill.config.load import read_toml
 from recmill.config.problems import Problem, report, validated
@@ -122,11 +122,23 @@ class CategoricalFeature(ColumnFeature):
     separator: str = key("", "Several values in one text, separated by this; lists of Parquet need none.")
     pooling: Literal["sum", "mean"] = key("mean", "How the vectors of several values are combined.")
     max_values: PositiveInt = key(16, "Use at most this many values of a field.", le=1000)
+    normalize: list[Literal["strip", "lower"]] = key(
+        [],
+        "Changes of each text: strip removes spaces at both ends, lower makes letters lower case. Default: none.",
+    )
     share_table: str = key("", "Another categorical feature, whose values and table this one uses.")
 
     @property
     def columns(self) -> list[str]:
         return [self.column]
+
+    @model_serializer(mode="wrap")
+    def without_an_empty_normalize(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the values as versions without `normalize` did, so that the files of datasets stay the same."""
+        values: dict[str, Any] = dump(self)
+        if not self.normalize:
+            values.pop("normalize", None)
+        return values
 
 
 class CrossFeature(ColumnFeature):
@@ -366,7 +378,8 @@ def _contradictions(schema: ClicksSchema) -> Iterator[str]:
             continue
         if feature.share_table and feature.share_table not in owners:
             yield f"feature.{feature.name}.share_table: '{feature.share_table}' is no categorical feature with a table."
-        if feature.share_table and (own := {"ids", "min_frequency", "table_size"} & set(feature.changed_keys())):
+        of_table = {"ids", "min_frequency", "normalize", "table_size"}
+        if feature.share_table and (own := of_table & set(feature.changed_keys())):
             yield f"feature.{feature.name}.{min(own)}: its table is that of '{feature.share_table}'. Set it there."
         if feature.ids == "hash" and feature.table_size < FIRST_VALUE + 1:
             yield f"feature.{feature.name}.ids = 'hash' needs table_size, 3 or more."

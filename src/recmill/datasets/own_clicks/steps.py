@@ -493,15 +493,22 @@ def _written(data: Path, encoder: Encoder, parts: Iterable[Encoded], rows: list[
     log = encoder.recipe.log
     sizes = [encoder.recipe.learned[feature.name].ids_per_row for feature in log.tables]
     writers = [SplitWriter(data, s, n, sizes, encoder.id_type) for s, n in zip(SPLITS, rows, strict=False)]
+    has_weight = [not log.keep.weight] * len(writers)
     for part in parts:
         writer = writers[part.split]
         writer.append(part.rows)
         if part.weights is not None:
             writer.append_weights(part.weights)
+            has_weight[part.split] |= bool(part.weights.any())
         if part.kept is not None:
             writer.append_kept(part.kept)
     for writer in writers:
         writer.close()
+    if not all(has_weight):
+        split = SPLITS[has_weight.index(False)]
+        fact = f"column {log.keep.weight}: the weights of all rows for {split} are 0"
+        remedy = "Correct them, or remove keep.weight from the schema."
+        raise DataError(f"{fact}, so nothing can be learned or measured. {remedy}")
     return {feature.name: dict(encoder.tally.counts.get(feature.name, {})) for feature in log.feature}
 
 

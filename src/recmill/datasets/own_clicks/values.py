@@ -4,7 +4,7 @@ import contextlib
 import operator
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -141,6 +141,22 @@ def several_texts(given: pl.Series, feature: CategoricalFeature, missing: list[s
     if not feature.separator or isinstance(given.dtype, pl.List):
         return given
     return given.str.split(feature.separator).list.eval(pl.element().filter(~pl.element().is_in(missing)))
+
+
+def normalized(given: pl.Series, steps: Collection[str], missing: list[str]) -> pl.Series:
+    """Return the texts, or lists of texts, after these steps; what is then like a normalized `missing` is no value."""
+
+    def changed(text: Any) -> Any:  # a series or an expression
+        text = text.str.strip_chars() if "strip" in steps else text
+        return text.str.to_lowercase() if "lower" in steps else text
+
+    missing = [*missing, *changed(pl.Series(missing, dtype=pl.String))]
+    if isinstance(given.dtype, pl.List):
+        values = changed(pl.element())
+        return given.list.eval(values.filter(~values.is_in(missing)))
+    values = changed(given)
+    is_missing = values.is_in(missing)
+    return values.set(is_missing, None) if is_missing.any() else values
 
 
 def numbers(rows: RawRows, column: str, missing: list[str], text: InputSection) -> np.ndarray:

@@ -33,6 +33,7 @@ def write(plan: GeneratedPlan[Options], work: Work) -> Description:
     kept = drawn.filter(pl.len().over("item") >= options.min_item_count)
     kept = kept.filter(pl.len().over("user") >= least).sort("user", "time")
     if kept.is_empty():
+        work.give_up()
         raise ConfigError(
             f"--random-size {options.random_size}: none of {options.random_user_count} users got {least} interactions; "
             f"leave-one-out needs {MIN_HISTORY}. Draw more."
