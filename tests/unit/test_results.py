@@ -148,8 +148,9 @@ def test_popularity_and_best_reachable_stand_beside_the_runs_on_their_dataset(
 
 
 def test_a_dataset_that_was_prepared_anew_is_another_one_and_one_that_was_moved_is_not(
-    new_run: NewRun, capsys: pytest.CaptureFixture[str]
+    new_run: NewRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "10000")  # all runs on a dataset are side by side
     same = [{**DONE, "dataset": name} for name in ("12345678ab", "12345678ab", "87654321ba")]
     paths = [new_run(name, status, {"auroc": 0.75}) for name, status in zip("abc", same, strict=True)]
     reports = [run_report(path) for path in paths]

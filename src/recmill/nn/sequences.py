@@ -77,8 +77,10 @@ class ItemTransformer(UsesKernels, nn.Module):
         if items is not None:
             return sampled_sum(self._loss, queries_MD, head_VD, bias_V, items, weights_M, self._num_items)
         inputs = queries_MD, head_VD, bias_V, answers_M - 1, weights_M
-        ends_M = queries_M + 1 if self._is_causal else rows.ends_M
-        seen = Seen(tokens_N, rows.begins_M, ends_M, longest) if self._loss.excludes_seen else None
+        seen = None
+        if self._loss.excludes_seen:
+            ends_M = queries_M + 1 if self._is_causal else rows.ends_M
+            seen = Seen(tokens_N, rows.begins_M, ends_M, longest)
         return cross_entropy_sum(*inputs, self._loss.smoothing, self.kernel_library, seen)
 
     def _embed(self, tokens_N: Tensor, items_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
