@@ -592,7 +592,7 @@ def checkpoint_write_rows_command(run: str, table: str, file: str, output: str, 
 @click.argument("runs", nargs=-1, required=True, type=click.Path())
 @_json
 def results_command(runs: tuple[str, ...], as_json: bool) -> None:
-    """Compare RUNS: state, best step, test metrics and, for runs on the same data, the difference to the first."""
+    """Compare RUNS: state, best step, test metrics and the difference to the first run on the same data."""
     from recmill.commands.results import deltas, run_report
 
     reports = [run_report(run) for run in runs]

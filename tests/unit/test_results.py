@@ -157,6 +157,7 @@ def test_a_dataset_that_was_prepared_anew_is_another_one_and_one_that_was_moved_
     assert reports[0].reachable == {}, "the data of its path is not what it was trained on"
     reports[1] = replace(reports[1], dataset="/moved")
     assert deltas(reports) == [{}, {"auroc": 0.0}, {}]
+    assert deltas([reports[2], *reports[:2]]) == [{}, {}, {"auroc": 0.0}], "the first of its dataset, not of all"
     print_results(reports, [{}, {}, {}])
     first, second = capsys.readouterr().out.split("\n\n")
     assert reports[1].run in first

@@ -82,17 +82,17 @@ def results(*runs: Runs, frame: Kind = "polars") -> "AnyFrame":
 
 
 def deltas(reports: Sequence[RunReport]) -> list[dict[str, float]]:
-    """Return by how much each run differs from the first, where both are of one dataset."""
-    first = reports[0]
+    """Return by how much each run differs from the first one of its dataset."""
+    firsts = [next((first for first in reports if report.has_data_of(first)), report) for report in reports]
     return [
         {
             name: value - before
             for name, value in report.values.items()
             if isinstance(value, float) and isinstance(before := first.values.get(name), float)
         }
-        if report.has_data_of(first) and report is not first
+        if report is not first
         else {}
-        for report in reports
+        for report, first in zip(reports, firsts, strict=True)
     ]
 
 

@@ -31,7 +31,8 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
     for place, report in enumerate(reports):
         own = next((group for group in groups if report.has_data_of(reports[group[0]])), None)
         groups.append([place]) if own is None else own.append(place)
-    datasets = _names_of_datasets(reports, groups) if len(groups) > 1 else [""] * len(reports)
+    has_several = len(groups) > 1
+    datasets = _names_of_datasets(reports, groups) if has_several else [""] * len(reports)
     names = [name for group in groups for name in {name for n in group for name in reports[n].values}]
     if len(names) == len({*names}):
         groups = [[*range(len(reports))]]
@@ -40,7 +41,7 @@ def print_results(reports: Sequence[Any], deltas: Sequence[Values]) -> None:
             print_line()
         _print_runs([reports[n] for n in group], [deltas[n] for n in group], [datasets[n] for n in group])
     if any(deltas):
-        print_line(f"+, -: difference to {reports[0].run}")
+        print_line(f"+, -: difference to {'the first run of its dataset' if has_several else reports[0].run}")
     for report in reports:
         if report.state != "done" and report.reason:
             print_line(f"{report.run}: {state_text(report)}: {report.reason}")
