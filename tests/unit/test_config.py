@@ -122,11 +122,13 @@ def test_a_wrong_value_is_named_with_its_key(values: dict[str, Any], expected: s
         ),
         (
             {**GOOD, "model": {"name": "sasrec", "num_negatives": 9}},
-            "model.num_negatives has no meaning for model.loss = 'softmax'. Remove it, or use 'sampled_softmax' or",
+            "model.num_negatives has no meaning for model.loss = 'softmax'. "
+            "Leave it out or at its default, or use 'sampled_softmax' or",
         ),
         (
             {**GOOD, "model": {"name": "sasrec", "loss": "sampled_softmax", "gbce_t": 0.5}},
-            "model.gbce_t has no meaning for model.loss = 'sampled_softmax'. Remove it, or use 'gbce'.",
+            "model.gbce_t has no meaning for model.loss = 'sampled_softmax'. "
+            "Leave it out or at its default, or use 'gbce'.",
         ),
         (
             {**GOOD, "model": {"name": "sasrec", "loss": "gbce", "label_smoothing": 0.1}},

@@ -37,7 +37,7 @@ class Config(SequenceModelConfig):
         users = {"num_negatives": sampled, "gbce_t": ("gbce",), "label_smoothing": softmax, "exclude_seen": softmax}
         problems += [
             f"model.{key} has no meaning for model.loss = '{self.loss}'. "
-            f"Remove it, or use {' or '.join(map(repr, losses))}."
+            f"Leave it out or at its default, or use {' or '.join(map(repr, losses))}."
             for key, losses in users.items()
             if key in self.changed_keys() and self.loss not in losses
         ]
